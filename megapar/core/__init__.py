@@ -1,0 +1,1 @@
+"""Parallelism: takes numbers, groups and devices; never the configuration."""

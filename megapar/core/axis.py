@@ -1,0 +1,30 @@
+"""One axis of the rank grid as a layer sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on a mesh axis (or on several axes flattened into one).
+
+    name: for messages. size: ranks along the axis. rank: this rank's coordinate, 0 <= rank < size.
+    group: the process group; None exactly when size is 1, where nothing is communicated.
+    ranks: the global ranks along the axis through this rank, in coordinate order.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: ProcessGroup | None
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def single(cls, name: str, rank: int = 0) -> Axis:
+        """An axis of size 1; ``rank`` is the global rank that stands on it."""
+        return cls(name, 1, 0, None, (rank,))

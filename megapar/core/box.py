@@ -1,0 +1,57 @@
+"""Axis-aligned pieces of tensors, as arithmetic: every local tensor of megapar is one box of its global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """A piece of a tensor: per dim its first index and its length; a length may be 0."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def cut(self, dim: int, parts: int, part: int) -> Box:
+        """Piece ``part`` of ``parts`` along ``dim``, in chunks of ceil(size / parts) as ``torch.chunk`` cuts.
+
+        Where ``parts`` does not divide, the last pieces are shorter or empty.
+        """
+        length = -(-self.sizes[dim] // parts)
+        start = min(part * length, self.sizes[dim])
+        size = min(length, self.sizes[dim] - start)
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim] += start
+        sizes[dim] = size
+        return Box(tuple(offsets), tuple(sizes))
+
+    def meet(self, other: Box) -> Box | None:
+        """The common part of two boxes of one tensor, or None where there is none."""
+        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = tuple(
+            min(a + s, b + t)
+            for a, s, b, t in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(e - o for o, e in zip(offsets, ends, strict=True))
+        return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """This box as an index into a tensor that holds just ``outer``, which must contain it."""
+        return tuple(slice(o - b, o - b + s) for o, b, s in zip(self.offsets, outer.offsets, self.sizes, strict=True))
