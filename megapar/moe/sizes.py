@@ -1,0 +1,67 @@
+"""The numbers one mixture-of-experts layer is built from. Standard library only, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEGATRON_MOE = "megatron_moe"
+DEEPSPEED_MOE = "deepspeed_moe"
+KINDS = (MEGATRON_MOE, DEEPSPEED_MOE)
+DROP_POLICIES = ("token", "choice", "probs")
+CAPACITY_SCOPES = ("micro_batch", "rank")
+ACTIVATIONS = ("swiglu", "gelu")
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """Sizes and routing options of one MoE layer; every size is global, whatever the layout.
+
+    hidden_size: features of a token (H). ffn_hidden_size: intermediate features of one expert (F).
+    num_experts: routed experts (E). topk: experts each token is sent to (k), 1 <= k <= E.
+    shared_experts: experts every token passes; they are one MLP of width ``shared_width``. 0: none.
+    kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (a capacity, tokens dropped).
+    capacity_factor, min_capacity, drop_policy, capacity_scope: deepspeed_moe only; see ``capacity``.
+    activation: ``swiglu`` (gate and up) or ``gelu`` (up only). add_bias: experts have biases.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    topk: int
+    shared_experts: int = 0
+    kind: str = MEGATRON_MOE
+    capacity_factor: float = 1.0
+    min_capacity: int = 4
+    drop_policy: str = "token"
+    capacity_scope: str = "micro_batch"
+    activation: str = "swiglu"
+    add_bias: bool = False
+
+    def __post_init__(self) -> None:
+        # The command line has refused wrong values with a full report; this guards direct users.
+        for field, legal in (
+            ("kind", KINDS),
+            ("drop_policy", DROP_POLICIES),
+            ("capacity_scope", CAPACITY_SCOPES),
+            ("activation", ACTIVATIONS),
+        ):
+            value = getattr(self, field)
+            if value not in legal:
+                raise ValueError(f"{field} is {value!r}; choose one of {', '.join(legal)}")
+        if not 1 <= self.topk <= self.num_experts:
+            raise ValueError(f"topk is {self.topk}; it must be 1 to num_experts ({self.num_experts})")
+
+    @property
+    def has_capacity(self) -> bool:
+        """Tokens may be dropped."""
+        return self.kind == DEEPSPEED_MOE
+
+    @property
+    def gated(self) -> bool:
+        """The experts have a gate beside the up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def shared_width(self) -> int:
+        """Intermediate features of the shared MLP; 0 without shared experts."""
+        return self.shared_experts * self.ffn_hidden_size
