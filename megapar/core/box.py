@@ -46,8 +46,7 @@ class Box:
         """The common part of two boxes of one tensor, or None where there is none."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = tuple(
-            min(a + s, b + t)
-            for a, s, b, t in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+            min(a + s, b + t) for a, s, b, t in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
         sizes = tuple(e - o for o, e in zip(offsets, ends, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)

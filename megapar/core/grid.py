@@ -57,6 +57,16 @@ class Grid:
         return self.stage_ranks // (self.ep * self.emp)
 
     @property
+    def shards(self) -> int:
+        """Pieces that sharding makes of a dense parameter: (sharding, cp) flattened."""
+        return self.sharding * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Pieces that sharding makes of an expert parameter: ``edp`` without its dp part, which is replicated."""
+        return max(1, self.sharding * self.cp * self.mp // (self.ep * self.emp))
+
+    @property
     def data_ranks(self) -> int:
         """Positions that read data of their own: dp * sharding."""
         return self.dp * self.sharding
@@ -113,6 +123,19 @@ class Grid:
             at = {**base, **dict(zip(names, values, strict=True))}
             found.append(self.rank(**at) if dense else self._expert_rank[tuple(at[a] for a in EXPERT_AXES)])
         return tuple(found)
+
+    def shard_group(self, rank: int, *, expert: bool) -> tuple[int, ...]:
+        """Ranks among which a dense (or an expert) parameter's master copy is cut, in the order of the pieces."""
+        if not expert:
+            return self.group(("sharding", "cp"), rank)
+        replica = self.expert(rank)["edp"] // self.expert_shards
+        return self.group("edp", rank)[replica * self.expert_shards : (replica + 1) * self.expert_shards]
+
+    def replica_group(self, rank: int, *, expert: bool) -> tuple[int, ...]:
+        """Ranks that hold the same piece of a dense (or an expert) parameter's master copy."""
+        if not expert:
+            return self.group("dp", rank)
+        return self.group("edp", rank)[self.expert(rank)["edp"] % self.expert_shards :: self.expert_shards]
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups along these axes, ordered by their first rank; together they are the world, each rank once."""

@@ -1,0 +1,17 @@
+"""Ascend NPUs through torch_npu."""
+
+from __future__ import annotations
+
+from megapar.core.device.base import Accelerator
+
+
+class NpuDevice(Accelerator):
+    """An Ascend NPU; importing torch_npu registers the device type and the hccl backend."""
+
+    type = "npu"
+    backend = "cpu:gloo,npu:hccl"
+
+    def __init__(self, local_rank: int = 0) -> None:
+        import torch_npu  # noqa: F401  importing it is what registers the device
+
+        super().__init__(local_rank)

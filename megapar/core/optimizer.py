@@ -1,0 +1,81 @@
+"""AdamW on this rank's master pieces, the global norm and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.axis import Axis
+from megapar.core.sharding.part import Part
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def global_norm(parts: Sequence[Part], world: Axis) -> Tensor:
+    """2-norm of all gradients of the model, each parameter counted once over every axis; a scalar, the same everywhere.
+
+    One rank counts each piece (``Part.counted``), so that one sum over the world is right whatever replicates or
+    splits a parameter. The squares are added in fp64, so that the order of ranks does not show.
+    """
+    grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
+    device, dtype = parts[0].master.device, parts[0].master.dtype
+    wide = torch.float32 if device.type == "npu" else torch.float64  # Ascend has no fp64 arithmetic
+    total = torch.zeros((), dtype=wide, device=device)
+    if grads:
+        total = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads)]).square().sum()
+    if world.group is not None:
+        dist.all_reduce(total, group=world.group)
+    return total.sqrt().to(dtype)
+
+
+def clip(parts: Sequence[Part], norm: Tensor, limit: float) -> None:
+    """Scale all gradients by min(1, limit / (norm + 1e-6)), without a look at the values from the host."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    grads = [part.grad for part in parts if part.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+class Optimizer:
+    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one."""
+
+    def __init__(self, parts: Sequence[Part], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        self._parts = parts
+        decayed = [part.master for part in parts if part.decay]
+        others = [part.master for part in parts if not part.decay]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        fused = parts[0].master.device.type in ("cpu", "cuda")
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=fused
+        )
+        for part in parts:
+            self._adamw.state[part.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=part.master.device),
+                **{name: torch.zeros_like(part.master) for name in MOMENTS},
+            }
+
+    def step(self, lr: float) -> None:
+        """One update of all masters from their parts' gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        for part in self._parts:
+            part.master.grad = part.grad
+        self._adamw.step()
+        for part in self._parts:
+            part.master.grad = None
+
+    def moments(self, name: str) -> list[Tensor]:
+        """``exp_avg`` or ``exp_avg_sq`` of every part."""
+        return [self._adamw.state[part.master][name] for part in self._parts]
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far; drives the bias correction."""
+        return int(self._adamw.state[self._parts[0].master]["step"].item())
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        for part in self._parts:
+            self._adamw.state[part.master]["step"].fill_(float(steps))

@@ -1,0 +1,58 @@
+"""Learning rate and batch size as pure functions of the progress. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up to ``peak``, then a decay to ``floor`` that ends after ``decay_iters`` optimizer steps.
+
+    style: constant, linear, cosine or wsd (warm-up, stable, decay: constant until the last ``wsd_decay_iters``, then
+    linear). Steps are optimizer steps, whatever the number of micro-batches.
+    """
+
+    peak: float
+    floor: float
+    style: str
+    warmup_iters: int
+    decay_iters: int
+    wsd_decay_iters: int = 0
+
+    def at(self, iteration: int) -> float:
+        """The rate of optimizer step ``iteration``, counted from 0."""
+        if iteration < self.warmup_iters:
+            return self.peak * (iteration + 1) / self.warmup_iters
+        if self.style == "constant":
+            return self.peak
+        if iteration >= self.decay_iters:
+            return self.floor
+        start = self.decay_iters - self.wsd_decay_iters if self.style == "wsd" else self.warmup_iters
+        if iteration < start:
+            return self.peak
+        share = (iteration - start) / max(1, self.decay_iters - start)
+        weight = 0.5 * (1.0 + math.cos(math.pi * share)) if self.style == "cosine" else 1.0 - share
+        return self.floor + (self.peak - self.floor) * weight
+
+    def to_dict(self) -> dict[str, float | int | str]:
+        """For the checkpoint."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Samples per optimizer step: ``final``, after a ramp from ``start`` by ``increment`` over ``ramp_samples``."""
+
+    final: int
+    start: int = 0
+    increment: int = 0
+    ramp_samples: int = 0
+
+    def at(self, consumed_samples: int) -> int:
+        """The global batch size of the step that starts after ``consumed_samples``."""
+        if not self.ramp_samples or consumed_samples >= self.ramp_samples:
+            return self.final
+        steps = (self.final - self.start) // self.increment
+        return min(self.final, self.start + self.increment * (consumed_samples * steps // self.ramp_samples))

@@ -1,0 +1,1 @@
+"""Sharding of optimizer state, gradients and parameters over the (sharding, cp) axes."""

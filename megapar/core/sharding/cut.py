@@ -1,0 +1,77 @@
+"""Which piece of every parameter a rank masters, as arithmetic. Standard library only.
+
+mp, ep and emp cut first, along the dims that the parameter's ``axes`` name. Sharding then cuts the local piece, along
+its largest dim that the degree divides, so that no rank is left empty; where none divides, along dim 0, padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megapar.core.box import Box
+from megapar.core.grid import Grid
+
+
+class Described(Protocol):
+    """What sharding needs to know of a parameter; the models' parameter tables have it."""
+
+    @property
+    def name(self) -> str:
+        """Unique name in the model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(mesh axis, dim it splits) pairs."""
+
+    @property
+    def unit(self) -> str:
+        """The layer it lives in."""
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+
+    @property
+    def fp32(self) -> bool:
+        """Whether it is computed with in fp32 whatever the compute dtype."""
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is cut over the expert view's replicas instead of (sharding, cp)."""
+
+
+def shard_dim(sizes: Sequence[int], parts: int) -> int:
+    """The dim along which ``parts`` ranks share a tensor: the largest that ``parts`` divides, else 0 (padded)."""
+    even = [dim for dim, size in enumerate(sizes) if size % parts == 0 and size > 0]
+    return max(even, key=lambda dim: (sizes[dim], -dim)) if even else 0
+
+
+def local_box(spec: Described, grid: Grid, rank: int) -> Box:
+    """The piece a rank computes with: the whole, cut by mp, ep and emp."""
+    at = grid.coordinates(rank)
+    box = Box.whole(spec.shape)
+    for axis, dim in spec.axes:
+        box = box.cut(dim, grid.size(axis), at[axis])
+    return box
+
+
+def master_box(spec: Described, grid: Grid, rank: int) -> Box:
+    """The piece whose master copy and optimizer state a rank keeps."""
+    box = local_box(spec, grid, rank)
+    parts = grid.expert_shards if spec.expert else grid.shards
+    return box.cut(shard_dim(box.sizes, parts), parts, grid.shard_group(rank, expert=spec.expert).index(rank))
+
+
+def is_primary(spec: Described, grid: Grid, rank: int) -> bool:
+    """Whether this rank is the one that answers for its piece among the ranks that hold the same."""
+    if grid.replica_group(rank, expert=spec.expert)[0] != rank:
+        return False
+    at = grid.coordinates(rank)
+    split = {axis for axis, _ in spec.axes}
+    kept = ("ep", "emp") if spec.expert else ("mp",)
+    return all(axis in split or at[axis] == 0 for axis in kept)

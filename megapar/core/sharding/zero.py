@@ -1,0 +1,180 @@
+"""Stages 1 and 2: parameters stay whole, optimizer state (and reduced gradients) are cut over the shard axis.
+
+A step, for segments in the order in which backward completes them (the last layer first):
+
+    forward      receive(segment)  ........................  waits for the gather that publish started
+    backward     add(gradient) -> complete? -> launch reduce-scatter -> (replicas: settle the one before)
+    finish       settle all: gradients of this rank's rows, summed over every data rank
+    optimizer    steps masters
+    publish      launches the gathers, first layer first; the next forward waits for each where it needs it
+
+Triggers sit on parameters, so that it does not matter who runs the backward. Segments are launched in one planned
+order on every rank: an early one waits for its predecessors, and what did not fire is closed with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapar.core.sharding.cut import Described, is_primary, master_box
+from megapar.core.sharding.part import Part, View
+from megapar.core.sharding.segment import Segment
+from megapar.core.world import World
+
+
+class ZeroSharding:
+    """Optimizer-state sharding (stage 1), and gradient sharding (stage 2: reduced in every micro-batch).
+
+    units: forward order of the model's units, each a module whose forward needs its parameters.
+    parameters: (description, local parameter) of every trainable parameter.
+    reduce_every_micro_batch: stage 2's way: only a row of gradients is kept over the micro-batches.
+    overlap_reduce: reduce-scatter inside the backward. overlap_gather: gather inside the next forward.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        units: Mapping[str, nn.Module],
+        parameters: Sequence[tuple[Described, nn.Parameter]],
+        master_dtype: torch.dtype,
+        *,
+        reduce_every_micro_batch: bool,
+        overlap_reduce: bool,
+        overlap_gather: bool,
+    ) -> None:
+        self._reduce_every = reduce_every_micro_batch
+        self._overlap_reduce = overlap_reduce
+        self._overlap_gather = overlap_gather
+        self.segments = _plan(world, tuple(units), parameters, master_dtype, not reduce_every_micro_batch)
+        self._last = False
+        self._running = False  # a micro-batch's backward may have left segments to launch
+        self._ready: set[int] = set()
+        self._next = len(self.segments) - 1
+        for number, segment in enumerate(self.segments):
+            for index, member in enumerate(segment.members):
+                member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+        for name, module in units.items():
+            mine = [segment for segment in self.segments if segment.name == name]
+            module.register_forward_pre_hook(_receiver(mine))
+        self.parts: list[Part] = []
+        for segment in self.segments:
+            for part in segment.ranges:
+                self.parts.append(Part(segment.master[part.start : part.end], None, part.decay, part.counted))
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        for segment in self.segments:
+            segment.begin_step()
+        for part in self.parts:
+            part.grad = None
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Expect one gradient of every parameter; they are reduced now or, at stage 1, in the last micro-batch."""
+        if self._running and self._reducing:
+            self._settle_all()
+        self._running = True
+        self._last = last
+        self._ready.clear()
+        self._next = len(self.segments) - 1
+        for segment in self.segments:
+            segment.begin_micro_batch()
+
+    def finish(self) -> None:
+        """Close what did not fire and wait for all reductions."""
+        self._settle_all()
+        self._running = False
+        for segment in self.segments:
+            segment.finish()
+        parts = iter(self.parts)
+        for segment in self.segments:
+            assert segment.gradient is not None
+            for part in segment.ranges:
+                next(parts).grad = segment.gradient[part.start : part.end]
+
+    def publish(self) -> None:
+        """Give every parameter its new value, at once or under the next forward."""
+        for segment in self.segments:
+            segment.publish(overlap=self._overlap_gather)
+
+    def receive_all(self) -> None:
+        """Wait for all gathers; whoever reads parameters outside a forward needs it."""
+        for segment in self.segments:
+            segment.receive()
+
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
+        """Each parameter's piece of tensors that lie beside ``parts`` one for one."""
+        remaining = iter(tensors)
+        for segment in self.segments:
+            ranges = [(part, next(remaining)) for part in segment.ranges]
+            for member in segment.members:
+                part, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
+                start = member.offset - part.start
+                local = flat[start : start + member.numel].view(member.piece)
+                yield View(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
+
+    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        def gradient_is_there(_: Tensor) -> None:
+            if self.segments[number].add(index) and self._overlap_reduce and self._reducing:
+                self._ready.add(number)
+                while self._next in self._ready:
+                    self._launch_next()
+
+        return gradient_is_there
+
+    @property
+    def _reducing(self) -> bool:
+        return self._reduce_every or self._last
+
+    def _launch_next(self) -> None:
+        self.segments[self._next].launch(overlap=self._overlap_reduce)
+        # The segment before sums its row over the replicas while this one's reduce-scatter runs.
+        if self._last and self._next + 1 < len(self.segments):
+            before = self.segments[self._next + 1]
+            if before.replica.group is not None:
+                before.settle(last=True, overlap=self._overlap_reduce)
+        self._next -= 1
+
+    def _settle_all(self) -> None:
+        """Launch what the backward left, then wait, in the planned order."""
+        while self._next >= 0:
+            self._launch_next()
+        for segment in reversed(self.segments):
+            segment.settle(last=self._last, overlap=self._overlap_reduce)
+
+
+def _plan(
+    world: World,
+    units: Sequence[str],
+    parameters: Sequence[tuple[Described, nn.Parameter]],
+    master_dtype: torch.dtype,
+    whole_gradients: bool,
+) -> list[Segment]:
+    """One segment per unit, dtype and pair of axes, in forward order."""
+    buckets: dict[tuple[Any, ...], list[tuple[Described, nn.Parameter]]] = {}
+    for spec, parameter in sorted(parameters, key=lambda entry: units.index(entry[0].unit)):
+        shard, replica = _axes(spec)
+        key = (spec.unit, parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
+        buckets.setdefault(key, []).append((spec, parameter))
+    segments = []
+    for (unit, *_), members in buckets.items():
+        grid, rank = world.grid, world.rank
+        boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
+        shard, replica = (world.axis(name) for name in _axes(members[0][0]))
+        segments.append(Segment(unit, boxed, shard, replica, master_dtype, whole_gradients=whole_gradients))
+    return segments
+
+
+def _axes(spec: Described) -> tuple[str, str]:
+    return ("expert_shard", "expert_replica") if spec.expert else ("shard", "replica")
+
+
+def _receiver(segments: list[Segment]) -> Callable[..., None]:
+    def receive(*_: object) -> None:
+        for segment in segments:
+            segment.receive()
+
+    return receive

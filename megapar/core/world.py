@@ -1,0 +1,155 @@
+"""A grid's process groups; the only place that creates groups.
+
+Every group is made eagerly, in one order on every rank, and is followed by a roll call and a collective, so that a bad
+network or a missing rank shows at start-up with the group's name and the ranks that did not answer. An axis of size 1
+has no group, and axes with the same ranks share one communicator.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from megapar.core.axis import Axis
+from megapar.core.device.base import Device
+from megapar.core.grid import Grid
+from megapar.errors import DistributedError
+
+# Made in this order on every rank. "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat
+# them, "data" are the positions that read data of their own.
+_AXES: tuple[str, ...] = (
+    *("dp", "pp", "sharding", "cp", "mp", "data", "shard", "replica"),
+    *("edp", "ep", "emp", "expert_shard", "expert_replica"),
+)
+
+
+def axis_ranks(grid: Grid, axis: str, rank: int) -> tuple[int, ...]:
+    """Global ranks along a named axis through ``rank``, in coordinate order."""
+    composed = {
+        "data": lambda: grid.group(("dp", "sharding"), rank),
+        "shard": lambda: grid.shard_group(rank, expert=False),
+        "replica": lambda: grid.replica_group(rank, expert=False),
+        "expert_shard": lambda: grid.shard_group(rank, expert=True),
+        "expert_replica": lambda: grid.replica_group(rank, expert=True),
+    }
+    return composed[axis]() if axis in composed else grid.group(axis, rank)
+
+
+class World:
+    """This rank among the ranks of a grid: ``axis(name)`` gives its place on any axis."""
+
+    def __init__(self, grid: Grid, rank: int, device: Device, store: dist.Store | None, timeout: timedelta) -> None:
+        self.grid = grid
+        self.rank = rank
+        self.device = device
+        self._store = store
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._axes = {name: self._make_axis(name) for name in _AXES}
+        everyone = tuple(range(grid.world_size))
+        group = dist.group.WORLD if grid.world_size > 1 else None
+        self._axes["world"] = Axis("world", grid.world_size, rank, group, everyone)
+
+    @classmethod
+    def start(cls, grid: Grid, device: Device, timeout: timedelta, rendezvous_url: str | None = None) -> World:
+        """Join the other ranks and make all groups.
+
+        rendezvous_url: where ranks meet (``file://PATH``), with RANK and WORLD_SIZE from the environment; by default
+        ``env://`` as torchrun sets it. One process needs neither. Raises DistributedError naming the group and the
+        ranks that did not answer within ``timeout``.
+        """
+        if grid.world_size == 1:
+            return cls(grid, 0, device, None, timeout)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if world_size != grid.world_size:
+            raise DistributedError(f"the grid has {grid.world_size} ranks, WORLD_SIZE is {world_size}")
+        store, rank, world_size = next(rendezvous(rendezvous_url or "env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
+        dist.init_process_group(
+            device.backend,
+            store=dist.PrefixStore("world", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device.device_id,
+        )
+        world = cls(grid, rank, device, store, timeout)
+        return world
+
+    @property
+    def num_groups(self) -> int:
+        """Communicators of this rank, the world's included."""
+        return len(self._groups) + (self.grid.world_size > 1)
+
+    def axis(self, name: str) -> Axis:
+        """This rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""
+        return self._axes[name]
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """A device mesh over named axes, outermost first, for the parts of torch that want one."""
+        axes = [self.axis(name) for name in names]
+        groups = [axis.group for axis in axes if axis.group is not None]
+        if len(groups) < len(axes):
+            raise ValueError(f"a mesh over {names} needs more than one rank on each axis")
+        kind = self.device.type
+        if len(axes) == 1:
+            return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
+        ranks = torch.tensor([axis_ranks(self.grid, names[1], r) for r in axes[0].ranks])
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+
+    def close(self) -> None:
+        """Wait for all ranks and leave. After a failure do not call it: the others may never come."""
+        if self.grid.world_size > 1 and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def _make_axis(self, name: str) -> Axis:
+        ranks = axis_ranks(self.grid, name, self.rank)
+        if len(ranks) == 1:
+            return Axis.single(name, self.rank)
+        # Data ranks exchange counts while gradients are being reduced, ep and sharding collectives overlap by design:
+        # these never share a communicator with another axis that has the same ranks.
+        key = (-1, *ranks) if name == "ep" else ranks
+        if key not in self._groups:
+            self._groups[key] = self._make_group(name, ranks)
+        return Axis(name, len(ranks), ranks.index(self.rank), self._groups[key], ranks)
+
+    def _make_group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        assert self._store is not None
+        store = dist.PrefixStore(f"group/{name}/{ranks[0]}", self._store)
+        roll_call(store, name, ranks, self.rank, self._timeout)
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=self._timeout, use_local_synchronization=True, group_desc=name
+        )
+        try:
+            dist.all_reduce(torch.ones(1, device=self.device.torch_device), group=group)
+            self.device.synchronize()
+        except RuntimeError as error:
+            raise DistributedError(
+                f"group {name} of ranks {list(ranks)} failed its first collective: {error}"
+            ) from error
+        return group
+
+
+def roll_call(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> None:
+    """Every rank of a group says it is here and waits for the others.
+
+    Raises DistributedError naming the group, its ranks and those that stayed silent for ``timeout``.
+    """
+    store.set(f"here/{rank}", "1")
+    for other in ranks:
+        try:
+            store.wait([f"here/{other}"], timeout)
+        except (RuntimeError, dist.DistStoreError) as error:
+            silent = [r for r in ranks if not store.check([f"here/{r}"])]
+            seconds = timeout.total_seconds()
+            raise DistributedError(
+                f"group {name} of ranks {list(ranks)}: ranks {silent} did not answer within {seconds:g} s. "
+                "Look at their logs, or raise --distributed-timeout-minutes."
+            ) from error
