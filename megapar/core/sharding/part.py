@@ -54,4 +54,4 @@ class Sharding(Protocol):
         """Called after the optimizer changed masters: the next forward computes with the new values."""
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
-        """Each parameter's piece of ``tensors``, which lie beside ``parts`` one for one (masters, moments, gradients)."""
+        """Each parameter's piece of tensors that lie beside ``parts`` one for one: masters, moments, gradients."""

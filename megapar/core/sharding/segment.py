@@ -54,7 +54,8 @@ class Member:
         if self.padded:
             length = self.piece[self.dim] * -(-tensor.shape[self.dim] // self.piece[self.dim])
             tensor = _pad(tensor, self.dim, length)
-        return tensor.unflatten(self.dim, (-1, self.piece[self.dim])).movedim(self.dim, 0)
+        cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
+        return cut.movedim(self.dim, 0)
 
 
 def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -141,7 +142,8 @@ class Segment:
         return padded.narrow(member.dim, 0, member.box.sizes[member.dim])
 
     def _columns(self, flat: Tensor, member: Member) -> Tensor:
-        return flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
+        columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
+        return columns
 
     # Gradients: add (each backward) -> launch (once complete) -> settle -> shard's gradient
 

@@ -163,8 +163,8 @@ def _plan(
     for (unit, *_), members in buckets.items():
         grid, rank = world.grid, world.rank
         boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
-        shard, replica = (world.axis(name) for name in _axes(members[0][0]))
-        segments.append(Segment(unit, boxed, shard, replica, master_dtype, whole_gradients=whole_gradients))
+        cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
+        segments.append(Segment(unit, boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients))
     return segments
 
 
