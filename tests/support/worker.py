@@ -1,0 +1,125 @@
+"""What one worker process of the test kit does: take a call, be one rank of it, report, and start clean again."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STOP = b"stop"
+RELEASE = b"release"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``run_ranks``, the same for every rank.
+
+    group: whether the default process group is made for the function. rendezvous: path of this call's file store.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    group: bool
+    backend: str
+    rendezvous: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank's call ended: its pickled result, or a traceback."""
+
+    result: bytes | None
+    failure: str
+
+
+def serve(connection: Connection, rank: int, world_size: int, stacks: Path) -> None:
+    """Serve calls until told to stop or until the parent is gone; never returns.
+
+    stacks: file that takes the Python stacks of all threads on SIGUSR1 (which then ends the process) and on a crash.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported is never garbage: the collection after each call stays cheap
+    with stacks.open("w") as sink:
+        faulthandler.enable(sink)
+        faulthandler.register(signal.SIGUSR1, sink, all_threads=True, chain=True)
+        try:
+            while (message := connection.recv_bytes()) != STOP:
+                _serve_one(connection, message, rank, world_size)
+        except (EOFError, OSError):
+            pass  # the parent is gone
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # interpreter exit can abort inside gloo's threads; nothing is left to do
+
+
+def _serve_one(connection: Connection, message: bytes, rank: int, world_size: int) -> None:
+    report = _perform(message, rank, world_size)
+    if report.failure:
+        _leave()  # closed connections tell the other ranks at once, or they would wait for this one
+    connection.send(report)
+    while connection.recv_bytes() != RELEASE:
+        pass
+    _leave()
+
+
+def _perform(message: bytes, rank: int, world_size: int) -> Report:
+    try:
+        call: Call = pickle.loads(message)  # noqa: S301 (written by the parent)
+        _reset()
+        return Report(pickle.dumps(_invoke(call, rank, world_size)), "")
+    except BaseException:
+        return Report(None, traceback.format_exc())
+
+
+def _invoke(call: Call, rank: int, world_size: int) -> Any:
+    if not call.group:
+        return call.function(rank, world_size, call.rendezvous, *call.args)
+    if call.backend == "late":
+        from tests.support import late
+
+        late.register()
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        # Later than the parent's own limit: a hang is shown by all ranks' stacks, not by one rank's time-out.
+        timeout=timedelta(seconds=call.timeout_seconds + 60),
+    )
+    return call.function(rank, world_size, *call.args)
+
+
+def _reset() -> None:
+    """Put back what a test may have changed in this process."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # groups held by cycles keep gloo's threads and sockets
