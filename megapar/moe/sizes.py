@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 MEGATRON_MOE = "megatron_moe"
 DEEPSPEED_MOE = "deepspeed_moe"
@@ -20,7 +22,8 @@ class MoeSizes:
     num_experts: routed experts (E). topk: experts each token is sent to (k), 1 <= k <= E.
     shared_experts: experts every token passes; they are one MLP of width ``shared_width``. 0: none.
     kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (a capacity, tokens dropped).
-    capacity_factor, min_capacity, drop_policy, capacity_scope: deepspeed_moe only; see ``capacity``.
+    capacity_factor, min_capacity, drop_policy: deepspeed_moe only; see ``capacity``.
+    capacity_scope: the tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
     activation: ``swiglu`` (gate and up) or ``gelu`` (up only). add_bias: experts have biases.
     """
 
@@ -65,3 +68,12 @@ class MoeSizes:
     def shared_width(self) -> int:
         """Intermediate features of the shared MLP; 0 without shared experts."""
         return self.shared_experts * self.ffn_hidden_size
+
+    def capacity(self, tokens: int) -> int:
+        """(token, choice) pairs one expert may keep of ``tokens`` non-padding tokens (C).
+
+        ceil(tokens / E · factor · k), at least ``min_capacity``. Computed in fractions from the factor as it
+        was written, so that 1.1 times 10 is 11 and not 12.
+        """
+        room = Fraction(tokens * self.topk, self.num_experts) * Fraction(str(self.capacity_factor))
+        return max(math.ceil(room), self.min_capacity)

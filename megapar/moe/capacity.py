@@ -1,0 +1,78 @@
+"""Who is kept when an expert has room for C pairs: the drop policies of deepspeed_moe.
+
+Every expert has a queue of the (token, choice) pairs that chose it, and the first C of them are kept.
+The policies differ only in the order of the queue, drawn here for three tokens a, b, c and two choices:
+
+    token    a1 a2 b1 b2 c1 c2     all choices of a token before the next token's
+    choice   a1 b1 c1 a2 b2 c2     all first choices before the second ones (GShard, DeepSpeed's top-2)
+    probs    highest probability first, ties in token order (DeepSpeed's top-k)
+
+Tokens must come in their order in the micro-batch: original position, then sample. A piece of the
+micro-batch (a slice, a rank's chunk) places its pairs behind those of all lower-numbered pieces, by
+``queue_starts``; ``probs`` cannot be cut into pieces.
+
+Shape letters: T tokens of this piece, k choices per token, E experts, C capacity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
+    """[k, E] int64: the pairs that stand before this piece's c-th choices in each expert's queue.
+
+    counts_PkE: pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
+    ``choice`` needs all pieces; ``token`` reads only those before ``piece``, so a running count will do.
+    Raises ValueError for ``probs``, whose order no counts can tell.
+    """
+    before_kE = counts_PkE[:piece].sum(0)
+    if policy == "token":
+        return before_kE.sum(0).expand_as(before_kE)
+    if policy == "choice":
+        total_kE = counts_PkE.sum(0)
+        return total_kE.cumsum(0) - total_kE + before_kE
+    raise ValueError(f"drop policy {policy!r} has no queue starts; use keep_by_probability on all tokens at once")
+
+
+def keep_by_order(
+    experts_Tk: Tensor, valid_T: Tensor | None, starts_kE: Tensor, *, capacity: int, policy: str
+) -> Tensor:
+    """[T, k] bool: the pairs that policy ``token`` or ``choice`` keeps.
+
+    valid_T: bool, padding takes no place and is not kept; None is no padding. starts_kE: ``queue_starts``.
+    """
+    num_experts = starts_kE.shape[1]
+    choice_k = torch.arange(experts_Tk.shape[1], device=experts_Tk.device)
+    # Under ``choice`` each (choice, expert) has a queue of its own, behind those of the earlier choices.
+    queue_Tk = experts_Tk + choice_k * num_experts if policy == "choice" else experts_Tk
+    if valid_T is not None:
+        queue_Tk = torch.where(valid_T[:, None], queue_Tk, starts_kE.numel())
+    place_Tk = _places(queue_Tk.flatten(), starts_kE.numel()).view_as(experts_Tk)
+    kept_Tk = place_Tk + starts_kE[choice_k.expand_as(experts_Tk), experts_Tk] < capacity
+    return kept_Tk if valid_T is None else kept_Tk & valid_T[:, None]
+
+
+def keep_by_probability(experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int) -> Tensor:
+    """[T, k] bool: each expert's C most probable pairs (policy ``probs``), over a whole micro-batch.
+
+    probs_TE: the full scores, from which the chosen ones are read; no gradient passes.
+    """
+    num_experts = probs_TE.shape[1]
+    score = probs_TE.detach().gather(1, experts_Tk).flatten()
+    by_score = torch.sort(score, descending=True, stable=True).indices
+    queue_Tk = experts_Tk if valid_T is None else torch.where(valid_T[:, None], experts_Tk, num_experts)
+    place_sorted = _places(queue_Tk.flatten()[by_score], num_experts)
+    place = torch.empty_like(place_sorted).scatter_(0, by_score, place_sorted)
+    kept_Tk = place.view_as(experts_Tk) < capacity
+    return kept_Tk if valid_T is None else kept_Tk & valid_T[:, None]
+
+
+def _places(queue: Tensor, num_queues: int) -> Tensor:
+    """Each pair's place in its queue, from 0, where pairs stand in the order given. queue: [N] 0..num_queues."""
+    order = torch.sort(queue, stable=True).indices
+    lengths = queue.new_zeros(num_queues + 1).scatter_add_(0, queue, torch.ones_like(queue))
+    first = lengths.cumsum(0) - lengths
+    places_sorted = torch.arange(queue.numel(), device=queue.device) - first[queue[order]]
+    return torch.empty_like(queue).scatter_(0, order, places_sorted)

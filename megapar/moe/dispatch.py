@@ -1,0 +1,162 @@
+"""Brings tokens to their experts and the expert outputs back, by sorting; no one-hot matrices.
+
+    tokens [T, H]   a        b        c         each with k choices: pairs a1 a2 b1 b2 c1 c2
+    dispatch        stable sort of the pairs by expert, one row per kept pair
+    rows [R, H]     a2 c1 | b1 | a1 b2 c2       experts 0, 1, 2
+    combine         each token adds up its rows; the experts' weights have been multiplied in before
+
+Dispatch and combine are adjoint: the backward of each is the forward of the other. Only indices are saved.
+
+Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapar.moe.stats import count_pairs
+
+
+class Permutation(NamedTuple):
+    """Where each (token, choice) pair went. Pairs are numbered token · k + choice.
+
+    pair: [R] int64, the pair of each row; rows are sorted by expert, then by pair.
+    row: [T, k] int64, the row of each pair; any row where the pair is not kept.
+    pair_kept: [T, k] bool; None: every pair is kept.
+    row_kept: [R] bool, False for rows beyond the kept pairs; None: there are none.
+    """
+
+    pair: Tensor
+    row: Tensor
+    pair_kept: Tensor | None
+    row_kept: Tensor | None
+
+
+class Dispatched(NamedTuple):
+    """What the experts of this rank work on.
+
+    rows: [R, H] sorted by expert. weights: [R], to multiply the expert outputs with; 0 beyond the kept pairs.
+    counts: [E] int64 rows of each expert, which sum to R. permutation: the way back.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    counts: Tensor
+    permutation: Permutation
+
+
+class Dispatcher(Protocol):
+    """The two verbs every dispatcher has: to the experts, and back."""
+
+    def dispatch(
+        self, x_TH: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool
+    ) -> Dispatched:
+        """Send every kept pair's token and weight to its expert."""
+        ...
+
+    def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
+        """[T, H]: the weighted expert outputs summed per token."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts live on this rank: nothing is communicated."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(
+        self, x_TH: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool
+    ) -> Dispatched:
+        """Sort the kept pairs by expert and gather their tokens.
+
+        kept_Tk: bool; None keeps every pair. rows (R): at least the number of kept pairs, known on the host so
+        that the device is never waited for; exact: it is that number. Rows beyond the kept pairs are zeros
+        that the last expert computes; they have weight 0 and reach no token.
+        """
+        permutation, counts_E = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows, exact=exact)
+        weights_R = weights_Tk.flatten().index_select(0, permutation.pair)
+        return Dispatched(permute(x_TH, permutation), weights_R, counts_E, permutation)
+
+    def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
+        """[T, H]: the weighted expert outputs summed per token, in fp32 at least; 0 where none was kept."""
+        return unpermute(rows_RH, sent.permutation)
+
+
+def sort_by_expert(
+    experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int, *, exact: bool
+) -> tuple[Permutation, Tensor]:
+    """The permutation that sorts the kept pairs by expert into ``rows`` rows, and the rows of each expert [E].
+
+    Pairs of one expert stay in token order. Rows beyond the kept pairs count for the last expert.
+    """
+    key = experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)
+    order = torch.sort(key.flatten(), stable=True).indices
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    counts_E = count_pairs(experts_Tk, kept_Tk, num_experts).sum(0)
+    row_kept = None
+    if not exact:
+        num_kept = counts_E.sum()
+        row_kept = torch.arange(rows, device=order.device) < num_kept
+        counts_E[-1] += rows - num_kept
+    row_Tk = row.clamp(max=max(rows - 1, 0)).view_as(experts_Tk)
+    return Permutation(order[:rows], row_Tk, kept_Tk, row_kept), counts_E
+
+
+def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:
+    """[R, H]: the token of each row; zeros beyond the kept pairs. Backward is ``unpermute``."""
+    return _Permute.apply(x_TH, permutation)  # type: ignore[no-any-return]
+
+
+def unpermute(rows_RH: Tensor, permutation: Permutation) -> Tensor:
+    """[T, H]: the sum of each token's rows. Backward is ``permute``."""
+    return _Unpermute.apply(rows_RH, permutation)  # type: ignore[no-any-return]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return _gather(x_TH, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
+        return _gather_sum(grad_RH, ctx.permutation), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RH: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return _gather_sum(rows_RH, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad_TH, ctx.permutation), None
+
+
+def _gather(x_TH: Tensor, permutation: Permutation) -> Tensor:
+    topk = permutation.row.shape[1]
+    rows_RH = x_TH.index_select(0, permutation.pair // topk)
+    if permutation.row_kept is None:
+        return rows_RH
+    return rows_RH.masked_fill_(~permutation.row_kept[:, None], 0)
+
+
+def _gather_sum(rows_RH: Tensor, permutation: Permutation) -> Tensor:
+    num_tokens = permutation.row.shape[0]
+    if rows_RH.shape[0] == 0 or num_tokens == 0:
+        return rows_RH.new_zeros(num_tokens, rows_RH.shape[1])
+    kept = permutation.pair_kept
+    # A bag is gather and sum in one pass, accumulated in fp32, without the [T, k, H] in between, and unlike
+    # index_add deterministic on every device.
+    return F.embedding_bag(
+        permutation.row,
+        rows_RH.contiguous(),
+        mode="sum",
+        per_sample_weights=None if kept is None else kept.to(rows_RH.dtype),
+    )

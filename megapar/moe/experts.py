@@ -1,0 +1,71 @@
+"""The routed experts of this rank: one small MLP each, their weights stacked.
+
+Shape letters: R rows sorted by expert, H hidden, E experts on this rank, F expert intermediate features on
+this rank (E and F are global sizes divided by the ep and emp sizes).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.device.ops import op
+from megapar.core.tensor_parallel import local
+from megapar.moe.grouped import grouped_linear
+
+
+class Experts(nn.Module):
+    """rows [R, H] -> up [R, F] -> rows [R, H], each row through its own expert.
+
+    Ledger (this rank):
+        gate_up [E, 2, F, H] (swiglu: gate at 0, up at 1) or up [E, F, H] (gelu)
+        down [E, H, F]; with ``add_bias``: gate_up_bias [E, 2, F] or up_bias [E, F], down_bias [E, H]
+        forward   grouped product, activation, grouped product; no collective
+        dgrad     grouped products with the weights as they lie; no collective
+        wgrad     one [out, in] product per expert over its rows
+    Parameters are created uninitialised.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        gated: bool,
+        add_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.gated = gated
+        self.has_bias = add_bias
+
+        def create(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
+
+        up = (2, ffn_hidden_size) if gated else (ffn_hidden_size,)
+        self.up_name = "gate_up" if gated else "up"
+        self.register_parameter(self.up_name, create(*up, hidden_size))
+        self.down = create(hidden_size, ffn_hidden_size)
+        self.register_parameter(f"{self.up_name}_bias", create(*up) if add_bias else None)
+        self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
+
+    def forward(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
+        """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R."""
+        up = local(getattr(self, self.up_name))
+        expert_R = None
+        if self.has_bias:
+            expert_R = torch.repeat_interleave(counts_E, output_size=rows_RH.shape[0])
+        hidden = grouped_linear(rows_RH, up.flatten(1, -2), counts_E)
+        hidden = self._add_bias(hidden, f"{self.up_name}_bias", expert_R)
+        hidden = op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
+        out_RH = grouped_linear(hidden, local(self.down), counts_E)
+        return self._add_bias(out_RH, "down_bias", expert_R)
+
+    def _add_bias(self, rows: Tensor, name: str, expert_R: Tensor | None) -> Tensor:
+        """Add each row the bias of its expert, where the experts have biases."""
+        if expert_R is None:
+            return rows
+        return rows + local(getattr(self, name)).flatten(1).index_select(0, expert_R)
