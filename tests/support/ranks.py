@@ -13,6 +13,7 @@ LOCAL_WORLD_SIZE as torchrun sets them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -209,10 +210,8 @@ class _Watch:
 
 
 def _send(worker: Worker, message: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # a dead worker is reported by the watch
         worker.connection.send_bytes(message)
-    except OSError:
-        pass  # the worker is dead: the watch reports it
 
 
 def _close_all() -> None:
