@@ -1,0 +1,101 @@
+"""Operators with faster forms on some devices: a table op -> device -> function, and a plain reference for each.
+
+``op`` picks by the device and dtype of a tensor; what the table does not know, and every fp64 tensor, takes the
+reference. One test per entry compares it with its reference.
+
+Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """max(fp32, dtype): what "fp32" means in a run of this dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def op(name: str, like: Tensor) -> Callable[..., Tensor]:
+    """The function for ``name`` on the device and in the dtype of ``like``. Raises KeyError for an unknown op."""
+    forms = OPS[name]
+    if like.dtype == torch.float64:
+        return forms["reference"]
+    return forms.get(like.device.type, forms["reference"])
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v by plain products; the scores are held whole.
+
+    q: [B, N, S, D]. k, v: [B, G, S, D], each key-value head serves N / G consecutive query heads.
+    causal: position i sees 0..i. valid: [B, S] bool, False where a key is padding; not used together with causal
+    (padding stands behind the text, where no position of the text looks). dropout: probability, on the weights.
+    Returns [B, N, S, D].
+    """
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
+    least = torch.finfo(scores.dtype).min  # not -inf: a sample that is all padding must stay finite
+    if causal:
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, least)
+    elif valid is not None:
+        scores = scores.masked_fill(~valid[:, None, None, :], least)
+    weights = F.dropout(scores.softmax(-1).to(q.dtype), dropout, training=dropout > 0.0)
+    return weights @ v
+
+
+def attention_fused(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """``attention_reference`` by torch's fused kernels; the scores are never held."""
+    mask = None if causal or valid is None else valid[:, None, None, :]
+    grouped = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, computed in max(fp32, dtype)."""
+    x_wide = x.to(wide(x.dtype))
+    scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * (x_wide * scale).to(x.dtype)
+
+
+def rms_norm_fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``rms_norm_reference`` as one kernel; rounds once, after the weight."""
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; gate_up: [.., 2, F], returns [.., F]."""
+    gate, up = gate_up.unbind(-2)
+    return F.silu(gate) * up
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (x[2i], x[2i + 1]) by their angles, in max(fp32, dtype).
+
+    x: [B, S, N, D]. cos, sin: [B, S, D / 2]. Source: GPT-J's interleaved form, as ERNIE 4.5 uses it.
+    """
+    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "attention": {"reference": attention_reference, "cpu": attention_fused, "cuda": attention_fused},
+        "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused},
+        "swiglu": {"reference": swiglu_reference},
+        "rotary": {"reference": rotary_reference},
+    }
+)

@@ -1,0 +1,224 @@
+"""Layers whose weights are cut over the axis ``mp``: linear, embedding, and the softmax over a cut vocabulary.
+
+Weights are plain parameters that hold this rank's piece (or, once sharded, DTensors whose local tensor is it) and are
+created uninitialised. A fused weight carries its real axes, [out dims.., in], and is cut along one of them.
+Under sequence parallelism activations outside the layers are cut along the sequence: [B, S/mp, H].
+
+Shape letters: B batch, S sequence, H hidden, O out features (the product of out dims), I in features, V vocabulary,
+N rows (tokens). A letter is the global size; /mp marks the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megapar.core.axis import Axis
+from megapar.core.box import Box
+from megapar.core.collectives import all_gather, all_reduce_, copy, reduce, reduce_scatter
+
+SEQUENCE_DIM = 1
+
+
+def local(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight, whether it is a plain tensor or a DTensor."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -> tuple[int, ...]:
+    """Shape of this rank's piece of a tensor cut along ``dim``.
+
+    Raises ValueError where ``even`` pieces are asked for and the axis does not divide the dim.
+    """
+    if even and shape[dim] % axis.size:
+        raise ValueError(f"dim {dim} of {tuple(shape)} is not divisible by the {axis.size} ranks of {axis.name}")
+    return Box.whole(shape).cut(dim, axis.size, axis.rank).sizes
+
+
+def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
+    """An uninitialised parameter: building a model draws nothing and works on the meta device."""
+    return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
+
+
+class Linear(nn.Module):
+    """y = x w^T + b, the whole weight on every rank.
+
+    x [.., I] @ w [O, I]^T -> y [.., O]
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        super().__init__()
+        self.weight = parameter((out_features, in_features), dtype, device)
+        self.bias = parameter((out_features,), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., I] to [.., O]."""
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer whose out features are cut over mp; ``split`` is the out dim that is cut.
+
+    Forward: x [B, S, I] (sequence parallel: [B, S/mp, I] -> all-gather) @ w [O/mp, I]^T -> y [B, S, O/mp]
+    dgrad:   dy [B, S, O/mp] @ w [O/mp, I] -> all-reduce (reduce-scatter) over mp -> dx [B, S, I] ([B, S/mp, I])
+    wgrad:   dy^T [O/mp, B S] @ x [B S, I] -> dw [O/mp, I], whole on its rank; bias [O/mp] likewise.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_dims: Sequence[int],
+        *,
+        split: int,
+        bias: bool,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.mp = mp
+        self.out_dims = piece_shape(out_dims, split, mp)
+        self.weight = parameter((*self.out_dims, in_features), dtype, device)
+        self.bias = parameter(self.out_dims, dtype, device) if bias else None
+        self.enter = _gather_sequence if sequence_parallel else copy
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
+        weight = local(self.weight).flatten(0, -2)
+        bias = None if self.bias is None else local(self.bias).flatten()
+        return F.linear(self.enter(x, self.mp), weight, bias).unflatten(-1, self.out_dims)
+
+
+class RowLinear(nn.Module):
+    """A linear layer whose in features are cut over mp.
+
+    Forward: x [B, S, I/mp] @ w [O, I/mp]^T -> partial sums [B, S, O] -> all-reduce (sequence parallel: reduce-scatter)
+             -> + b [O] -> y [B, S, O] ([B, S/mp, O])
+    dgrad:   dy [B, S, O] (all-gather of [B, S/mp, O]) @ w [O, I/mp] -> dx [B, S, I/mp]
+    wgrad:   dy^T [O, B S] @ x [B S, I/mp] -> dw [O, I/mp], whole on its rank; db [O] is the same on every rank,
+             under sequence parallelism a partial sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.mp = mp
+        self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
+        self.bias = parameter((out_features,), dtype, device) if bias else None
+        self.leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, I/mp] to [B, S(/mp), O]."""
+        y = self.leave(F.linear(x, local(self.weight)), self.mp)
+        return y if self.bias is None else y + local(self.bias)
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding whose rows are cut over mp in chunks of ceil(V / mp), the last ones shorter.
+
+    Forward: tokens [B, S] -> rows of w [V/mp, H], zeros for tokens of other ranks -> all-reduce (sequence parallel:
+             reduce-scatter) -> x [B, S, H] ([B, S/mp, H])
+    wgrad:   dx [B, S, H] (all-gather of [B, S/mp, H]) is added to the rows that this rank holds: dw [V/mp, H].
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.mp = mp
+        self.start, rows = vocabulary_range(vocab_size, mp)
+        self.weight = parameter((rows, hidden_size), dtype, device)
+        self.leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S] int64 to [B, S(/mp), H]."""
+        weight = local(self.weight)
+        if self.mp.size == 1:
+            return F.embedding(tokens, weight)
+        own = (tokens >= self.start) & (tokens < self.start + weight.shape[0])
+        rows = F.embedding(torch.where(own, tokens - self.start, 0), weight)
+        return self.leave(rows * own.unsqueeze(-1).to(rows.dtype), self.mp)
+
+
+class Embedding(nn.Module):
+    """A small embedding, whole on every rank: rows of w [count, H]. Its gradient covers the tokens it was given."""
+
+    def __init__(self, count: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = parameter((count, hidden_size), dtype, device)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[..] int64 to [.., H]."""
+        return F.embedding(indices, local(self.weight))
+
+
+def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
+    """(first token, number of tokens) of the vocabulary on this rank. Raises ValueError where a rank has none."""
+    box = Box.whole((vocab_size,)).cut(0, mp.size, mp.rank)
+    if not box.sizes[0]:
+        raise ValueError(f"a vocabulary of {vocab_size} leaves rank {mp.rank} of {mp.size} on {mp.name} without tokens")
+    return box.offsets[0], box.sizes[0]
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored: int = -100) -> Tensor:
+    """Cross-entropy over a vocabulary cut over mp; ``logits`` is overwritten with the gradient of the losses' sum.
+
+    logits: [N, V/mp] in max(fp32, dtype), this rank's part. labels: [N] int64 over the whole vocabulary; rows with
+    ``ignored`` have loss and gradient 0. start: the first token on this rank.
+    Returns the losses [N], the same on every rank; only three numbers per row travel.
+    """
+    peak = all_reduce_(logits.amax(-1), mp, dist.ReduceOp.MAX)
+    logits.sub_(peak.unsqueeze(-1))
+    own = (labels >= start) & (labels < start + logits.shape[-1])
+    column = torch.where(own, labels - start, 0).unsqueeze(-1)
+    target = logits.gather(-1, column).squeeze(-1).masked_fill(~own, 0.0)
+    total = logits.exp_().sum(-1)
+    total, target = all_reduce_(torch.stack((total, target)), mp).unbind()
+    counted = (labels != ignored).to(logits.dtype)
+    logits.mul_((counted / total).unsqueeze(-1))
+    logits.scatter_add_(-1, column, -own.to(logits.dtype).unsqueeze(-1))
+    return (total.log() - target) * counted
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, mp: Axis) -> Tensor:
+    """[.., V/mp] on each rank to the whole [.., V]; for inspection, never for a loss. Without gradients."""
+    if mp.size == 1:
+        return logits
+    length = -(-vocab_size // mp.size)
+    padded = F.pad(logits.detach(), (0, length - logits.shape[-1]))
+    # Only the last pieces are shorter than the others, so all padding ends up behind the vocabulary.
+    return all_gather(padded, mp, logits.dim() - 1)[..., :vocab_size]
+
+
+def _gather_sequence(x: Tensor, mp: Axis) -> Tensor:
+    return all_gather(x, mp, SEQUENCE_DIM)
+
+
+def _scatter_sequence(x: Tensor, mp: Axis) -> Tensor:
+    return reduce_scatter(x, mp, SEQUENCE_DIM)

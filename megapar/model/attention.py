@@ -1,0 +1,101 @@
+"""Self-attention with grouped queries, on a fused query-key-value weight with a real group axis.
+
+Shape letters: B batch, S sequence, H hidden, G groups (key-value heads), Q query heads per group, D head size;
+/mp marks what is cut over the tensor parallel axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.core.device.ops import attention_reference, op
+from megapar.core.tensor_parallel import ColumnLinear, RowLinear
+from megapar.model.context import Context
+from megapar.model.norm import RmsNorm
+from megapar.model.rotary import rotate
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The numbers of one attention layer; ``flash``: fused kernels, off means the math reference."""
+
+    hidden_size: int
+    num_groups: int
+    queries_per_group: int
+    head_dim: int
+    causal: bool
+    bias: bool
+    qk_norm: bool
+    epsilon: float
+    dropout: float
+    flash: bool
+
+
+class Attention(nn.Module):
+    """Attention over the whole sequence of each sample, heads cut over mp by group.
+
+    x [B, S(/mp), H] -> qkv: column linear -> [B, S, G/mp, Q + 2, D] -> (norm, rope) -> softmax(q k^T) v
+      -> [B, S, G Q D/mp] -> proj: row linear -> y [B, S(/mp), H]
+    Backward mirrors it; q_norm and k_norm [D] see only this rank's heads: their gradients are partial over mp.
+    """
+
+    def __init__(
+        self,
+        sizes: AttentionSizes,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes
+        G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
+        self.qkv = ColumnLinear(
+            sizes.hidden_size,
+            (G, Q + 2, D),
+            split=0,
+            bias=sizes.bias,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.proj = RowLinear(
+            G * Q * D,
+            sizes.hidden_size,
+            bias=sizes.bias,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
+        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[B, S(/mp), H] to [B, S(/mp), H]."""
+        q, k, v = self.qkv(x).split((self.sizes.queries_per_group, 1, 1), dim=3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.angles is not None:
+            q, k = rotate(q, context.angles), rotate(k, context.angles)
+        return self.proj(self._attend(q, k, v, context.valid))  # type: ignore[no-any-return]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+        """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""
+        attention = op("attention", q) if self.sizes.flash else attention_reference
+        y = attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            causal=self.sizes.causal,
+            valid=valid,
+            dropout=self.sizes.dropout if self.training else 0.0,
+        )
+        return y.transpose(1, 2).flatten(2)

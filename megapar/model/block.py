@@ -1,0 +1,176 @@
+"""One layer of each model: pre-norm for the decoder (dense or mixture of experts), post-norm for ERNIE.
+
+Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence parallelism, written S(/mp).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.model.attention import Attention, AttentionSizes
+from megapar.model.context import Context
+from megapar.model.mlp import Mlp
+from megapar.model.norm import LayerNorm, make_norm
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
+from megapar.moe.stats import MoeStats
+
+
+class DecoderBlock(nn.Module):
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), or experts in place of the mlp.
+
+    All activations between the two halves are x [B, S(/mp), H]; the norms' gradients are partial over mp under
+    sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        layer: int,
+        *,
+        mp: Axis,
+        ep: Axis,
+        emp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.dropout = sizes.hidden_dropout
+        H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
+        self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
+        self.attention = Attention(
+            decoder_attention(sizes), mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+        )
+        self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
+        self.mlp: Mlp | None = None
+        self.moe: MoeLayer | None = None
+        if sizes.moe is not None and layer in sizes.moe_layers:
+            shared = _shared(sizes, sizes.moe, mp, sequence_parallel, dtype, device)
+            self.moe = MoeLayer(sizes.moe, shared=shared, ep=ep, emp=emp, dtype=dtype, device=device)
+        else:
+            self.mlp = Mlp(
+                H,
+                sizes.ffn_hidden_size,
+                gated=sizes.gated,
+                bias=sizes.add_bias_linear,
+                mp=mp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer."""
+        x = x + self._drop(self.attention(self.attention_norm(x), context))
+        normed = self.mlp_norm(x)
+        if self.moe is None:
+            assert self.mlp is not None
+            return x + self._drop(self.mlp(normed)), None
+        y, stats = self.moe(normed, context.own_valid, context.valid_tokens)
+        return x + self._drop(y), stats
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class ErnieBlock(nn.Module):
+    """norm(x + dropout(attention(x))), then norm(x + dropout(mlp(x))): the norms stand behind the sums.
+
+    x is [B, S(/mp), H] throughout; the norms' gradients are partial over mp under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        sizes: ErnieSizes,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.dropout = sizes.hidden_dropout
+        H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
+        self.attention = Attention(
+            ernie_attention(sizes), mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+        )
+        self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
+        self.mlp = Mlp(
+            H,
+            sizes.ffn_hidden_size,
+            gated=False,
+            bias=True,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
+        x = self.attention_norm(x + self._drop(self.attention(x, context)))
+        return self.mlp_norm(x + self._drop(self.mlp(x))), None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
+    """The attention of a decoder layer."""
+    return AttentionSizes(
+        hidden_size=sizes.hidden_size,
+        num_groups=sizes.num_query_groups,
+        queries_per_group=sizes.queries_per_group,
+        head_dim=sizes.head_dim,
+        causal=True,
+        bias=sizes.add_bias_linear,
+        qk_norm=sizes.qk_norm,
+        epsilon=sizes.layernorm_epsilon,
+        dropout=sizes.attention_dropout,
+        flash=sizes.use_flash_attn,
+    )
+
+
+def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
+    """The attention of an ERNIE layer: every head has keys and values of its own."""
+    return AttentionSizes(
+        hidden_size=sizes.hidden_size,
+        num_groups=sizes.num_attention_heads,
+        queries_per_group=1,
+        head_dim=sizes.head_dim,
+        causal=False,
+        bias=True,
+        qk_norm=False,
+        epsilon=sizes.layernorm_epsilon,
+        dropout=sizes.attention_dropout,
+        flash=sizes.use_flash_attn,
+    )
+
+
+def _shared(
+    sizes: DecoderSizes,
+    moe: MoeSizes,
+    mp: Axis,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Mlp | None:
+    """The shared experts: one MLP that every token passes; None where there are none."""
+    if not moe.shared_experts:
+        return None
+    return Mlp(
+        sizes.hidden_size,
+        moe.shared_width,
+        gated=moe.gated,
+        bias=sizes.add_bias_linear,
+        mp=mp,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,163 @@
+"""The decoder: embedding, pre-norm blocks (dense or mixture of experts), final norm, head over the vocabulary.
+
+Shape letters: B batch, S sequence, H hidden, V vocabulary, L mixture-of-experts layers, E experts; S is cut over mp
+under sequence parallelism, written S(/mp).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.core.collectives import all_gather, copy
+from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
+from megapar.model.block import DecoderBlock
+from megapar.model.context import Context
+from megapar.model.embedding import DecoderEmbedding, own_sequence
+from megapar.model.loss import linear_cross_entropy
+from megapar.model.norm import make_norm
+from megapar.model.rotary import rotary_angles
+from megapar.model.sizes import DecoderSizes
+from megapar.model.terms import Terms, collect
+from megapar.moe.stats import MoeStats
+
+
+class LmHead(nn.Module):
+    """Cross-entropy over a vocabulary cut over mp; the weight is its own, or comes with the call where tied.
+
+    x [B, S(/mp), H] (-> all-gather) @ w [V/mp, H]^T -> logits, in chunks of rows, never kept -> scalar sum
+    dgrad: all-reduce (reduce-scatter) over mp of the partial dx; wgrad: dw [V/mp, H], whole on its rank.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.mp, self.sequence_parallel = sizes.vocab_size, mp, sequence_parallel
+        shape = (vocabulary_range(sizes.vocab_size, mp)[1], sizes.hidden_size)
+        self.weight = None if sizes.tie_embeddings else parameter(shape, dtype, device)
+
+    def forward(self, x: Tensor, labels: Tensor, tied: Tensor | None) -> Tensor:
+        """[B, S(/mp), H] and labels [B, S] (-100: no loss) to the sum of cross-entropies, max(fp32, dtype)."""
+        hidden = self._enter(x).flatten(0, 1)
+        weight, rows = self._weight(tied), labels.flatten()
+        return linear_cross_entropy(hidden, weight, None, rows, vocab_size=self.vocab_size, mp=self.mp)
+
+    def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
+        """[B, S(/mp), H] to the whole logits [B, S, V]; for inspection."""
+        return gather_vocabulary(F.linear(self._enter(x), self._weight(tied)), self.vocab_size, self.mp)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else copy(x, self.mp)
+
+    def _weight(self, tied: Tensor | None) -> Tensor:
+        weight = self.weight if tied is None else tied
+        if weight is None:
+            raise ValueError("a head tied to the embedding needs the embedding's weight in the call")
+        return local(weight)
+
+
+class Decoder(nn.Module):
+    """A decoder language model, dense or mixture of experts.
+
+    Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
+    names, global shapes and cuts are those of ``decoder_table(sizes)``.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        *,
+        mp: Axis,
+        ep: Axis,
+        emp: Axis,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
+        self.embedding = DecoderEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.layers = nn.ModuleDict()
+        for layer in range(sizes.num_layers):
+            self.layers[str(layer)] = DecoderBlock(
+                sizes,
+                layer,
+                mp=mp,
+                ep=ep,
+                emp=emp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+        norm, epsilon = sizes.normalization, sizes.layernorm_epsilon
+        self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device)
+        self.lm_head = LmHead(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+
+    def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
+        """The loss terms of one micro-batch.
+
+        batch: tokens, labels (-100: no loss), positions [B, S] int64; valid [B, S] bool where some position is
+        padding, which must stand behind the text of its sample.
+        valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
+        """
+        x, stats = self._run(batch, valid_tokens)
+        return collect({"lm": self.lm_head(x, batch["labels"], self.tied_weight)}, stats)
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
+        return self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
+
+    @property
+    def tied_weight(self) -> Tensor | None:
+        """The embedding's weight where the head uses it too."""
+        return self.embedding.word.weight if self.sizes.tie_embeddings else None
+
+    def units(self) -> dict[str, tuple[nn.Module, ...]]:
+        """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
+        blocks = {f"layers.{name}": (block,) for name, block in self.layers.items()}
+        return {"embedding": (self.embedding,), **blocks, "head": (self.final_norm, self.lm_head)}
+
+    def correction_biases(self) -> list[Tensor]:
+        """The routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
+        blocks = (self.layers[name] for name in sorted(self.layers, key=int))
+        return [block.moe.router.correction_bias for block in blocks if block.moe is not None]
+
+    @torch.no_grad()
+    def update_router_bias(self, load: Tensor, rate: float) -> None:
+        """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
+
+        load: [L, E] counts over the whole global batch. Source: auxiliary-loss-free balancing (DeepSeek-V3).
+        """
+        for bias, counts in zip(self.correction_biases(), load.to(torch.float64), strict=True):
+            bias.add_(torch.sign(counts.mean() - counts).to(bias.dtype), alpha=rate)
+
+    def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats]]:
+        """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""
+        positions = batch["positions"]
+        context = self._context(batch, valid_tokens)
+        x = self.embedding(batch["tokens"], positions)
+        stats = []
+        for block in self.layers.values():
+            x, layer_stats = block(x, context)
+            if layer_stats is not None:
+                stats.append(layer_stats)
+        return self.final_norm(x), stats
+
+    def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
+        sizes, angles = self.sizes, None
+        if sizes.position_embedding_type == "rope":
+            angles = rotary_angles(batch["positions"], sizes.head_dim, sizes.rope_theta, self.dtype)
+        valid = batch.get("valid")
+        if valid_tokens is None:
+            valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
+        own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
+        return Context(valid, own_valid, valid_tokens, angles)

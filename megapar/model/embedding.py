@@ -1,0 +1,92 @@
+"""The first layer of each model: what turns token numbers into activations.
+
+Shape letters: B batch, S sequence, H hidden, V vocabulary, P positions; /mp marks what is cut over the tensor parallel
+axis (S only under sequence parallelism).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.core.collectives import own_piece
+from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, VocabularyEmbedding
+from megapar.model.norm import LayerNorm
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+
+
+class DecoderEmbedding(nn.Module):
+    """Words, and positions where they are learned.
+
+    tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] + position [P, H][positions] -> dropout
+    Under sequence parallelism a rank looks up its own positions only: their gradient is partial over mp.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.mp, self.sequence_parallel, self.dropout = mp, sequence_parallel, sizes.hidden_dropout
+        H = sizes.hidden_size
+        self.word = VocabularyEmbedding(
+            sizes.vocab_size, H, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+        )
+        learned = sizes.position_embedding_type == "learned"
+        rows = sizes.max_position_embeddings
+        self.position = Embedding(rows, H, dtype=dtype, device=device) if learned else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[B, S] int64 twice to [B, S(/mp), H]."""
+        x = self.word(tokens)
+        if self.position is not None:
+            x = x + self.position(own_sequence(positions, self.mp, self.sequence_parallel))
+        return F.dropout(x, self.dropout, self.training)
+
+
+class ErnieEmbedding(nn.Module):
+    """Words, positions, token types and task types, summed, normalised.
+
+    tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] + position + token_type + task_type
+      -> layer norm -> dropout
+    Under sequence parallelism the small embeddings' and the norm's gradients are partial over mp.
+    """
+
+    def __init__(
+        self,
+        sizes: ErnieSizes,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.mp, self.sequence_parallel, self.dropout = mp, sequence_parallel, sizes.hidden_dropout
+        H = sizes.hidden_size
+        self.word = VocabularyEmbedding(
+            sizes.vocab_size, H, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+        )
+        self.position = Embedding(sizes.max_position_embeddings, H, dtype=dtype, device=device)
+        self.token_type = Embedding(sizes.type_vocab_size, H, dtype=dtype, device=device)
+        self.task_type = Embedding(sizes.task_type_vocab_size, H, dtype=dtype, device=device)
+        self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device)
+
+    def forward(self, tokens: Tensor, token_types: Tensor, task_types: Tensor, positions: Tensor) -> Tensor:
+        """[B, S] int64 each to [B, S(/mp), H]."""
+        indices = (own_sequence(t, self.mp, self.sequence_parallel) for t in (token_types, positions, task_types))
+        token_type, position, task_type = indices
+        x = self.word(tokens) + self.token_type(token_type) + self.position(position) + self.task_type(task_type)
+        return F.dropout(self.norm(x), self.dropout, self.training)
+
+
+def own_sequence(x: Tensor, mp: Axis, sequence_parallel: bool) -> Tensor:
+    """The part of x [B, S] whose positions this rank's activations have: [B, S/mp] under sequence parallelism."""
+    return own_piece(x, mp, SEQUENCE_DIM) if sequence_parallel else x

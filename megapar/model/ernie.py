@@ -1,0 +1,156 @@
+"""The ERNIE encoder: embeddings, post-norm blocks, pooler; heads for masked words and for sentence order.
+
+Shape letters: B batch, S sequence, H hidden, V vocabulary, M masked positions; S is cut over mp under sequence
+parallelism, written S(/mp).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.core.collectives import copy, gather
+from megapar.core.device.ops import wide
+from megapar.core.tensor_parallel import (
+    SEQUENCE_DIM,
+    Linear,
+    gather_vocabulary,
+    local,
+    parameter,
+    vocabulary_range,
+)
+from megapar.model.block import ErnieBlock
+from megapar.model.context import Context
+from megapar.model.embedding import ErnieEmbedding, own_sequence
+from megapar.model.loss import linear_cross_entropy
+from megapar.model.norm import LayerNorm
+from megapar.model.sizes import ErnieSizes
+from megapar.model.terms import Terms, collect
+
+
+class Pooler(Linear):
+    """tanh(x w^T + b) of the first position: x [B, S, H] -> [B, H]. The whole weight on every mp rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, H] to [B, H]."""
+        return torch.tanh(super().forward(x[:, 0]))
+
+
+class SentenceOrderHead(Linear):
+    """Cross-entropy of two classes (in order, swapped): pooled [B, H] -> scalar sum. Whole on every mp rank."""
+
+    def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
+        """[B, H] and labels [B] to the sum of cross-entropies in max(fp32, dtype)."""
+        return F.cross_entropy(self.logits(pooled).to(wide(pooled.dtype)), labels, reduction="sum")
+
+    def logits(self, pooled: Tensor) -> Tensor:
+        """[B, H] to [B, 2]."""
+        return super().forward(pooled)
+
+
+class MaskedLmHead(nn.Module):
+    """Cross-entropy of masked words; the decoder is the word embedding [V/mp, H], which comes with the call.
+
+    rows [M, H] -> transform [H, H] -> gelu -> norm -> @ w [V/mp, H]^T + bias [V/mp] -> in chunks -> scalar sum
+    transform and norm do the same on every mp rank; dgrad: all-reduce over mp behind the norm; wgrad: dw and dbias of
+    this rank's vocabulary, whole on their rank.
+    """
+
+    def __init__(self, sizes: ErnieSizes, *, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        H = sizes.hidden_size
+        self.vocab_size, self.mp = sizes.vocab_size, mp
+        self.transform = Linear(H, H, dtype=dtype, device=device)
+        self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device)
+        self.bias = parameter((vocabulary_range(sizes.vocab_size, mp)[1],), dtype, device)
+
+    def forward(self, rows: Tensor, labels: Tensor, word: Tensor) -> Tensor:
+        """[M, H], labels [M] and the word embedding to the sum of cross-entropies in max(fp32, dtype)."""
+        hidden = copy(self._transformed(rows), self.mp)
+        return linear_cross_entropy(
+            hidden, local(word), local(self.bias), labels, vocab_size=self.vocab_size, mp=self.mp
+        )
+
+    def logits(self, x: Tensor, word: Tensor) -> Tensor:
+        """[.., H] to the whole logits [.., V]; for inspection."""
+        logits = F.linear(self._transformed(x), local(word), local(self.bias))
+        return gather_vocabulary(logits, self.vocab_size, self.mp)
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(F.gelu(self.transform(x)))
+        return normed
+
+
+class Ernie(nn.Module):
+    """An ERNIE encoder with its heads.
+
+    Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
+    names, global shapes and cuts are those of ``ernie_table(sizes)``.
+    """
+
+    def __init__(
+        self,
+        sizes: ErnieSizes,
+        *,
+        mp: Axis,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.mp, self.sequence_parallel = sizes, mp, sequence_parallel
+        self.embedding = ErnieEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.layers = nn.ModuleDict()
+        for layer in range(sizes.num_layers):
+            self.layers[str(layer)] = ErnieBlock(
+                sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            )
+        H = sizes.hidden_size
+        self.pooler = Pooler(H, H, dtype=dtype, device=device) if sizes.sop else None
+        self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device)
+        self.sop_head = SentenceOrderHead(H, 2, dtype=dtype, device=device) if sizes.sop else None
+
+    def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
+        """The loss terms of one micro-batch.
+
+        batch: tokens, token_types, task_types, positions [B, S] int64; valid [B, S] bool where some position is
+        padding; masked_index [M] (into the flattened B * S), masked_labels [M]; sop_labels [B] with ``sop``.
+        valid_tokens is taken for the sake of one call for all models; nothing here depends on it.
+        """
+        x = self._run(batch)
+        rows = x.flatten(0, 1).index_select(0, batch["masked_index"])
+        sums = {"lm": self.lm_head(rows, batch["masked_labels"], self.embedding.word.weight)}
+        if self.pooler is not None and self.sop_head is not None:
+            sums["sop"] = self.sop_head(self.pooler(x), batch["sop_labels"])
+        return collect(sums, ())
+
+    def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """(masked-word logits [B, S, V] of every position, sentence-order logits [B, 2] or None); for inspection."""
+        x = self._run(batch)
+        order = None
+        if self.pooler is not None and self.sop_head is not None:
+            order = self.sop_head.logits(self.pooler(x))
+        return self.lm_head.logits(x, self.embedding.word.weight), order
+
+    @property
+    def tied_weight(self) -> Tensor:
+        """The word embedding, which is the masked-word head's decoder too."""
+        return self.embedding.word.weight
+
+    def units(self) -> dict[str, tuple[nn.Module, ...]]:
+        """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
+        blocks = {f"layers.{name}": (block,) for name, block in self.layers.items()}
+        head = tuple(m for m in (self.lm_head, self.pooler, self.sop_head) if m is not None)
+        return {"embedding": (self.embedding,), **blocks, "head": head}
+
+    def _run(self, batch: dict[str, Tensor]) -> Tensor:
+        """Everything but the heads: the whole x [B, S, H] on every mp rank."""
+        tokens, valid = batch["tokens"], batch.get("valid")
+        own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
+        context = Context(valid, own_valid, tokens.numel())
+        x: Tensor = self.embedding(tokens, batch["token_types"], batch["task_types"], batch["positions"])
+        for block in self.layers.values():
+            x, _ = block(x, context)
+        return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x

@@ -1,0 +1,68 @@
+"""Model FLOPs: what the mathematics of a training step asks for, as published utilisation figures count it.
+
+A product of [m, k] and [k, n] is 2 m k n; backward is twice the forward; recomputation, norms, softmax and activations
+are not counted. Of causal attention's scores only the lower half is counted. Standard library only, no torch.
+Source: the appendix of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), with the
+causal half as Megatron-LM counts it since 2025.
+"""
+
+from __future__ import annotations
+
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+
+FORWARD_AND_BACKWARD = 3
+
+
+def step_flops(sizes: DecoderSizes | ErnieSizes, sequences: int, seq_length: int, predicted: int | None = None) -> int:
+    """FLOPs of forward and backward over ``sequences`` sequences of ``seq_length`` tokens.
+
+    predicted: masked positions in all of them, for ERNIE, whose vocabulary head runs only there (default: 15 %).
+    A decoder's head runs everywhere.
+    """
+    if isinstance(sizes, ErnieSizes):
+        masked = sequences * seq_length * 15 // 100 if predicted is None else predicted
+        return FORWARD_AND_BACKWARD * (sequences * _ernie(sizes, seq_length) + masked * _ernie_word(sizes))
+    return FORWARD_AND_BACKWARD * sequences * _decoder(sizes, seq_length)
+
+
+def flops_per_token(sizes: DecoderSizes | ErnieSizes, seq_length: int) -> float:
+    """FLOPs of forward and backward per token of a sequence of ``seq_length``."""
+    return step_flops(sizes, 100, seq_length) / (100 * seq_length)
+
+
+def _decoder(sizes: DecoderSizes, seq_length: int) -> int:
+    """Forward of one sequence."""
+    H, attention_width = sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim
+    qkv_width = attention_width + 2 * sizes.num_query_groups * sizes.head_dim
+    projections = 2 * H * (qkv_width + attention_width)
+    scores = 2 * 2 * attention_width * seq_length // 2
+    dense = 2 * _mlp(H, sizes.ffn_hidden_size, sizes.gated)
+    moe_layers, experts = len(sizes.moe_layers), 0
+    if sizes.moe is not None:
+        passed = sizes.moe.topk + sizes.moe.shared_experts
+        experts = 2 * (passed * _mlp(H, sizes.moe.ffn_hidden_size, sizes.moe.gated) + H * sizes.moe.num_experts)
+    per_token = (
+        sizes.num_layers * (projections + scores)
+        + (sizes.num_layers - moe_layers) * dense
+        + moe_layers * experts
+        + 2 * H * sizes.vocab_size
+    )
+    return seq_length * per_token
+
+
+def _ernie(sizes: ErnieSizes, seq_length: int) -> int:
+    """Forward of one sequence, without the masked-word head."""
+    H = sizes.hidden_size
+    per_token = sizes.num_layers * (2 * 4 * H * H + 2 * 2 * H * seq_length + 2 * _mlp(H, sizes.ffn_hidden_size, False))
+    pooled = 2 * H * (H + 2) if sizes.sop else 0
+    return seq_length * per_token + pooled
+
+
+def _ernie_word(sizes: ErnieSizes) -> int:
+    """Forward of the masked-word head at one position."""
+    return 2 * sizes.hidden_size * (sizes.hidden_size + sizes.vocab_size)
+
+
+def _mlp(hidden: int, width: int, gated: bool) -> int:
+    """Weights of one feed-forward layer."""
+    return hidden * width * (3 if gated else 2)

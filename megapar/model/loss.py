@@ -1,0 +1,99 @@
+"""Cross-entropy of a linear layer's output over a cut vocabulary, without ever holding all logits.
+
+Shape letters: N rows (tokens), H hidden, V vocabulary; /mp marks the cut over the tensor parallel axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar.core.axis import Axis
+from megapar.core.device.ops import wide
+from megapar.core.tensor_parallel import cross_entropy_, vocabulary_range
+
+IGNORED = -100
+LOGITS_PER_CHUNK = 1 << 24  # 64 MiB of fp32 logits at a time
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    mp: Axis,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> Tensor:
+    """Sum over rows of cross-entropy(hidden w^T + b, label), rows labelled -100 excluded.
+
+    hidden: [N, H], the same on every mp rank. weight: [V/mp, H], bias: [V/mp] or None, this rank's pieces.
+    labels: [N] int64. Returns a scalar in max(fp32, dtype), the same on every mp rank; 0 for N = 0.
+    Gradients are made in the forward, chunk of rows by chunk of rows, so no logits are kept: dw [V/mp, H] and
+    db [V/mp] are whole on their rank, dhidden [N, H] is a partial sum over mp (the caller's ``copy`` or
+    ``all_gather`` reduces it). Raises ValueError where the weight is not this rank's piece.
+    """
+    start, rows = vocabulary_range(vocab_size, mp)
+    if weight.shape[0] != rows:
+        raise ValueError(
+            f"the head got {weight.shape[0]} vocabulary rows where rank {mp.rank} of {mp.size} holds {rows}: "
+            "gather a sharded weight before the head runs"
+        )
+    chunk = max(1, logits_per_chunk // max(1, rows))
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
+    return loss
+
+
+def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """``linear_cross_entropy`` on one rank, written plainly: all logits at once, gradients by autograd."""
+    logits = F.linear(hidden, weight, bias).to(wide(hidden.dtype))
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        start: int,
+        mp: Axis,
+        chunk: int,
+        differentiate: bool,
+    ) -> Tensor:
+        exact = wide(hidden.dtype)
+        loss = hidden.new_zeros((), dtype=exact)
+        d_hidden = hidden.new_empty(hidden.shape) if differentiate else None
+        # Sums over many chunks lose bits in 16-bit dtypes, so they are kept wide and rounded once.
+        d_weight = weight.new_zeros(weight.shape, dtype=exact) if differentiate else None
+        d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=exact)
+        for first in range(0, hidden.shape[0], chunk):
+            rows = slice(first, first + chunk)
+            logits = F.linear(hidden[rows], weight, bias).to(exact)
+            loss += cross_entropy_(logits, labels[rows], start, mp, IGNORED).sum()
+            if d_hidden is None or d_weight is None:
+                continue
+            if d_bias is not None:
+                d_bias += logits.sum(0)
+            d_logits = logits.to(hidden.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[rows])
+            d_weight += d_logits.t() @ hidden[rows]
+        if d_hidden is not None and d_weight is not None:
+            d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
+            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype), d_bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        # A zero-dim factor does not promote: products stay in the gradients' dtypes.
+        d_bias = None if d_bias is None else d_bias * grad
+        return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None

@@ -1,0 +1,60 @@
+"""The dense feed-forward layer: swiglu on a fused gate-up weight, or gelu."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.core.device.ops import op
+from megapar.core.tensor_parallel import ColumnLinear, RowLinear
+
+
+class Mlp(nn.Module):
+    """Two linear layers with an activation between them; F features, cut over mp.
+
+    gated:     x [B, S(/mp), H] -> gate_up: column linear -> [B, S, 2, F/mp] -> silu(gate) * up
+    otherwise: x [B, S(/mp), H] -> up: column linear -> [B, S, F/mp] -> gelu (the exact one, by erf)
+    then       -> down: row linear -> y [B, S(/mp), H]
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        gated: bool,
+        bias: bool,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.gated = gated
+        enter = ColumnLinear(
+            hidden_size,
+            (2, ffn_hidden_size) if gated else (ffn_hidden_size,),
+            split=1 if gated else 0,
+            bias=bias,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.add_module("gate_up" if gated else "up", enter)
+        self.down = RowLinear(
+            ffn_hidden_size,
+            hidden_size,
+            bias=bias,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S(/mp), H] to [B, S(/mp), H]."""
+        inner = op("swiglu", x)(self.gate_up(x)) if self.gated else F.gelu(self.up(x))
+        return self.down(inner)  # type: ignore[no-any-return]

@@ -1,0 +1,23 @@
+"""Rotary position embedding: interleaved pairs, as Hugging Face's Ernie4_5 has it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megapar.core.device.ops import op, wide
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position * theta^(-2i / D), each [B, S, D / 2] in max(fp32, dtype).
+
+    positions: [B, S] int64. Computed in every forward, so that nothing has to be stored or kept in step.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).to(wide(dtype)) / head_dim
+    angles = positions.unsqueeze(-1).to(exponents.dtype) * (1.0 / theta**exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns every pair (x[2i], x[2i + 1]) of x [B, S, N, D] by its position's angle; result in x's dtype."""
+    return op("rotary", x)(x, *angles)

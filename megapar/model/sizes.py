@@ -1,0 +1,117 @@
+"""The numbers a model is built from. Standard library only, no torch; every size is global, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.moe.sizes import MoeSizes
+
+NORMALIZATIONS = ("rmsnorm", "layernorm")
+POSITION_EMBEDDINGS = ("rope", "learned")
+ACTIVATIONS = ("swiglu", "gelu")
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """A decoder: dense (``moe`` is None) or with mixture-of-experts layers after ``first_k_dense`` dense ones.
+
+    num_query_groups: key-value heads (G); head_dim: features of a head (D), need not be hidden / heads.
+    ffn_hidden_size: width of a dense MLP (F). seq_length: tokens of a training sequence (S).
+    max_position_embeddings: rows of learned positions, and what an export states; rope has no limit itself.
+    init_std: standard deviation of the initial weights. use_flash_attn: off means the math reference.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_length: int
+    max_position_embeddings: int
+    normalization: str = "rmsnorm"
+    position_embedding_type: str = "rope"
+    activation: str = "swiglu"
+    add_bias_linear: bool = False
+    qk_norm: bool = False
+    layernorm_epsilon: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = True
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    init_std: float = 0.02
+    use_flash_attn: bool = True
+    first_k_dense: int = 0
+    moe: MoeSizes | None = None
+
+    def __post_init__(self) -> None:
+        # The command line has refused wrong values with a full report; this guards direct users.
+        _choose("normalization", self.normalization, NORMALIZATIONS)
+        _choose("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDINGS)
+        _choose("activation", self.activation, ACTIVATIONS)
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
+                f"num_query_groups ({self.num_query_groups})"
+            )
+        if self.position_embedding_type == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rope turns pairs, so it must be even")
+        if self.moe is not None and self.moe.hidden_size != self.hidden_size:
+            raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def gated(self) -> bool:
+        """The MLP has a gate beside the up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Global numbers of the mixture-of-experts layers."""
+        return () if self.moe is None else tuple(range(self.first_k_dense, self.num_layers))
+
+
+@dataclass(frozen=True)
+class ErnieSizes:
+    """An ERNIE encoder with its two heads: masked language model, and (``sop``) sentence order.
+
+    type_vocab_size, task_type_vocab_size: rows of the token-type (sentence) and task-type embeddings.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_length: int
+    max_position_embeddings: int
+    type_vocab_size: int = 4
+    task_type_vocab_size: int = 3
+    sop: bool = True
+    layernorm_epsilon: float = 1e-12
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    init_std: float = 0.02
+    use_flash_attn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) is not a multiple of "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+def _choose(field: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{field} is {value!r}; choose one of {', '.join(legal)}")

@@ -1,0 +1,287 @@
+"""The parameter table: every parameter and checkpointed buffer of a model, without torch.
+
+Names and shapes are global and do not depend on the layout. Segments, memory, counts, checkpoints, initialisation and
+export are computed from the table; a test holds it equal to the module tree.
+
+Shape letters: V vocabulary, H hidden, P positions, G key-value heads (groups), D head size, F MLP width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from megapar.core.box import Box
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.moe.sizes import MoeSizes
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)`` (names as on disk)."""
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    index: tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One row of the table.
+
+    name: dotted path in the module tree. shape: global. axes: (mesh axis, dim it splits), outermost cut first.
+    unit: the layer it lives in, "embedding" | "layers.N" | "head". init: "normal" | "ones" | "zeros".
+    decay: weight decay applies. fp32: kept in max(fp32, dtype) whatever the compute dtype is.
+    trainable: False for a buffer that no gradient moves. expert: sharded over edp, not over (sharding, cp).
+    mp_partial: each mp rank's gradient is a partial sum: "never" | "sp" (under sequence parallelism) | "always".
+    pieces: the Hugging Face tensors it consists of; where there is no such form, names in the same manner.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+    unit: str
+    init: str
+    decay: bool
+    fp32: bool = False
+    trainable: bool = True
+    expert: bool = False
+    mp_partial: str = "never"
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+    def box(self, places: dict[str, tuple[int, int]]) -> Box:
+        """What the rank at ``places`` holds: axis -> (size, this rank's coordinate); an axis not named is not cut."""
+        box = Box.whole(self.shape)
+        for axis, dim in self.axes:
+            size, rank = places.get(axis, (1, 0))
+            box = box.cut(dim, size, rank)
+        return box
+
+
+def table_of(sizes: DecoderSizes | ErnieSizes) -> tuple[ParameterSpec, ...]:
+    """The table of either model."""
+    return ernie_table(sizes) if isinstance(sizes, ErnieSizes) else decoder_table(sizes)
+
+
+def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
+    """The table of a decoder, in the order of its forward; Hugging Face names are those of Ernie4_5(_Moe)."""
+    V, H = sizes.vocab_size, sizes.hidden_size
+    rows = [_weight("embedding.word.weight", (V, H), "model.embed_tokens.weight", "embedding", axes=(("mp", 0),))]
+    if sizes.position_embedding_type == "learned":
+        shape = (sizes.max_position_embeddings, H)
+        rows.append(_weight("embedding.position.weight", shape, "", "embedding", mp_partial="sp"))
+    for layer in range(sizes.num_layers):
+        rows += _decoder_layer(sizes, layer)
+    rows += _norm("final_norm", H, "model.norm", "head", biased=sizes.normalization == "layernorm")
+    if not sizes.tie_embeddings:
+        rows.append(_weight("lm_head.weight", (V, H), "lm_head.weight", "head", axes=(("mp", 0),)))
+    return tuple(rows)
+
+
+def ernie_table(sizes: ErnieSizes) -> tuple[ParameterSpec, ...]:
+    """The table of an ERNIE encoder; Hugging Face names are those of ErnieForPreTraining."""
+    V, H, hf = sizes.vocab_size, sizes.hidden_size, "ernie.embeddings"
+    rows = [_weight("embedding.word.weight", (V, H), f"{hf}.word_embeddings.weight", "embedding", axes=(("mp", 0),))]
+    for name, count in (
+        ("position", sizes.max_position_embeddings),
+        ("token_type", sizes.type_vocab_size),
+        ("task_type", sizes.task_type_vocab_size),
+    ):
+        hf_name = f"{hf}.{name}_embeddings.weight"
+        rows.append(_weight(f"embedding.{name}.weight", (count, H), hf_name, "embedding", mp_partial="sp"))
+    rows += _norm("embedding.norm", H, f"{hf}.LayerNorm", "embedding")
+    for layer in range(sizes.num_layers):
+        rows += _ernie_layer(sizes, layer)
+    return (*rows, *_ernie_head(sizes))
+
+
+def parameter_counts(sizes: DecoderSizes | ErnieSizes) -> tuple[int, int]:
+    """(all parameters, those that one token passes: top-k of the routed experts); buffers are not counted."""
+    total = active = 0
+    moe = sizes.moe if isinstance(sizes, DecoderSizes) else None
+    for row in table_of(sizes):
+        if row.trainable:
+            total += row.numel
+            active += row.numel * moe.topk // moe.num_experts if moe is not None and row.expert else row.numel
+    return total, active
+
+
+def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
+    H, D, bias = sizes.hidden_size, sizes.head_dim, sizes.add_bias_linear
+    unit, hf, biased = f"layers.{layer}", f"model.layers.{layer}", sizes.normalization == "layernorm"
+    rows = _norm(f"{unit}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
+    names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
+    G, Q = sizes.num_query_groups, sizes.queries_per_group
+    rows += _qkv(f"{unit}.attention.qkv", (G, Q, D, H), names, unit, bias)
+    rows += _row(f"{unit}.attention.proj", (H, G * Q * D), f"{hf}.self_attn.o_proj", unit, bias)
+    if sizes.qk_norm:
+        for kind in "qk":
+            rows.append(_scale(f"{unit}.attention.{kind}_norm.weight", D, "", unit, mp_partial="always"))
+    rows += _norm(f"{unit}.mlp_norm", H, f"{hf}.post_attention_layernorm", unit, biased)
+    if sizes.moe is not None and layer in sizes.moe_layers:
+        return rows + _moe(f"{unit}.moe", sizes.moe, bias, f"{hf}.mlp", unit)
+    return rows + _mlp(f"{unit}.mlp", (sizes.ffn_hidden_size, H), sizes.gated, bias, f"{hf}.mlp", unit)
+
+
+def _ernie_layer(sizes: ErnieSizes, layer: int) -> list[ParameterSpec]:
+    H, D, F, heads = sizes.hidden_size, sizes.head_dim, sizes.ffn_hidden_size, sizes.num_attention_heads
+    unit, hf = f"layers.{layer}", f"ernie.encoder.layer.{layer}"
+    names = tuple(f"{hf}.attention.self.{kind}" for kind in ("query", "key", "value"))
+    return [
+        *_qkv(f"{unit}.attention.qkv", (heads, 1, D, H), names, unit, bias=True),
+        *_row(f"{unit}.attention.proj", (H, heads * D), f"{hf}.attention.output.dense", unit, bias=True),
+        *_norm(f"{unit}.attention_norm", H, f"{hf}.attention.output.LayerNorm", unit),
+        *_column(f"{unit}.mlp.up", (F, H), f"{hf}.intermediate.dense", unit, bias=True),
+        *_row(f"{unit}.mlp.down", (H, F), f"{hf}.output.dense", unit, bias=True),
+        *_norm(f"{unit}.mlp_norm", H, f"{hf}.output.LayerNorm", unit),
+    ]
+
+
+def _ernie_head(sizes: ErnieSizes) -> list[ParameterSpec]:
+    # The heads see the whole sequence on every mp rank, so their gradients are whole too.
+    H, rows, hf = sizes.hidden_size, [], "cls.predictions"
+    if sizes.sop:
+        rows += _plain("pooler", (H, H), "ernie.pooler.dense")
+    rows += _plain("lm_head.transform", (H, H), f"{hf}.transform.dense")
+    rows += [replace(r, mp_partial="never") for r in _norm("lm_head.norm", H, f"{hf}.transform.LayerNorm", "head")]
+    rows.append(_offset("lm_head.bias", (sizes.vocab_size,), f"{hf}.bias", "head", axes=(("mp", 0),)))
+    if sizes.sop:
+        rows += _plain("sop_head", (2, H), "cls.seq_relationship")
+    return rows
+
+
+def _qkv(name: str, shape: tuple[int, int, int, int], hf: Sequence[str], unit: str, bias: bool) -> list[ParameterSpec]:
+    G, Q, D, H = shape
+    rows = []
+    for kind, tail in (("weight", (H,)), ("bias", ()))[: 1 + bias]:
+        pieces = (
+            Piece(f"{hf[0]}.{kind}", (G * Q * D, *tail), (ALL, slice(0, Q))),
+            Piece(f"{hf[1]}.{kind}", (G * D, *tail), (ALL, Q)),
+            Piece(f"{hf[2]}.{kind}", (G * D, *tail), (ALL, Q + 1)),
+        )
+        rows.append(_fused(f"{name}.{kind}", (G, Q + 2, D, *tail), pieces, unit, (("mp", 0),)))
+    return rows
+
+
+def _mlp(name: str, shape: tuple[int, int], gated: bool, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:
+    F, H = shape
+    if gated:
+        rows = [_gate_up(f"{name}.gate_up.weight", (2, F, H), hf, unit)]
+        if bias:
+            rows.append(_gate_up(f"{name}.gate_up.bias", (2, F), hf, unit))
+    else:
+        rows = _column(f"{name}.up", (F, H), f"{hf}.up_proj", unit, bias)
+    return rows + _row(f"{name}.down", (H, F), f"{hf}.down_proj", unit, bias)
+
+
+def _gate_up(name: str, shape: tuple[int, ...], hf: str, unit: str) -> ParameterSpec:
+    kind = name.rsplit(".", 1)[1]
+    pieces = tuple(Piece(f"{hf}.{part}_proj.{kind}", shape[1:], (i,)) for i, part in enumerate(("gate", "up")))
+    return _fused(name, shape, pieces, unit, (("mp", 1),))
+
+
+def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:
+    E, H, F = moe.num_experts, moe.hidden_size, moe.ffn_hidden_size
+    router = _weight(f"{name}.router.weight", (E, H), f"{hf}.gate.weight", unit, mp_partial="sp")
+    correction = _offset(f"{name}.router.correction_bias", (E,), "", unit)
+    piece = Piece(f"{hf}.moe_statics.e_score_correction_bias", (1, E), (ALL,))
+    rows = [replace(router, fp32=True), replace(correction, fp32=True, trainable=False, pieces=(piece,))]
+    parts = ("gate", "up") if moe.gated else ("up",)
+    fused, lead = ("gate_up", (E, 2, F)) if moe.gated else ("up", (E, F))
+    split = (("ep", 0), ("emp", len(lead) - 1))
+    rows.append(_experts(f"{name}.experts.{fused}", (*lead, H), hf, parts, split, unit))
+    rows.append(_experts(f"{name}.experts.down", (E, H, F), hf, ("down",), (("ep", 0), ("emp", 2)), unit))
+    if moe.add_bias:
+        rows.append(_experts(f"{name}.experts.{fused}_bias", lead, hf, parts, split, unit))
+        down = _experts(f"{name}.experts.down_bias", (E, H), hf, ("down",), (("ep", 0),), unit)
+        rows.append(down)
+    if moe.shared_experts:
+        rows += _mlp(f"{name}.shared", (moe.shared_width, H), moe.gated, bias, f"{hf}.shared_experts", unit)
+    return rows
+
+
+def _experts(
+    name: str,
+    shape: tuple[int, ...],
+    hf: str,
+    parts: tuple[str, ...],
+    axes: tuple[tuple[str, int], ...],
+    unit: str,
+) -> ParameterSpec:
+    biased = name.endswith("_bias")
+    kind = "bias" if biased else "weight"
+    pieces = []
+    for expert in range(shape[0]):
+        for i, part in enumerate(parts):
+            index: tuple[int | slice, ...] = (expert, i) if len(parts) > 1 else (expert,)
+            pieces.append(Piece(f"{hf}.experts.{expert}.{part}_proj.{kind}", shape[len(index) :], index))
+    return replace(_fused(name, shape, pieces, unit, axes), expert=True, **_biased(biased))
+
+
+def _biased(biased: bool) -> dict[str, object]:
+    return {"init": "zeros", "decay": False} if biased else {}
+
+
+def _column(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
+    rows = [_weight(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 0),))]
+    return rows + [_offset(f"{name}.bias", shape[:1], f"{hf}.bias", unit, axes=(("mp", 0),))] * bias
+
+
+def _row(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
+    rows = [_weight(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 1),))]
+    return rows + [_offset(f"{name}.bias", shape[:1], f"{hf}.bias", unit, mp_partial="sp")] * bias
+
+
+def _plain(name: str, shape: tuple[int, int], hf: str) -> list[ParameterSpec]:
+    weight = _weight(f"{name}.weight", shape, f"{hf}.weight", "head")
+    return [weight, _offset(f"{name}.bias", shape[:1], f"{hf}.bias", "head")]
+
+
+def _norm(name: str, size: int, hf: str, unit: str, biased: bool = True) -> list[ParameterSpec]:
+    rows = [_scale(f"{name}.weight", size, f"{hf}.weight", unit)]
+    return rows + [_offset(f"{name}.bias", (size,), f"{hf}.bias", unit, mp_partial="sp")] * biased
+
+
+def _weight(
+    name: str,
+    shape: tuple[int, ...],
+    hf: str,
+    unit: str,
+    axes: tuple[tuple[str, int], ...] = (),
+    mp_partial: str = "never",
+) -> ParameterSpec:
+    pieces = (Piece(hf or name, shape, ()),)
+    return ParameterSpec(name, shape, axes, unit, "normal", decay=True, mp_partial=mp_partial, pieces=pieces)
+
+
+def _fused(
+    name: str, shape: tuple[int, ...], pieces: Iterable[Piece], unit: str, axes: tuple[tuple[str, int], ...]
+) -> ParameterSpec:
+    biased = name.endswith(".bias")
+    init = "zeros" if biased else "normal"
+    return ParameterSpec(name, shape, axes, unit, init, decay=not biased, pieces=tuple(pieces))
+
+
+def _scale(name: str, size: int, hf: str, unit: str, mp_partial: str = "sp") -> ParameterSpec:
+    pieces = (Piece(hf or name, (size,), ()),)
+    return ParameterSpec(name, (size,), (), unit, "ones", decay=False, mp_partial=mp_partial, pieces=pieces)
+
+
+def _offset(
+    name: str,
+    shape: tuple[int, ...],
+    hf: str,
+    unit: str,
+    axes: tuple[tuple[str, int], ...] = (),
+    mp_partial: str = "never",
+) -> ParameterSpec:
+    pieces = (Piece(hf or name, shape, ()),)
+    return ParameterSpec(name, shape, axes, unit, "zeros", decay=False, mp_partial=mp_partial, pieces=pieces)
