@@ -109,34 +109,35 @@ def sort_by_expert(
 
 def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:
     """[R, H]: the token of each row; zeros beyond the kept pairs. Backward is ``unpermute``."""
-    return _Permute.apply(x_TH, permutation)  # type: ignore[no-any-return]
+    return _Permute.apply(x_TH, *permutation)  # type: ignore[no-any-return]
 
 
 def unpermute(rows_RH: Tensor, permutation: Permutation) -> Tensor:
     """[T, H]: the sum of each token's rows. Backward is ``permute``."""
-    return _Unpermute.apply(rows_RH, permutation)  # type: ignore[no-any-return]
+    return _Unpermute.apply(rows_RH, *permutation)  # type: ignore[no-any-return]
 
 
 class _Permute(torch.autograd.Function):
+    # The permutation travels as saved tensors, so that recomputation and offloading see it.
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return _gather(x_TH, permutation)
+    def forward(ctx: Any, x_TH: Tensor, *permutation: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*permutation)
+        return _gather(x_TH, Permutation(*permutation))  # type: ignore[arg-type]
 
     @staticmethod
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None]:
-        return _gather_sum(grad_RH, ctx.permutation), None
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _gather_sum(grad_RH, Permutation(*ctx.saved_tensors)), None, None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return _gather_sum(rows_RH, permutation)
+    def forward(ctx: Any, rows_RH: Tensor, *permutation: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*permutation)
+        return _gather_sum(rows_RH, Permutation(*permutation))  # type: ignore[arg-type]
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_TH, ctx.permutation), None
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _gather(grad_TH, Permutation(*ctx.saved_tensors)), None, None, None, None
 
 
 def _gather(x_TH: Tensor, permutation: Permutation) -> Tensor:

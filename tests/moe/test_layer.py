@@ -1,0 +1,208 @@
+import pytest
+import torch
+from torch import nn
+
+from megapar.core.axis import Axis
+from megapar.errors import DistributedError
+from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
+from tests.moe import oracle
+
+HIDDEN, FFN, EXPERTS = 8, 12, 6
+
+
+def make(dtype=torch.float64, seed=0, shared=False, **changes):
+    sizes = MoeSizes(
+        **{
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": FFN,
+            "num_experts": EXPERTS,
+            "topk": 2,
+            "min_capacity": 1,
+            "shared_experts": int(shared),
+            **changes,
+        }
+    )
+    module = nn.Linear(sizes.hidden_size, sizes.hidden_size, dtype=dtype) if shared else None
+    layer = MoeLayer(sizes, shared=module, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return layer
+
+
+def inputs(valid, dtype=torch.float64, seed=1, shape=(3, 7)):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, HIDDEN, dtype=torch.float64, generator=generator).to(dtype)
+    upstream = torch.randn(*shape, HIDDEN, dtype=torch.float64, generator=generator).to(dtype)
+    valid_BS = torch.ones(shape, dtype=torch.bool)
+    if valid == "padded":
+        valid_BS[0, 5:] = False
+        valid_BS[2, 2:] = False
+    if valid == "none":
+        valid_BS[:] = False
+    return x.requires_grad_(), upstream, valid_BS
+
+
+KINDS = [
+    {"kind": "megatron_moe"},
+    *({"kind": "deepspeed_moe", "drop_policy": policy} for policy in ("token", "choice", "probs")),
+]
+
+
+def check_against_oracle(layer, valid):
+    """Output, statistics and every gradient equal the token-by-token double."""
+    x, upstream, valid_BS = inputs(valid)
+    given = None if valid == "all" else valid_BS
+    y, stats = layer(x, given, int(valid_BS.sum()))
+    wanted_y, aux, z, load, dropped = oracle.dense(layer, x, valid_BS)
+    torch.testing.assert_close(y, wanted_y, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(stats.aux, aux.to(stats.aux), rtol=1e-11, atol=0)
+    torch.testing.assert_close(stats.z, z.to(stats.z), rtol=1e-11, atol=0)
+    assert stats.load.tolist() == load
+    assert stats.load.dtype == stats.dropped.dtype == torch.int64
+    assert int(stats.dropped) == dropped
+
+    leaves = [x, *layer.parameters()]
+    ours = torch.autograd.grad((y * upstream).sum() + stats.aux + 0.1 * stats.z, leaves)
+    loss = (wanted_y * upstream).sum() + aux + 0.1 * z
+    theirs = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want, rtol=1e-9, atol=1e-12)
+    return dropped
+
+
+@pytest.mark.parametrize("valid", ["all", "padded"])
+@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_equal_to_a_loop_over_tokens(kind, topk, valid):
+    layer = make(topk=topk, capacity_factor=0.7, **kind)
+    layer.router.correction_bias[2] = 0.05
+    dropped = check_against_oracle(layer, valid)
+    assert (dropped > 0) == (kind["kind"] == "deepspeed_moe")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("options", [{"activation": "gelu", "add_bias": True}, {"add_bias": True, "shared": True}])
+def test_biases_gelu_and_shared_experts(kind, options):
+    check_against_oracle(make(capacity_factor=0.7, **kind, **options), "padded")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_experts_without_tokens_and_all_tokens_to_one(kind):
+    layer = make(topk=2, **kind)
+    layer.router.correction_bias[:2] = 100.0
+    check_against_oracle(layer, "padded")
+    _, stats = layer(*inputs("padded")[::2], 14)
+    assert stats.load.tolist() == [14, 14, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add_bias", [False, True])
+def test_no_valid_token(kind, dtype, add_bias):
+    layer = make(dtype, add_bias=add_bias, **kind)
+    x, _, valid = inputs("none", dtype)
+    y, stats = layer(x, valid, 0)
+    (y.sum() + stats.aux + stats.z).backward()
+    assert y.abs().max() == 0
+    assert float(stats.aux.detach()) == float(stats.z.detach()) == 0
+    assert not stats.load.any()
+    for leaf in (x, *layer.parameters()):
+        assert leaf.grad.abs().max() == 0
+
+
+def test_an_empty_micro_batch():
+    x = torch.zeros(2, 0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    for kind in KINDS:
+        y, _ = make(**kind)(x)
+        assert y.shape == x.shape
+
+
+def test_padding_changes_nothing_for_the_others():
+    layer = make(kind="deepspeed_moe", capacity_factor=0.7)
+    x, _, valid = inputs("padded")
+    y, stats = layer(x, valid, 14)
+    noisy = torch.where(valid[..., None], x, 100 * torch.ones_like(x))
+    y_noisy, stats_noisy = layer(noisy, valid, 14)
+    assert torch.equal(y, y_noisy)
+    assert torch.equal(stats.load, stats_noisy.load)
+    torch.testing.assert_close(stats.aux, stats_noisy.aux)
+    assert not y[~valid].any()
+
+
+def test_capacity_goes_by_position_then_sample():
+    """Two samples want one expert with room for two: both first positions get in, no sample comes first."""
+    layer = make(num_experts=2, topk=1, kind="deepspeed_moe", capacity_factor=1.0)
+    layer.router.correction_bias[0] = 100.0
+    y, stats = layer(inputs("all", shape=(2, 2))[0])
+    assert y.abs().sum(2).gt(0).tolist() == [[True, False], [True, False]]
+    assert int(stats.dropped) == 2
+
+
+def test_bf16_grouped_path_is_near_fp64():
+    exact = make()
+    layer = make(torch.bfloat16)
+    layer.load_state_dict(exact.state_dict())
+    exact.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    x, upstream, _ = inputs("all", torch.bfloat16)
+    x_exact = x.detach().double().requires_grad_()
+    y, stats = layer(x)
+    y_exact, stats_exact = exact(x_exact)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(stats.load, stats_exact.load)
+    y.backward(upstream)
+    y_exact.backward(upstream.double())
+    pairs = [(y, y_exact), (x.grad, x_exact.grad)]
+    pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
+    for got, want in pairs:
+        assert (got.double() - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_recomputation_gives_the_same_gradients(kind):
+    layer = make(torch.float32, **kind)
+    x, upstream, _ = inputs("all", torch.float32)
+    plain = torch.autograd.grad(layer(x)[0], [x, *layer.parameters()], upstream)
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)[0]
+    for a, b in zip(plain, torch.autograd.grad(again, [x, *layer.parameters()], upstream), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, {"gate_up": (6, 2, 12, 8), "down": (6, 8, 12)}),
+        ({"activation": "gelu"}, {"up": (6, 12, 8), "down": (6, 8, 12)}),
+        ({"add_bias": True}, {"gate_up_bias": (6, 2, 12), "down_bias": (6, 8)}),
+        ({"add_bias": True, "activation": "gelu"}, {"up_bias": (6, 12), "down_bias": (6, 8)}),
+    ],
+)
+def test_parameter_names_and_shapes(options, names, shared):
+    layer = make(shared=shared, **options)
+    state = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    assert state["router.weight"] == (6, 8)
+    assert state["router.correction_bias"] == (6,)
+    assert {f"experts.{name}": shape for name, shape in names.items()}.items() <= state.items()
+    assert ("shared.weight" in state) == shared
+
+
+def test_builds_on_meta():
+    layer = MoeLayer(MoeSizes(8, 16, 4, 2), dtype=torch.bfloat16, device="meta")
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+
+
+def test_contradictions_are_refused():
+    layer = make()
+    x, _, valid = inputs("padded")
+    with pytest.raises(ValueError, match="valid_tokens"):
+        layer(x, valid)
+    with pytest.raises(ValueError, match="20"):
+        layer(x, None, 20)
+    with pytest.raises(ValueError, match="22"):
+        layer(x, valid, 22)
+    with pytest.raises(ValueError, match="shared_experts is 1"):
+        MoeLayer(MoeSizes(8, 16, 4, 2, shared_experts=1))
+    with pytest.raises(DistributedError, match="ep axis has 2 ranks"):
+        MoeLayer(MoeSizes(8, 16, 4, 2), ep=Axis("ep", 2, 0, None, (0, 1)))

@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from megapar.moe.router import Router, Routing, gate_weights, move_correction_bias
+from megapar.moe.stats import router_sums
+
+
+def router(dtype=torch.float64, experts=6, topk=2):
+    made = Router(8, experts, topk, dtype=dtype)
+    torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_computes_in_fp32_at_least(dtype, exact):
+    made = router(dtype)
+    routing = made(torch.randn(5, 8).to(dtype))
+    assert made.weight.dtype == made.correction_bias.dtype == routing.probs.dtype == exact
+    assert routing.sums.z.dtype == exact
+
+
+def test_bias_moves_the_choice_and_not_the_weights():
+    made = router()
+    x = torch.randn(50, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    plain = made(x)
+    made.correction_bias[3] = 10.0
+    biased = made(x)
+    assert (biased.experts[:, 0] == 3).all()
+    assert not (plain.experts[:, 0] == 3).all()
+    torch.testing.assert_close(biased.probs, plain.probs, rtol=0, atol=0)
+    weights = gate_weights(biased, None, over_kept=False)
+    chosen = plain.probs.gather(1, biased.experts)
+    torch.testing.assert_close(weights, chosen / chosen.sum(1, keepdim=True))
+    assert not made.correction_bias.requires_grad
+
+
+def given(probs, experts):
+    probs, experts = torch.tensor(probs), torch.tensor(experts)
+    return Routing(probs, experts, router_sums(probs.log(), probs, experts, None))
+
+
+def test_weights_of_one_choice_are_raw_probabilities():
+    routing = given([[0.7, 0.3], [0.4, 0.6]], [[0], [1]])
+    assert gate_weights(routing, None, over_kept=True).flatten().tolist() == pytest.approx([0.7, 0.6])
+    kept = torch.tensor([[True], [False]])
+    assert gate_weights(routing, kept, over_kept=True).flatten().tolist() == pytest.approx([0.7, 0.0])
+
+
+def test_weights_over_the_kept_and_over_the_chosen():
+    routing = given([[0.5, 0.3, 0.2]] * 3, [[0, 1]] * 3)
+    kept = torch.tensor([[True, True], [False, True], [False, False]])
+    over_kept = gate_weights(routing, kept, over_kept=True)
+    torch.testing.assert_close(over_kept, torch.tensor([[5 / 8, 3 / 8], [0, 1], [0, 0]]))
+    over_chosen = gate_weights(routing, kept, over_kept=False)
+    torch.testing.assert_close(over_chosen, torch.tensor([[5 / 8, 3 / 8], [0, 3 / 8], [0, 0]]))
+
+
+def test_a_token_that_lost_all_its_choices_has_a_finite_gradient():
+    probs = torch.tensor([[0.5, 0.3, 0.2]], requires_grad=True)
+    routing = Routing(probs, torch.tensor([[0, 1]]), None)
+    gate_weights(routing, torch.tensor([[False, False]]), over_kept=True).sum().backward()
+    assert probs.grad.abs().max() == 0
+
+
+def test_correction_bias_moves_against_the_load():
+    bias = torch.tensor([0.0, 0.5, 0.0])
+    move_correction_bias(bias, torch.tensor([9, 3, 6]), 0.1)
+    torch.testing.assert_close(bias, torch.tensor([-0.1, 0.6, 0.0]))
