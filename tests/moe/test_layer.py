@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.core.axis import Axis
 from megapar.errors import DistributedError
@@ -191,6 +192,19 @@ def test_parameter_names_and_shapes(options, names, shared):
 def test_builds_on_meta():
     layer = MoeLayer(MoeSizes(8, 16, 4, 2), dtype=torch.bfloat16, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
+
+
+@pytest.mark.parametrize("valid", [None, "padded"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_no_value_is_read_by_the_host(kind, valid):
+    """Fake tensors have no values: any wait for the device, forward or backward, would raise here."""
+    with FakeTensorMode():
+        sizes = MoeSizes(16, 32, 4, 2, add_bias=True, **kind)
+        layer = MoeLayer(sizes, dtype=torch.bfloat16)  # the one dtype that grouped_mm traces
+        x = torch.empty(3, 7, 16, dtype=torch.bfloat16, requires_grad=True)
+        y, stats = layer(x, None if valid is None else torch.empty(3, 7, dtype=torch.bool), 21)
+        (y.sum() + stats.aux + stats.z).backward()
+        assert x.grad.shape == x.shape
 
 
 def test_contradictions_are_refused():
