@@ -1,0 +1,137 @@
+"""The command line's only door: a line, a YAML file and the environment to a frozen Config, or every complaint at once.
+
+Standard library only (PyYAML with --config), so that a refused configuration answers before torch could be imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megapar.compatibility import check
+from megapar.config.config import FLAGS, GROUPS, Config, build
+from megapar.config.draft import Draft
+from megapar.config.files import check_files
+from megapar.config.flag import KINDS, SCRIPTS, Flag
+from megapar.config.help import help_text
+from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
+from megapar.config.report import effective, refusal
+from megapar.config.resolve import resolve
+from megapar.config.values import BadValue, convert
+from megapar.core.grid import Grid
+from megapar.errors import ConfigError
+
+__all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
+
+
+def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
+
+    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only).
+    Raises ConfigError with every complaint. Under --validate-only, features of a later version and files that are not
+    here become notes instead.
+    """
+    draft, values = _resolved(kind, argv, environ)
+    verdict = check(values, strict=values.get("strict_seed_rules") is True)
+    tolerant = values.get("validate_only") is True
+    later = [*verdict.not_built, *check_files(values)]
+    complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else later)]
+    if complaints:
+        raise ConfigError(complaints)
+    for name, value in verdict.sets.items():
+        values[name] = value
+        draft.origins[name] = "derived"
+    notes = tuple(str(complaint) for complaint in later) if tolerant else ()
+    warnings = (*draft.warnings, *verdict.warnings)
+    return build(kind, values, draft.origins, warnings, notes, _grid(values))
+
+
+def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Flat values as the rules see them (bad ones are missing); nothing is checked. For tests and tools."""
+    return _resolved(kind, argv, environ)[1]
+
+
+def parse_or_exit(kind: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """``parse`` for a script: answers --help (status 0), --validate-only (0) and refusals (2) by ending the process.
+
+    Only rank 0, or a process without RANK, prints.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    environ = os.environ if environ is None else environ
+    speaks = environ.get("RANK", "0") == "0"
+    if any(token in ("-h", "--help") for token in argv):
+        _say(help_text(kind), speaks)
+        raise SystemExit(0)
+    try:
+        config = parse(kind, argv, environ)
+    except ConfigError as error:
+        _say(refusal(error.complaints), speaks, error=True)
+        raise SystemExit(ConfigError.exit_status) from None
+    if config.runtime.validate_only:
+        _say(effective(config), speaks)
+        raise SystemExit(0)
+    _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks, error=True)
+    return config
+
+
+def _say(text: str, speaks: bool, error: bool = False) -> None:
+    stream = sys.stderr if error else sys.stdout
+    if speaks and text:
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:  # the reader (head, less) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Draft, dict[str, Any]]:
+    """Read file and line, fill in defaults, derive: the draft with its complaints, and flat values for the rules."""
+    draft = Draft(kind)
+    path = _config_path(argv)
+    if path is not None:
+        read_file(draft, path)
+    read_line(draft, argv)
+    refuse_foreign(draft)
+    take_defaults(draft)
+    asked = dict(draft.values)
+    changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
+    values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed}
+    launched = _launched(draft, environ)
+    if launched is not None:
+        values["launched_size"] = launched
+    resolve(values, draft.origins)
+    return draft, values
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    """The value of --config, wherever it stands: the file is read before the line."""
+    path = None
+    for index, token in enumerate(argv):
+        if token == "--config" and index + 1 < len(argv):
+            path = argv[index + 1]
+        elif token.startswith("--config="):
+            path = token.partition("=")[2]
+    return path
+
+
+def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:
+    try:
+        return int(convert(FLAGS["world_size"], environ.get("WORLD_SIZE", "1")))
+    except BadValue:
+        draft.complain("environment", f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, not a number of ranks.")
+        return None
+
+
+def _grid(values: Mapping[str, Any]) -> Grid:
+    return Grid(
+        dp=values["dp_degree"],
+        pp=values["pp_degree"],
+        sharding=values["sharding_degree"],
+        cp=values["cp_degree"],
+        mp=values["mp_degree"],
+        ep=values["ep_degree"],
+        emp=values["expert_mp_degree"],
+        order=values["rank_order"],
+    )

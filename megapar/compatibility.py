@@ -1,0 +1,59 @@
+"""The compatibility matrix: rows of data, all evaluated, in an order that does not matter. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megapar.errors import Complaint
+from megapar.rules import ampipe, layout, model, not_built, pipeline, training
+from megapar.rules.rule import DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
+
+__all__ = ["DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
+
+RULES: tuple[Rule, ...] = (
+    *layout.RULES,
+    *model.RULES,
+    *training.RULES,
+    *pipeline.RULES,
+    *ampipe.RULES,
+    *not_built.RULES,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows say of one configuration.
+
+    refused: broken rows. not_built: features of a later version that were asked for. warnings: broken downgrades.
+    sets: the settings that downgrades switch off.
+    """
+
+    refused: tuple[Complaint, ...]
+    not_built: tuple[Complaint, ...]
+    warnings: tuple[str, ...]
+    sets: Mapping[str, Any]
+
+
+def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> Verdict:
+    """Evaluate all rows on flat values by name (see rules.rule.Facts for what is read beside flags).
+
+    A row that reads a missing name is left out. ``strict`` turns lifted rows back on.
+    """
+    refused, not_built, warnings = [], [], []
+    sets: dict[str, Any] = {}
+    for rule in rules:
+        if rule.kind == LIFTED and not strict:
+            continue
+        if not rule.broken(values):
+            continue
+        complaint = Complaint(rule.id, rule.text(values), rule.advice(values))
+        if rule.kind == NOT_BUILT:
+            not_built.append(complaint)
+        elif rule.kind == DOWNGRADE:
+            warnings.append(str(complaint))
+            sets.update(rule.sets)
+        else:
+            refused.append(complaint)
+    return Verdict(tuple(refused), tuple(not_built), tuple(warnings), sets)

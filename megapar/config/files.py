@@ -1,0 +1,66 @@
+"""Do the files that a configuration names exist, and can it write where it wants to?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megapar.config.config import FLAGS
+from megapar.errors import Complaint
+
+NAMED_DATA = ("builtin", "mock")
+
+
+def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Complaints about paths; values that are missing or None are passed over."""
+    for name in ("data_path", "eval_data_path"):
+        for path in values.get(name) or ():
+            yield from _data(name, path)
+    for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file"):
+        path = values.get(name)
+        if path is not None and not Path(path).exists():
+            yield _missing(name, path)
+    if values.get("load") and Path(values["load"]).is_file():
+        yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
+    for name in ("save", "save_hf", "tensorboard_dir"):
+        if values.get(name):
+            yield from _folder(name, Path(values[name]))
+    if values.get("metrics_jsonl"):
+        yield from _folder("metrics_jsonl", Path(values["metrics_jsonl"]).absolute().parent)
+
+
+def _missing(name: str, path: str) -> Complaint:
+    return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", _near(path))
+
+
+def _near(path: str) -> str:
+    """The deepest folder of the path that exists, to see where it went wrong."""
+    for parent in Path(path).absolute().parents:
+        if parent.is_dir():
+            return f"The folder {parent} exists."
+    return ""
+
+
+def _data(name: str, path: str) -> Iterator[Complaint]:
+    weighed = path.replace(".", "", 1).isdigit() or path.endswith((".bin", ".idx"))  # a rule row speaks of these
+    if path in NAMED_DATA or weighed or Path(path).exists():
+        return
+    if Path(path + ".idx").exists():
+        message = f"{FLAGS[name].spelling} {path} is a Megatron .bin/.idx prefix, which this version does not read yet."
+        yield Complaint("not-built-data-path", message, "Use the JSONL or text it was made from.")
+    else:
+        yield _missing(name, path)
+
+
+def _folder(name: str, path: Path) -> Iterator[Complaint]:
+    """The folder, or the nearest one above it that exists, must be a folder that can be written."""
+    spelling = FLAGS[name].spelling
+    for folder in (path.absolute(), *path.absolute().parents):
+        if folder.exists():
+            if not folder.is_dir():
+                yield Complaint("file", f"{spelling}: {folder} is a file, where a folder is needed.")
+            elif not os.access(folder, os.W_OK | os.X_OK):
+                yield Complaint("file", f"{spelling}: folder {folder} cannot be written.")
+            return

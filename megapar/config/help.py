@@ -1,0 +1,76 @@
+"""--help: every flag of one trainer by group, each with its unit and default."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from megapar.config.config import FLAGS, GROUPS
+from megapar.config.flag import SCRIPTS, Flag
+
+WIDTH = 100
+
+
+def signature(flag: Flag) -> str:
+    """The flag as it is written, with a placeholder for its value."""
+    if flag.type == "bool":
+        return flag.spelling
+    if flag.type == "switch":
+        return f"{flag.spelling} [{'|'.join(flag.choices)}]"
+    if flag.choices:
+        return f"{flag.spelling} {{{','.join(str(choice) for choice in flag.choices)}}}"
+    if flag.takes_list:
+        return f"{flag.spelling} {'A,B,...' if flag.comma else 'VALUE ...'}"
+    return f"{flag.spelling} {flag.type.upper()}"
+
+
+def default_text(flag: Flag, kind: str) -> str:
+    """The default as it would be written, or where it is derived from."""
+    value: Any = flag.defaults[kind]
+    if value is None:
+        return f"from {flag.derived}" if flag.derived else "none"
+    return written(value, flag) + (f" ({flag.derived})" if flag.derived and not flag.name.endswith("_size") else "")
+
+
+def written(value: Any, flag: Flag | None = None) -> str:
+    """A value as it would be written on a line or in a file."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ("," if flag is not None and flag.comma else " ").join(str(item) for item in value) or "none"
+    if value is None:
+        return "none"
+    for word, number in flag.words.items() if flag is not None else ():
+        if value == number:
+            return word
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def describe(flag: Flag, kind: str) -> str:
+    """Help, unit, default and other spellings in one sentence line."""
+    unit = f" [{flag.unit}]" if flag.unit else ""
+    negates = not flag.takes_value and not flag.spelling.startswith("--no-")
+    off = f"; off: --no-{flag.spelling[2:]}" if negates else ""
+    also = "; also " + ", ".join("--" + alias.name for alias in flag.aliases) if flag.aliases else ""
+    return f"{flag.help}{unit} (default: {default_text(flag, kind)}{off}{also})"
+
+
+def help_text(kind: str) -> str:
+    """The whole page for one trainer."""
+    lines = [
+        f"usage: python {SCRIPTS[kind]} [--config FILE.yaml] [FLAGS]",
+        f"       megapar launch --nproc-per-node N {SCRIPTS[kind]} [FLAGS]",
+        "",
+        "The last of repeated flags wins; a flag on the line wins over the file. --no-FLAG turns a switch off.",
+    ]
+    for group, cls in GROUPS.items():
+        flags = [flag for flag in FLAGS.values() if flag.group == group and kind in flag.models]
+        if not flags:
+            continue
+        lines += ["", f"{group}: {(cls.__doc__ or '').splitlines()[0]}"]
+        for flag in flags:
+            lines.append(f"  {signature(flag)}")
+            lines += textwrap.wrap(
+                describe(flag, kind), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False
+            )
+    return "\n".join(lines) + "\n"

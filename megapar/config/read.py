@@ -1,0 +1,221 @@
+"""The line and the YAML file: the same names, one meaning. What is wrong is collected, never raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from megapar.config.config import FLAGS
+from megapar.config.draft import Draft
+from megapar.config.flag import SCRIPTS, SWITCH, Flag
+from megapar.config.values import FALSE, TRUE, BadValue, convert
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to name a flag. value: what the bare spelling means; None where it takes the flag's own value."""
+
+    flag: Flag
+    text: str
+    value: Any = None
+    note: str = ""
+
+
+def normal(name: str) -> str:
+    """Hyphens or underscores, any case: one name."""
+    return name.lower().replace("_", "-")
+
+
+@cache
+def spellings() -> Mapping[str, Spelling]:
+    """Every spelling of every flag, without the leading hyphens, in its normal form."""
+    found: dict[str, Spelling] = {}
+    for flag in FLAGS.values():
+        primary = flag.spelling[2:]
+        found[normal(primary)] = Spelling(flag, primary)
+        for alias in flag.aliases:
+            found[normal(alias.name)] = Spelling(flag, alias.name, alias.value, alias.note)
+        if not flag.takes_value:
+            negative = primary[3:] if primary.startswith("no-") else f"no-{primary}"
+            found[normal(negative)] = Spelling(flag, negative, False)
+    return found
+
+
+def complain_unknown(draft: Draft, name: str, where: str) -> None:
+    """A complaint about a name no flag has, with the nearest known ones."""
+    known = {key: spelling for key, spelling in spellings().items() if draft.kind in spelling.flag.models}
+    near = get_close_matches(normal(name), list(known), 3, 0.6)
+    fix = f"Did you mean {' or '.join('--' + known[key].text for key in near)}?" if near else "See --help."
+    draft.complain("unknown-flag", f"{where} {name} is not known.", fix)
+
+
+def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:
+    """Set a field from a raw value; a bad value is a complaint and leaves the field without one."""
+    flag = spelling.flag
+    if spelling.note and spelling.note not in draft.warnings:
+        draft.warnings.append(spelling.note)
+    if origin == "flag" and draft.origins.get(flag.name) == "file":
+        draft.bad.discard(flag.name)
+    draft.origins[flag.name] = origin
+    try:
+        draft.values[flag.name] = convert(flag, raw)
+    except BadValue as error:
+        draft.values.pop(flag.name, None)
+        draft.bad.add(flag.name)
+        draft.complain(error.rule, str(error), error.fix)
+
+
+def read_line(draft: Draft, argv: Sequence[str]) -> None:
+    """Take the flags of a command line over what the draft holds; the last of equal spellings wins."""
+    seen: dict[str, tuple[str, Any]] = {}
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        name, equals, attached = token.partition("=")
+        if not name.startswith("--") or len(name) < 3:
+            draft.complain("unexpected", f"{token!r} stands where a flag should.", "Flags start with two hyphens.")
+            continue
+        spelling = spellings().get(normal(name[2:]))
+        if spelling is None:
+            complain_unknown(draft, name, "flag")
+            _values(tokens)
+            continue
+        raw = _raw(draft, spelling, tokens, attached if equals else None)
+        if raw is None:
+            continue
+        before = seen.get(spelling.flag.name)
+        assign(draft, spelling, raw, "flag")
+        value = draft.values.get(spelling.flag.name)
+        if (
+            before is not None
+            and before[0] != spelling.text
+            and before[1] != value
+            and not _negates(before[0], spelling.text)
+        ):
+            draft.complain(
+                "contradiction",
+                f"--{before[0]} and --{spelling.text} set the same thing to different values.",
+                "Keep one.",
+            )
+        seen[spelling.flag.name] = (spelling.text, value)
+
+
+def _negates(one: str, other: str) -> bool:
+    return f"no-{one}" == other or f"no-{other}" == one
+
+
+def _values(tokens: list[str]) -> list[str]:
+    """Take the values that follow a flag off the front of ``tokens``; -1 and -1e-3 are values."""
+    taken = []
+    while tokens and not tokens[0].startswith("--"):
+        taken.append(tokens.pop(0))
+    return taken
+
+
+def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | None) -> Any:
+    """The raw value of a flag whose name was just taken; None after a complaint."""
+    flag = spelling.flag
+    if spelling.value is not None:
+        if attached is not None:
+            draft.complain("value", f"--{spelling.text} takes no value, got {attached!r}.")
+            draft.bad.add(flag.name)
+            return None
+        return spelling.value
+    if attached is not None:
+        return attached
+    if not flag.takes_value:
+        words = SWITCH + TRUE + FALSE if flag.type == "switch" else TRUE + FALSE
+        return tokens.pop(0) if tokens and tokens[0].lower() in words else True
+    if flag.takes_list:
+        values = _values(tokens)
+        if values:
+            return values
+    elif tokens and not tokens[0].startswith("--"):
+        return tokens.pop(0)
+    draft.complain("missing-value", f"{flag.spelling} needs a value.")
+    draft.bad.add(flag.name)
+    return None
+
+
+def read_file(draft: Draft, path: str) -> None:
+    """Take the keys of a YAML file into the draft. PyYAML is imported here and nowhere else."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, UnicodeDecodeError) as error:
+        draft.complain("config-file", f"--config {path} cannot be read: {error}.")
+        return
+    import yaml
+
+    try:
+        loaded = _load_pairs(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        draft.complain("config-file", f"--config {path} is no YAML mapping: {' '.join(str(error).split())}.")
+        return
+    seen: set[str] = set()
+    for key, value in loaded:
+        spelling = spellings().get(normal(key))
+        if spelling is None:
+            complain_unknown(draft, key, f"in {path}, key")
+        elif spelling.flag.meta:
+            draft.complain("config-file", f"in {path}, key {key} belongs on the command line.")
+        elif spelling.flag.name in seen:
+            draft.complain("duplicate-key", f"in {path}, key {key} sets {spelling.flag.spelling} a second time.")
+        else:
+            seen.add(spelling.flag.name)
+            _take_key(draft, spelling, value)
+
+
+def _take_key(draft: Draft, spelling: Spelling, value: Any) -> None:
+    if value is None:
+        return
+    if spelling.value is not None:
+        if not isinstance(value, bool):
+            draft.complain("value", f"{spelling.text} takes true or false, got {value!r}.")
+        elif value:
+            assign(draft, spelling, spelling.value, "file")
+        elif not spelling.flag.takes_value:
+            assign(draft, spelling, not spelling.value, "file")
+        return
+    assign(draft, spelling, value, "file")
+
+
+def _load_pairs(text: str) -> list[tuple[str, Any]]:
+    """Key and value pairs of a flat YAML mapping, repeated keys included. Raises yaml.YAMLError, ValueError."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError("the top level is not made of key: value lines")
+        return [
+            (str(loader.construct_object(k, deep=True)), loader.construct_object(v, deep=True)) for k, v in node.value
+        ]
+    finally:
+        loader.dispose()
+
+
+def refuse_foreign(draft: Draft) -> None:
+    """Complain about flags of the other trainer that would do nothing here; their values give way to the defaults."""
+    for flag in FLAGS.values():
+        default = flag.defaults[draft.kind]
+        if draft.kind in flag.models or flag.name not in draft.values or draft.values[flag.name] == default:
+            continue
+        here, there = SCRIPTS[draft.kind], SCRIPTS[flag.models[0]]
+        draft.complain("wrong-model", f"{flag.spelling} belongs to {there} and would do nothing in {here}.")
+        draft.values.pop(flag.name)
+        draft.origins.pop(flag.name)
+
+
+def take_defaults(draft: Draft) -> None:
+    """Fill in the default of every flag that nobody set; None stands for a value to derive."""
+    for flag in FLAGS.values():
+        if flag.name not in draft.values and flag.name not in draft.bad:
+            draft.values[flag.name] = flag.defaults[draft.kind]
+            draft.origins[flag.name] = "default"

@@ -1,0 +1,85 @@
+"""What --validate-only prints: the effective configuration with origins, the ranks and their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product
+
+from megapar.config.config import FLAGS, GROUPS, Config
+from megapar.config.flag import SCRIPTS
+from megapar.config.help import written
+from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
+from megapar.errors import Complaint
+
+WHOLE_WORLD = 64
+FEW_GROUPS = 3
+FEW_RANKS = 4
+
+
+def refusal(complaints: Sequence[Complaint]) -> str:
+    """The one report of everything that is wrong."""
+    count = len(complaints)
+    lines = [f"megapar: the configuration is refused ({count} complaint{'s' if count > 1 else ''}):"]
+    return "\n".join([*lines, *(f"  {complaint}" for complaint in complaints)]) + "\n"
+
+
+def effective(config: Config) -> str:
+    """Every value with its origin, the batch, the ranks and the groups, warnings and notes."""
+    lines = [f"megapar: {SCRIPTS[config.kind]} is accepted for {config.grid.world_size} ranks"]
+    for group in GROUPS:
+        flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
+        lines += ["", group] if flags else []
+        for flag in flags:
+            value = written(getattr(getattr(config, group), flag.name), flag)
+            lines.append(f"  {flag.spelling:40} {value:32} {config.origins[flag.name]}")
+    training, data_ranks = config.training, config.grid.data_ranks
+    lines += [
+        "",
+        "batch",
+        f"  {training.global_batch_size} sequences = micro-batch {training.micro_batch_size} x "
+        f"{config.sharding.gradient_merge_acc_step} micro-batches x {data_ranks} data ranks; "
+        f"{training.global_batch_size * config.model.seq_length} tokens per step",
+        "",
+        "ranks",
+        f"  {config.grid.describe()}",
+        *(f"  {line}" for line in group_lines(config.grid)),
+    ]
+    for title, texts in (("warnings", config.warnings), ("notes", config.notes)):
+        lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
+    return "\n".join(lines) + "\n"
+
+
+def group_lines(grid: Grid) -> Iterator[str]:
+    """One line per axis larger than 1: how many groups of what size, and their ranks (shortened in large worlds)."""
+    for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):
+        size = grid.size(axis)
+        if size == 1:
+            continue
+        whole = grid.world_size <= WHOLE_WORLD
+        count = grid.world_size // size
+        shown = list(_groups(grid, axis, count if whole else FEW_GROUPS, size if whole else FEW_RANKS))
+        more = [] if len(shown) == count else ["..."]
+        yield f"{axis} {size}: {count} group{'s' if count > 1 else ''}: {' | '.join([*shown, *more])}"
+
+
+def _groups(grid: Grid, axis: str, count: int, ranks: int) -> Iterator[str]:
+    """The first groups along an axis as texts, by arithmetic: nothing here grows with the world."""
+    view = EXPERT_AXES if axis in EXPERT_AXES[1:] else grid.order
+    others = [name for name in view if name != axis]
+    for values in islice(product(*(range(grid.size(name)) for name in others)), count):
+        at = dict(zip(others, values, strict=True))
+        size = grid.size(axis)
+        members: Iterable[int] = range(size) if size <= ranks else range(ranks - 1)
+        found = [str(_rank(grid, {**at, axis: place})) for place in members]
+        yield " ".join(found if size <= ranks else [*found, "...", str(_rank(grid, {**at, axis: size - 1}))])
+
+
+def _rank(grid: Grid, at: dict[str, int]) -> int:
+    """The global rank at coordinates of either view."""
+    if "edp" not in at:
+        return grid.rank(**at)
+    flat = (at["edp"] * grid.ep + at["ep"]) * grid.emp + at["emp"]
+    dense = {"pp": at["pp"]}
+    for axis in ("mp", "cp", "sharding", "dp"):
+        flat, dense[axis] = divmod(flat, grid.size(axis))
+    return grid.rank(**dense)

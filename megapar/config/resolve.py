@@ -1,0 +1,92 @@
+"""Values that follow from other values. Each line reads some names and gives one; a missing input leaves it missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """``name`` follows from ``reads`` where its value is in ``open``; a result of None means it cannot be had."""
+
+    name: str
+    reads: tuple[str, ...]
+    value: Callable[..., Any]
+    open: tuple[Any, ...] = (None,)
+
+
+def _sharding(world: int, mp: int, pp: int, cp: int, hybrid: bool) -> int | None:
+    rest = mp * pp * cp
+    return None if hybrid or world % rest else world // rest
+
+
+def _replicas(world: int, sharding: int, mp: int, pp: int, cp: int) -> int | None:
+    used = sharding * mp * pp * cp
+    return None if used < 1 or world % used else world // used
+
+
+def _quotient(whole: int, part: int) -> int | None:
+    return None if part < 1 or whole % part else whole // part
+
+
+def _ffn(hidden: int, activation: str) -> int:
+    # Megatron's rule: swiglu has three matrices for two, so 2/3 of the width costs the same.
+    return 4 * hidden if activation == "gelu" else max(64, int(4 * hidden * 2 / 3) // 64 * 64)
+
+
+def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:
+    return 1 if batch is None else _quotient(batch, micro * data_ranks)
+
+
+def _overlap(ampipe_degree: int) -> str:
+    # A row keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
+    return "off" if ampipe_degree != 1 else "on"
+
+
+DERIVATIONS: tuple[Derivation, ...] = (
+    Derivation("world_size", ("launched_size",), lambda launched: launched),
+    Derivation(
+        "sharding_degree",
+        ("world_size", "mp_degree", "pp_degree", "cp_degree", "hybrid_dp"),
+        _sharding,
+        open=(-1,),
+    ),
+    Derivation("dp_degree", ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"), _replicas),
+    Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding),
+    Derivation("expert_mp_degree", ("mp_degree",), lambda mp: mp),
+    Derivation("num_query_groups", ("num_attention_heads",), lambda heads: heads),
+    Derivation("head_dim", ("hidden_size", "num_attention_heads"), _quotient),
+    Derivation("ffn_hidden_size", ("hidden_size", "activation"), _ffn),
+    Derivation("moe_ffn_hidden_size", ("ffn_hidden_size",), lambda ffn: ffn),
+    Derivation("max_position_embeddings", ("seq_length",), lambda length: length),
+    Derivation("gradient_merge_acc_step", ("global_batch_size", "micro_batch_size", "data_ranks"), _steps),
+    Derivation(
+        "global_batch_size",
+        ("gradient_merge_acc_step", "micro_batch_size", "data_ranks"),
+        lambda steps, micro, data_ranks: steps * micro * data_ranks,
+    ),
+    Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
+    Derivation("overlap_grad_reduce", ("ampipe_degree",), _overlap, open=("auto",)),
+    Derivation("overlap_param_gather", ("ampipe_degree",), _overlap, open=("auto",)),
+    Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
+    Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),
+)
+
+
+def resolve(values: MutableMapping[str, Any], origins: MutableMapping[str, str]) -> None:
+    """Replace every open value in place and mark it ``derived``; what cannot be had is removed."""
+    for line in DERIVATIONS:
+        if line.name in values and values[line.name] not in line.open:
+            continue
+        if line.name not in values and line.name not in ("dp_degree", "data_ranks"):
+            continue  # a bad value: its complaint is made, nothing may follow from it
+        result = None
+        if all(name in values for name in line.reads):
+            result = line.value(*(values[name] for name in line.reads))
+        if result is None:
+            values.pop(line.name, None)
+        else:
+            values[line.name] = result
+            origins[line.name] = "derived"

@@ -1,0 +1,108 @@
+"""Text (or a YAML scalar) to the value of a flag, checked against its type, choices and bounds."""
+
+from __future__ import annotations
+
+import math
+from difflib import get_close_matches
+from typing import Any
+
+from megapar.config.flag import SWITCH, Flag
+
+TRUE = ("true", "on", "yes", "1")
+FALSE = ("false", "off", "no", "0")
+
+UNITS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+
+
+class BadValue(ValueError):
+    """A value that a flag does not take. rule: the check that failed. fix: what to do."""
+
+    def __init__(self, rule: str, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.fix = fix
+
+
+def convert(flag: Flag, raw: Any) -> Any:
+    """The flag's value for ``raw``: a text, a YAML scalar or a list of them. Raises BadValue."""
+    if flag.type in ("strings", "integers"):
+        return _list(flag, raw)
+    if flag.type == "bool":
+        return _bool(flag, raw)
+    if flag.type == "switch" and isinstance(raw, bool):
+        return "on" if raw else "off"
+    value = _scalar(flag, raw, flag.type)
+    return _bounded(flag, _chosen(flag, value))
+
+
+def _bool(flag: Flag, raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    text = str(raw).lower()
+    if text not in TRUE + FALSE:
+        raise BadValue("value", f"{flag.spelling} takes true or false, got {raw!r}.")
+    return text in TRUE
+
+
+def _list(flag: Flag, raw: Any) -> tuple[Any, ...]:
+    items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if flag.comma:
+        items = [part for item in items for part in str(item).split(",") if part]
+    kind = "int" if flag.type == "integers" else "str"
+    values = tuple(_bounded(flag, _scalar(flag, item, kind)) for item in items)
+    if flag.count and len(values) != flag.count:
+        raise BadValue("value", f"{flag.spelling} takes {flag.count} values, got {len(values)}: {_shown(values)}.")
+    return values
+
+
+def _shown(values: tuple[Any, ...]) -> str:
+    return " ".join(str(value) for value in values) or "none"
+
+
+def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
+    if isinstance(raw, (list, tuple, dict)) or raw is None:
+        raise BadValue("value", f"{flag.spelling} takes one value, got {raw!r}.")
+    if kind in ("str", "switch"):
+        return str(raw)
+    if str(raw).lower() in flag.words:
+        return flag.words[str(raw).lower()]
+    try:
+        if isinstance(raw, bool):
+            raise ValueError
+        number = float(raw)
+        if kind == "float":
+            if not math.isfinite(number):
+                raise ValueError
+            return number
+        whole = int(raw) if isinstance(raw, int) or str(raw).lstrip("+-").isdigit() else int(number)
+        if (not isinstance(raw, str) and whole != raw) or (whole != number and abs(number) < 2**53):
+            raise ValueError
+        return whole
+    except (ValueError, OverflowError):
+        words = "".join(f" or {word}" for word in flag.words)
+        raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {raw!r}.") from None
+
+
+def _chosen(flag: Flag, value: Any) -> Any:
+    choices = flag.choices or (SWITCH if flag.type == "switch" else ())
+    if not choices:
+        return value
+    for choice in choices:
+        if value == choice or str(value).lower() == str(choice).lower():
+            return choice
+    near = get_close_matches(str(value).lower(), [str(choice) for choice in choices], 1, 0.5)
+    fix = f"Did you mean {near[0]}?" if near else ""
+    legal = ", ".join(str(choice) for choice in choices)
+    raise BadValue("choice", f"{flag.spelling} is one of {legal}; got {value!r}.", fix)
+
+
+def _bounded(flag: Flag, value: Any) -> Any:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    if flag.low is not None and value < flag.low:
+        raise BadValue("bound", f"{flag.spelling} is at least {flag.low:g}; got {value}.")
+    if flag.above is not None and value <= flag.above:
+        raise BadValue("bound", f"{flag.spelling} is greater than {flag.above:g}; got {value}.")
+    if flag.high is not None and value > flag.high:
+        raise BadValue("bound", f"{flag.spelling} is at most {flag.high:g}; got {value}.")
+    return value

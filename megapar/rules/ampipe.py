@@ -1,0 +1,280 @@
+"""Rows of seed 001: AMPipe, pipe-experts, and what they go with. d: ampipe degree, N: --pipe-experts-multi-data."""
+
+from __future__ import annotations
+
+import math
+
+from megapar.rules.pipeline import zero_bubble
+from megapar.rules.rule import DOWNGRADE, Facts, Rule, near_multiples
+
+MOE = ("moe",)
+_OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
+
+
+def _sliced(f: Facts) -> bool:
+    return bool(f.ampipe_degree > 1)
+
+
+def _capacity(f: Facts) -> int:
+    tokens = f.micro_batch_size * f.seq_length
+    even = math.ceil(tokens / f.num_experts * f.moe_capacity_factor * f.moe_router_topk)
+    return int(max(even, f.moe_min_capacity))
+
+
+def _row(number: int, id: str, reads: tuple[str, ...], **more: object) -> Rule:
+    return Rule(
+        id=id,
+        reads=reads,
+        **{"source": f"seed 001; compatibility {number}", "models": MOE, **more},  # type: ignore[arg-type]
+    )
+
+
+def _excludes(id: str, reads: tuple[str, ...], free: object, what: str, failing: str) -> Rule:
+    return _row(
+        5,
+        id,
+        ("ampipe_degree", *reads),
+        when=_sliced,
+        requires=free,
+        message=f"--ampipe-degree > 1 excludes {what}",
+        passing="--moe-model-type deepspeed_moe --ampipe-degree 2",
+        failing=f"--moe-model-type deepspeed_moe --ampipe-degree 2 {failing}",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _row(
+        1,
+        "ampipe-kind",
+        ("ampipe_degree", "moe_model_type", "num_experts"),
+        when=_sliced,
+        requires=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
+        message="--ampipe-degree > 1 needs experts of --moe-model-type deepspeed_moe",
+        passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
+        failing="--ampipe-degree 2 --moe-model-type megatron_moe",
+    ),
+    _row(
+        1,
+        "ampipe-flash",
+        ("ampipe_degree", "use_flash_attn"),
+        when=_sliced,
+        requires=lambda f: f.use_flash_attn,
+        message="--ampipe-degree > 1 needs --use-flash-attn",
+        passing="--ampipe-degree 2",
+        failing="--ampipe-degree 2 --no-use-flash-attn",
+    ),
+    _row(
+        1,
+        "ampipe-ep",
+        ("ampipe_degree", "ep_degree"),
+        when=_sliced,
+        requires=lambda f: f.ep_degree > 1,
+        message="--ampipe-degree > 1 hides the all-to-all of expert parallelism: --ep-degree > 1",
+        source="MindSpeed; compatibility 1",
+        passing="--world-size 2 --ep-degree 2 --ampipe-degree 2",
+        failing="--ampipe-degree 2",
+    ),
+    _row(
+        2,
+        "ampipe-length",
+        ("ampipe_degree", "seq_length"),
+        when=_sliced,
+        requires=lambda f: f.seq_length % f.ampipe_degree == 0,
+        message="--ampipe-degree must divide --seq-length",
+        fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree, f.seq_length)}.",
+        passing="--ampipe-degree 2 --seq-length 256",
+        failing="--ampipe-degree 2 --seq-length 255",
+    ),
+    _row(
+        2,
+        "ampipe-length-mp",
+        ("ampipe_degree", "seq_length", "sequence_parallel", "mp_degree"),
+        when=lambda f: _sliced(f) and f.sequence_parallel,
+        requires=lambda f: f.seq_length % (f.ampipe_degree * f.mp_degree) == 0,
+        message="with --sequence-parallel, d x mp must divide --seq-length",
+        fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree * f.mp_degree, f.seq_length)}.",
+        source="MindSpeed; compatibility 2",
+        passing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 256",
+        failing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 254",
+    ),
+    _row(
+        2,
+        "ampipe-length-ring",
+        ("ampipe_degree", "seq_length", "cp_degree", "context_parallel_algo"),
+        when=lambda f: _sliced(f) and f.cp_degree > 1 and f.context_parallel_algo == "megatron_cp_algo",
+        requires=lambda f: f.seq_length % (2 * f.ampipe_degree * f.cp_degree) == 0,
+        message="with ring context parallelism, 2 x d x cp must divide --seq-length",
+        fix=lambda f: f"Choose --seq-length {near_multiples(2 * f.ampipe_degree * f.cp_degree, f.seq_length)}.",
+        source="MindSpeed; compatibility 2",
+        passing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --seq-length 256",
+        failing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --seq-length 252",
+    ),
+    _row(
+        3,
+        "ampipe-cp",
+        ("ampipe_degree", "cp_degree"),
+        when=lambda f: _sliced(f) and f.cp_degree > 1,
+        requires=lambda f: f.ampipe_degree == 2,
+        message="with --cp-degree > 1 only --ampipe-degree 2 is supported",
+        fix="Choose --ampipe-degree 2.",
+        passing="--world-size 2 --cp-degree 2 --ampipe-degree 2",
+        failing="--world-size 2 --cp-degree 2 --ampipe-degree 4",
+    ),
+    _row(
+        4,
+        "ampipe-pipe-experts",
+        ("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
+        when=lambda f: _sliced(f) and f.use_pipe_experts,
+        requires=lambda f: (
+            f.pipe_experts_multi_data % f.ampipe_degree == 0
+            and (
+                f.pipe_experts_multi_data > f.ampipe_degree
+                or (f.pipe_experts_multi_stream and f.pipe_experts_multi_data == f.ampipe_degree)
+            )
+        ),
+        message="with AMPipe, N is a multiple of d and greater than it (or equal, with --pipe-experts-multi-stream)",
+        kind=DOWNGRADE,
+        sets=_OFF,
+        passing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 4",
+        failing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 3",
+    ),
+    _excludes(
+        "ampipe-grad-overlap",
+        ("overlap_grad_reduce",),
+        lambda f: f.overlap_grad_reduce != "on",
+        "--overlap-grad-reduce",
+        "--overlap-grad-reduce",
+    ),
+    _excludes(
+        "ampipe-param-overlap",
+        ("overlap_param_gather",),
+        lambda f: f.overlap_param_gather != "on",
+        "--overlap-param-gather",
+        "--overlap-param-gather",
+    ),
+    _excludes(
+        "ampipe-nanopipe",
+        ("use_nanopipe", "pp_schedule"),
+        lambda f: not zero_bubble(f),
+        "--use-nanopipe and --pp-schedule zero_bubble, which is the same",
+        "--world-size 2 --pp-degree 2 --pp-schedule zero_bubble",
+    ),
+    _excludes(
+        "ampipe-recompute-bubble",
+        ("recompute_in_bubble", "recompute_in_advance"),
+        lambda f: not (f.recompute_in_bubble or f.recompute_in_advance),
+        "--recompute-in-bubble and --recompute-in-advance",
+        "--recompute-in-bubble",
+    ),
+    _excludes(
+        "ampipe-adaptive-recompute",
+        ("adaptive_recompute_device_size",),
+        lambda f: f.adaptive_recompute_device_size == 0,
+        "adaptive selective recompute",
+        "--adaptive-recompute-device-size 32",
+    ),
+    _row(
+        6,
+        "pipe-experts-kind",
+        ("use_pipe_experts", "moe_model_type", "num_experts"),
+        when=lambda f: f.use_pipe_experts,
+        requires=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
+        message="--use-pipe-experts needs experts of --moe-model-type deepspeed_moe",
+        passing="--use-pipe-experts --moe-model-type deepspeed_moe",
+        failing="--use-pipe-experts --moe-model-type megatron_moe",
+    ),
+    _row(
+        6,
+        "pipe-experts-stream",
+        ("pipe_experts_multi_stream", "sequence_parallel"),
+        when=lambda f: f.pipe_experts_multi_stream,
+        requires=lambda f: f.sequence_parallel,
+        message="--pipe-experts-multi-stream chains ep with mp collectives: it needs --sequence-parallel",
+        passing="--use-pipe-experts --pipe-experts-multi-stream --world-size 2 --mp-degree 2 --sequence-parallel",
+        failing="--use-pipe-experts --pipe-experts-multi-stream",
+    ),
+    _row(
+        6,
+        "pipe-experts-nothing",
+        ("use_pipe_experts", "num_experts", "ep_degree", "pipe_experts_multi_data"),
+        when=lambda f: f.use_pipe_experts and f.num_experts > 0,
+        requires=lambda f: f.num_experts // f.ep_degree > 1 or f.pipe_experts_multi_data > 1,
+        message="one local expert with N = 1 leaves --use-pipe-experts nothing to pipe",
+        kind=DOWNGRADE,
+        sets=_OFF,
+        passing="--use-pipe-experts --num-experts 8 --ep-degree 4 --world-size 4",
+        failing="--use-pipe-experts --num-experts 4 --ep-degree 4 --world-size 4",
+    ),
+    _row(
+        6,
+        "pipe-experts-pieces",
+        (
+            "use_pipe_experts",
+            "pipe_experts_multi_data",
+            "micro_batch_size",
+            "seq_length",
+            "num_experts",
+            "moe_capacity_factor",
+            "moe_router_topk",
+            "moe_min_capacity",
+        ),
+        when=lambda f: f.use_pipe_experts and f.num_experts > 0,
+        requires=lambda f: 1 <= f.pipe_experts_multi_data <= _capacity(f),
+        message="--pipe-experts-multi-data is at least 1 and at most an expert's capacity",
+        fix=lambda f: f"Choose 1 to {_capacity(f)}.",
+        passing="--use-pipe-experts --pipe-experts-multi-data 4",
+        failing="--use-pipe-experts --pipe-experts-multi-data 100000",
+    ),
+    _row(
+        7,
+        "ampipe-fine",
+        ("ampipe_degree",),
+        requires=lambda f: f.ampipe_degree <= 2,
+        message="only --ampipe-degree 2 is recommended: finer slices add casts and adds",
+        kind=DOWNGRADE,
+        passing="--ampipe-degree 2",
+        failing="--ampipe-degree 4",
+    ),
+    _row(
+        8,
+        "pipe-experts-unused",
+        ("use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
+        when=lambda f: not f.use_pipe_experts,
+        requires=lambda f: f.pipe_experts_multi_data == 1 and not f.pipe_experts_multi_stream,
+        message="--pipe-experts-multi-data and --pipe-experts-multi-stream would do nothing without --use-pipe-experts",
+        passing="--use-pipe-experts --pipe-experts-multi-data 2",
+        failing="--pipe-experts-multi-data 2",
+    ),
+    _row(
+        8,
+        "ampipe-overlap-unused",
+        ("ampipe_tp_sp_comm_overlap", "ampipe_degree", "mp_degree"),
+        when=lambda f: f.ampipe_tp_sp_comm_overlap,
+        requires=lambda f: f.ampipe_degree != 1 and f.mp_degree > 1,
+        message="--ampipe-tp-sp-comm-overlap would do nothing with --ampipe-degree 1 or --mp-degree 1",
+        passing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2",
+        failing="--ampipe-tp-sp-comm-overlap",
+    ),
+    _row(
+        8,
+        "ampipe-options-unused",
+        ("ampipe_degree", "changed"),
+        when=lambda f: f.ampipe_degree == 1,
+        requires=lambda f: not f.changed & {"ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"},
+        message="--ampipe-capacity, --ampipe-slicing and --ampipe-cross-layer would do nothing with --ampipe-degree 1",
+        passing="--ampipe-degree 2 --ampipe-cross-layer",
+        failing="--ampipe-cross-layer",
+    ),
+    _row(
+        9,
+        "ampipe-drop-policy",
+        ("ampipe_degree", "moe_model_type", "moe_drop_policy", "ampipe_capacity"),
+        when=lambda f: _sliced(f) and f.moe_model_type == "deepspeed_moe" and f.ampipe_capacity == "global",
+        requires=lambda f: f.moe_drop_policy == "token",
+        message="drop policies choice and probs need the routers of all slices",
+        fix="Choose --moe-drop-policy token, or --ampipe-capacity slice.",
+        source="mixture of experts",
+        passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
+        failing="--ampipe-degree 2 --moe-model-type deepspeed_moe --moe-drop-policy choice",
+    ),
+)

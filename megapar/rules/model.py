@@ -1,0 +1,181 @@
+"""Rows on the sizes of the models and on what the Hugging Face form can hold."""
+
+from __future__ import annotations
+
+from megapar.rules.rule import LIFTED, Facts, Rule, either, near_divisors, near_multiples
+
+SOURCE = "models"
+MOE = ("moe",)
+ERNIE = ("ernie",)
+_CAPACITY = ("moe_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_capacity_scope")
+
+
+def _spelled(f: Facts, prefixes: tuple[str, ...]) -> list[str]:
+    return ["--" + name.replace("_", "-") for name in sorted(f.changed) if name.startswith(prefixes)]
+
+
+def _hf_form(f: Facts) -> bool:
+    return (
+        f.normalization == "rmsnorm"
+        and f.position_embedding_type == "rope"
+        and f.activation == "swiglu"
+        and not f.qk_norm
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="heads-groups",
+        reads=("num_attention_heads", "num_query_groups"),
+        requires=lambda f: f.num_attention_heads % f.num_query_groups == 0,
+        message="--num-query-groups must divide --num-attention-heads",
+        fix=lambda f: f"Choose --num-query-groups {near_divisors(f.num_attention_heads, f.num_query_groups)}.",
+        source=SOURCE,
+        passing="--num-attention-heads 4 --num-query-groups 2",
+        failing="--num-attention-heads 4 --num-query-groups 3",
+        models=MOE,
+    ),
+    Rule(
+        id="hidden-heads",
+        reads=("hidden_size", "num_attention_heads", "asked"),
+        when=lambda f: f.asked.get("head_dim") is None,
+        requires=lambda f: f.hidden_size % f.num_attention_heads == 0,
+        message="--num-attention-heads must divide --hidden-size where --head-dim is not given",
+        fix=lambda f: (
+            f"Choose --num-attention-heads {near_divisors(f.hidden_size, f.num_attention_heads)}, or --hidden-size "
+            f"{near_multiples(f.num_attention_heads, f.hidden_size)}."
+        ),
+        source=SOURCE,
+        passing="--hidden-size 256 --num-attention-heads 8",
+        failing="--hidden-size 256 --num-attention-heads 6",
+    ),
+    Rule(
+        id="rope-even",
+        reads=("position_embedding_type", "head_dim"),
+        when=lambda f: f.position_embedding_type == "rope",
+        requires=lambda f: f.head_dim % 2 == 0,
+        message="rotary positions turn pairs of features: the head dim must be even",
+        fix=lambda f: f"Choose --head-dim {near_multiples(2, f.head_dim)}.",
+        source=SOURCE,
+        passing="--head-dim 32",
+        failing="--head-dim 33",
+        models=MOE,
+    ),
+    Rule(
+        id="positions",
+        reads=("seq_length", "max_position_embeddings"),
+        requires=lambda f: f.seq_length <= f.max_position_embeddings,
+        message="--seq-length is at most --max-position-embeddings",
+        fix=lambda f: f"Choose --max-position-embeddings {f.seq_length}, or leave it out.",
+        source=SOURCE,
+        passing="--seq-length 256 --max-position-embeddings 512",
+        failing="--seq-length 256 --max-position-embeddings 128",
+    ),
+    Rule(
+        id="topk",
+        reads=("moe_router_topk", "num_experts"),
+        when=lambda f: f.num_experts > 0,
+        requires=lambda f: f.moe_router_topk <= f.num_experts,
+        message="--moe-router-topk is at most --num-experts",
+        fix=lambda f: f"Choose --moe-router-topk 1 to {f.num_experts}.",
+        source=SOURCE,
+        passing="--num-experts 4 --moe-router-topk 4",
+        failing="--num-experts 4 --moe-router-topk 5",
+        models=MOE,
+    ),
+    Rule(
+        id="deepspeed-topk",
+        reads=("moe_model_type", "moe_router_topk", "num_experts"),
+        when=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
+        requires=lambda f: f.moe_router_topk <= 2,
+        message="deepspeed_moe sends a token to 1 or 2 experts",
+        fix="Choose --moe-router-topk 1 or 2.",
+        source="MindSpeed",
+        passing="--moe-model-type deepspeed_moe --moe-router-topk 2",
+        failing="--moe-model-type deepspeed_moe --moe-router-topk 4",
+        kind=LIFTED,
+        reason="the gates here count capacity and drops for any number of choices",
+        models=MOE,
+    ),
+    Rule(
+        id="first-k-dense",
+        reads=("first_k_dense", "num_layers", "num_experts"),
+        when=lambda f: f.num_experts > 0,
+        requires=lambda f: f.first_k_dense < f.num_layers,
+        message="--first-k-dense leaves at least one layer with experts",
+        fix=lambda f: f"Choose 0 to {f.num_layers - 1}, or --num-experts 0 for a dense decoder.",
+        source=SOURCE,
+        passing="--num-layers 4 --first-k-dense 3",
+        failing="--num-layers 4 --first-k-dense 4",
+        models=MOE,
+    ),
+    Rule(
+        id="experts-unused",
+        reads=("num_experts", "changed"),
+        when=lambda f: f.num_experts == 0,
+        requires=lambda f: not any(name.startswith(("moe_", "first_k_dense")) for name in f.changed),
+        message="--moe-... and --first-k-dense would do nothing in a dense decoder",
+        fix=lambda f: f"Leave out {either(_spelled(f, ('moe_', 'first_k_dense')))}, or give --num-experts.",
+        source="compatibility 8",
+        passing="--num-experts 0",
+        failing="--num-experts 0 --moe-shared-experts 1",
+        models=MOE,
+    ),
+    Rule(
+        id="capacity-unused",
+        reads=("moe_model_type", "num_experts", "changed"),
+        when=lambda f: f.moe_model_type == "megatron_moe" and f.num_experts > 0,
+        requires=lambda f: not f.changed & set(_CAPACITY),
+        message="capacity and drop flags would do nothing in dropless megatron_moe",
+        fix=lambda f: f"Leave out {either(_spelled(f, _CAPACITY))}, or choose --moe-model-type deepspeed_moe.",
+        source="compatibility 8",
+        passing="--moe-model-type deepspeed_moe --moe-capacity-factor 1.5",
+        failing="--moe-model-type megatron_moe --moe-capacity-factor 1.5",
+        models=MOE,
+    ),
+    Rule(
+        id="rope-theta-unused",
+        reads=("position_embedding_type", "changed"),
+        when=lambda f: f.position_embedding_type != "rope",
+        requires=lambda f: "rope_theta" not in f.changed,
+        message="--rope-theta would do nothing with learned positions",
+        source="compatibility 8",
+        passing="--rope-theta 500000",
+        failing="--position-embedding-type learned --rope-theta 500000",
+        models=MOE,
+    ),
+    Rule(
+        id="sentence-types",
+        reads=("type_vocab_size", "sop_loss_weight"),
+        requires=lambda f: f.type_vocab_size >= 2,
+        message="samples are two sentences: --type-vocab-size is at least 2",
+        source=SOURCE,
+        passing="--type-vocab-size 4",
+        failing="--type-vocab-size 1",
+        models=ERNIE,
+    ),
+    Rule(
+        id="hf-decoder-variety",
+        reads=("save_hf", "normalization", "position_embedding_type", "activation", "qk_norm"),
+        when=lambda f: f.save_hf is not None,
+        requires=_hf_form,
+        message="--save-hf writes Ernie4_5 models: rmsnorm, rope, swiglu, no qk-norm",
+        fix="Leave --save-hf out, or choose these.",
+        source="Hugging Face form",
+        passing="--save-hf exported",
+        failing="--save-hf exported --normalization layernorm",
+        models=MOE,
+    ),
+    Rule(
+        id="hf-moe-head-dim",
+        reads=("save_hf", "num_experts", "head_dim", "num_attention_heads", "hidden_size"),
+        when=lambda f: f.save_hf is not None and f.num_experts > 0,
+        requires=lambda f: f.head_dim * f.num_attention_heads == f.hidden_size,
+        message="--save-hf writes Ernie4_5_Moe, which has no head dim of its own: heads x head-dim is the hidden size",
+        fix="Leave --head-dim or --save-hf out.",
+        source="Hugging Face form",
+        passing="--save-hf exported --hidden-size 256 --num-attention-heads 4 --head-dim 64",
+        failing="--save-hf exported --hidden-size 256 --num-attention-heads 4 --head-dim 32",
+        models=MOE,
+    ),
+)

@@ -1,0 +1,225 @@
+"""Rows on stages, schedules and recompute."""
+
+from __future__ import annotations
+
+from megapar.rules.rule import Facts, Rule
+
+EIGHT = "compatibility 8"
+RECOMPUTE = "recompute"
+_FLAGS = (
+    "recompute_interval",
+    "recompute_offload",
+    "recompute_partition",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_in_advance",
+    "recompute_in_bubble",
+)
+
+
+def zero_bubble(f: Facts) -> bool:
+    """The effective schedule splits weight gradients off."""
+    return bool(f.use_nanopipe or f.pp_schedule == "zero_bubble")
+
+
+def recomputes(f: Facts) -> bool:
+    """Some activation is computed again."""
+    return bool(
+        f.recompute_interval
+        or f.recompute_method
+        or f.recompute_granularity == "selective"
+        or f.adaptive_recompute_device_size
+    )
+
+
+_RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="stages-layers",
+        reads=("pp_degree", "vpp_degree", "num_layers"),
+        requires=lambda f: f.pp_degree * f.vpp_degree <= f.num_layers,
+        message="every stage (and chunk) holds at least one layer: pp x vpp is at most --num-layers",
+        fix=lambda f: f"Choose --pp-degree 1 to {max(1, f.num_layers // f.vpp_degree)}.",
+        source="pipeline",
+        passing="--world-size 4 --pp-degree 4 --num-layers 4",
+        failing="--world-size 8 --pp-degree 8 --num-layers 4",
+    ),
+    Rule(
+        id="pipeline-unused",
+        reads=("pp_degree", "changed"),
+        when=lambda f: f.pp_degree == 1,
+        requires=lambda f: not f.changed & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
+        message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method would do nothing with --pp-degree 1",
+        source=EIGHT,
+        passing="--world-size 2 --pp-degree 2 --pp-schedule gpipe",
+        failing="--pp-schedule gpipe",
+    ),
+    Rule(
+        id="schedule-without-chunks",
+        reads=("pp_schedule", "vpp_degree", "use_nanopipe"),
+        when=lambda f: f.pp_schedule in ("1f1b", "gpipe") and not f.use_nanopipe,
+        requires=lambda f: f.vpp_degree == 1,
+        message="1f1b and gpipe have one chunk per stage",
+        fix="Choose --pp-schedule interleaved, or --vpp-degree 1.",
+        source=EIGHT,
+        passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2",
+        failing="--world-size 2 --pp-degree 2 --pp-schedule gpipe --vpp-degree 2",
+    ),
+    Rule(
+        id="interleaved-chunks",
+        reads=("pp_schedule", "vpp_degree"),
+        when=lambda f: f.pp_schedule == "interleaved",
+        requires=lambda f: f.vpp_degree > 1,
+        message="interleaved needs --vpp-degree > 1",
+        fix="Choose --vpp-degree 2, or --pp-schedule 1f1b.",
+        source=EIGHT,
+        passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2",
+        failing="--world-size 2 --pp-degree 2 --pp-schedule interleaved",
+    ),
+    Rule(
+        id="nanopipe-schedule",
+        reads=("use_nanopipe", "pp_schedule"),
+        when=lambda f: f.use_nanopipe,
+        requires=lambda f: f.pp_schedule in ("1f1b", "zero_bubble"),
+        message="--use-nanopipe is the zero-bubble schedule, not gpipe or interleaved",
+        fix="Leave --pp-schedule out.",
+        source="pipeline",
+        passing="--world-size 2 --pp-degree 2 --use-nanopipe",
+        failing="--world-size 2 --pp-degree 2 --use-nanopipe --pp-schedule gpipe",
+    ),
+    Rule(
+        id="micro-batches-stages",
+        reads=("pp_degree", "gradient_merge_acc_step", "pp_schedule", "use_nanopipe"),
+        when=lambda f: f.pp_degree > 1 and (f.pp_schedule == "interleaved" or zero_bubble(f)),
+        requires=lambda f: f.gradient_merge_acc_step % f.pp_degree == 0,
+        message="interleaved and zero-bubble schedules need micro-batches in whole multiples of --pp-degree",
+        fix=lambda f: f"Choose --gradient-merge-acc-step {f.pp_degree} or {2 * f.pp_degree}.",
+        source="pipeline",
+        passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 4",
+        failing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 3",
+    ),
+    Rule(
+        id="pipeline-stage-3",
+        reads=("pp_degree", "sharding_stage"),
+        when=lambda f: f.pp_degree > 1,
+        requires=lambda f: f.sharding_stage < 3,
+        message="--sharding-stage 3 gathers parameters for every micro-batch of a pipeline",
+        fix="Choose --sharding-stage 1 or 2.",
+        source="pipeline",
+        passing="--world-size 2 --pp-degree 2 --sharding-stage 2",
+        failing="--world-size 2 --pp-degree 2 --sharding-stage 3",
+    ),
+    Rule(
+        id="zero-bubble-stage-2",
+        reads=("pp_degree", "sharding_stage", "pp_schedule", "use_nanopipe"),
+        when=lambda f: f.pp_degree > 1 and zero_bubble(f),
+        requires=lambda f: f.sharding_stage == 1,
+        message="zero-bubble keeps gradients until its weight-gradient steps, so that --sharding-stage 2 saves nothing",
+        fix="Choose --sharding-stage 1.",
+        source="pipeline",
+        passing="--world-size 2 --pp-degree 2 --use-nanopipe",
+        failing="--world-size 2 --pp-degree 2 --use-nanopipe --sharding-stage 2",
+    ),
+    Rule(
+        id="zero-bubble-recompute",
+        reads=("pp_degree", "pp_schedule", "use_nanopipe", *_RECOMPUTES),
+        when=lambda f: f.pp_degree > 1 and zero_bubble(f),
+        requires=lambda f: not recomputes(f),
+        message="recompute under the zero-bubble schedule recomputes twice",
+        fix="Leave one out.",
+        source="pipeline",
+        passing="--world-size 2 --pp-degree 2 --use-nanopipe",
+        failing="--world-size 2 --pp-degree 2 --use-nanopipe --recompute-interval 1",
+    ),
+    Rule(
+        id="recompute-interval",
+        reads=("recompute_interval",),
+        requires=lambda f: f.recompute_interval >= 0,
+        message="--recompute-interval is 0 (off) or a number of layers",
+        source="seed 002",
+        passing="--recompute-interval 1",
+        failing="--recompute-interval -1",
+    ),
+    Rule(
+        id="recompute-method-layers",
+        reads=("recompute_method", "recompute_num_layers"),
+        requires=lambda f: (f.recompute_method is None) == (f.recompute_num_layers is None),
+        message="--recompute-method and --recompute-num-layers go together",
+        source=RECOMPUTE,
+        passing="--recompute-method block --recompute-num-layers 2",
+        failing="--recompute-method block",
+    ),
+    Rule(
+        id="recompute-contradiction",
+        reads=("recompute_method", "recompute_interval", "recompute_num_layers"),
+        when=lambda f: f.recompute_method is not None and f.recompute_interval > 0,
+        requires=lambda f: f.recompute_method == "uniform" and f.recompute_interval == f.recompute_num_layers,
+        message="--recompute-method uniform with N layers is --recompute-interval N; block is something else",
+        fix="Keep one of the two.",
+        source=RECOMPUTE,
+        passing="--recompute-method uniform --recompute-num-layers 2 --recompute-interval 2",
+        failing="--recompute-method uniform --recompute-num-layers 2 --recompute-interval 1",
+    ),
+    Rule(
+        id="recompute-granularity-pair",
+        reads=("recompute_granularity", "recompute_interval", "recompute_method"),
+        when=lambda f: f.recompute_granularity == "selective",
+        requires=lambda f: not f.recompute_interval and f.recompute_method is None,
+        message="--recompute-granularity selective recomputes parts of every layer; intervals and methods are for full",
+        source=RECOMPUTE,
+        passing="--recompute-granularity selective",
+        failing="--recompute-granularity selective --recompute-interval 1",
+    ),
+    Rule(
+        id="recompute-keeps-nothing",
+        reads=("recompute_offload", "recompute_partition", *_RECOMPUTES),
+        when=lambda f: f.recompute_offload or f.recompute_partition,
+        requires=recomputes,
+        message="--recompute-offload and --recompute-partition would do nothing without recompute",
+        fix="Add --recompute-interval 1.",
+        source=EIGHT,
+        passing="--recompute-interval 1 --recompute-offload",
+        failing="--recompute-offload",
+    ),
+    Rule(
+        id="recompute-partition-mp",
+        reads=("recompute_partition", "mp_degree"),
+        when=lambda f: f.recompute_partition,
+        requires=lambda f: f.mp_degree > 1,
+        message="--recompute-partition splits between mp ranks and would do nothing with --mp-degree 1",
+        source=EIGHT,
+        passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
+        failing="--recompute-partition --recompute-interval 1",
+    ),
+    Rule(
+        id="recompute-advance-bubble",
+        reads=("recompute_in_advance", "recompute_in_bubble"),
+        requires=lambda f: not (f.recompute_in_advance and f.recompute_in_bubble),
+        message="--recompute-in-advance and --recompute-in-bubble exclude each other",
+        source=EIGHT,
+        passing="--recompute-in-bubble",
+        failing="--recompute-in-advance --recompute-in-bubble",
+    ),
+    Rule(
+        id="recompute-advance-chunks",
+        reads=("recompute_in_advance", "recompute_in_bubble", "vpp_degree"),
+        when=lambda f: f.recompute_in_advance or f.recompute_in_bubble,
+        requires=lambda f: f.vpp_degree > 1,
+        message="--recompute-in-advance and --recompute-in-bubble need --vpp-degree > 1",
+        source=EIGHT,
+        passing="--recompute-in-bubble --world-size 2 --pp-degree 2 --vpp-degree 2 --pp-schedule interleaved",
+        failing="--recompute-in-bubble",
+    ),
+    Rule(
+        id="recompute-adaptive",
+        reads=("adaptive_recompute_device_size", "changed"),
+        when=lambda f: f.adaptive_recompute_device_size > 0,
+        requires=lambda f: not f.changed & set(_FLAGS),
+        message="--adaptive-recompute-device-size chooses by itself and excludes every other recompute flag",
+        source=EIGHT,
+        passing="--adaptive-recompute-device-size 32",
+        failing="--adaptive-recompute-device-size 32 --recompute-interval 1",
+    ),
+)

@@ -1,0 +1,212 @@
+"""Rows on batches, schedules, sharding's modes, checkpoints and data."""
+
+from __future__ import annotations
+
+from megapar.rules.rule import Facts, Rule, either, near_multiples
+
+SOURCE = "training"
+SHARDING = "sharding"
+NOTHING = "compatibility 8"
+ERNIE = ("ernie",)
+
+
+def _unused(
+    id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: object, what: str, **more: object
+) -> Rule:
+    """The row `flags that would do nothing here must be left at their defaults`."""
+    spelled = ", ".join("--" + name.replace("_", "-") for name in names)
+    return Rule(
+        id=id,
+        reads=(*when_read, "changed"),
+        when=when,  # type: ignore[arg-type]
+        requires=lambda f: not f.changed & set(names),
+        message=f"{spelled} would do nothing {what}",
+        fix=lambda f: f"Leave out {either('--' + n.replace('_', '-') for n in names if n in f.changed)}.",
+        source=NOTHING,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _step_size(f: Facts) -> int:
+    """Sequences of one micro-batch over all data ranks."""
+    return int(f.micro_batch_size * f.data_ranks)
+
+
+def _near_batch(f: Facts) -> str:
+    return f"Choose --global-batch-size {near_multiples(_step_size(f), f.global_batch_size)}."
+
+
+_BATCH = ("global_batch_size", "micro_batch_size", "data_ranks")
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="batch-divides",
+        reads=_BATCH,
+        requires=lambda f: f.global_batch_size % _step_size(f) == 0,
+        message="--micro-batch-size x data ranks (dp x sharding) must divide --global-batch-size",
+        fix=_near_batch,
+        source="what the numbers mean",
+        passing="--world-size 4 --micro-batch-size 2 --global-batch-size 16",
+        failing="--world-size 4 --micro-batch-size 2 --global-batch-size 18",
+    ),
+    Rule(
+        id="batch-agrees",
+        reads=(*_BATCH, "asked"),
+        when=lambda f: None not in (f.asked.get("gradient_merge_acc_step"), f.asked.get("global_batch_size")),
+        requires=lambda f: f.global_batch_size == _step_size(f) * f.asked["gradient_merge_acc_step"],
+        message="--global-batch-size must be --micro-batch-size x data ranks x --gradient-merge-acc-step",
+        fix=lambda f: (
+            f"Leave one out, or choose --global-batch-size {_step_size(f) * f.asked['gradient_merge_acc_step']}."
+        ),
+        source=SHARDING,
+        passing="--micro-batch-size 2 --gradient-merge-acc-step 4 --global-batch-size 8",
+        failing="--micro-batch-size 2 --gradient-merge-acc-step 4 --global-batch-size 16",
+    ),
+    Rule(
+        id="rampup-global",
+        reads=("rampup_batch_size", "asked"),
+        when=lambda f: f.rampup_batch_size is not None,
+        requires=lambda f: (
+            f.asked.get("global_batch_size") is not None and f.asked.get("gradient_merge_acc_step") is None
+        ),
+        message="--rampup-batch-size grows to --global-batch-size: give that, and no --gradient-merge-acc-step",
+        source=SOURCE,
+        passing="--rampup-batch-size 4 4 1000 --global-batch-size 16",
+        failing="--rampup-batch-size 4 4 1000",
+    ),
+    Rule(
+        id="rampup-steps",
+        reads=("rampup_batch_size", *_BATCH),
+        when=lambda f: f.rampup_batch_size is not None,
+        requires=lambda f: (
+            f.rampup_batch_size[0] <= f.global_batch_size
+            and (f.global_batch_size - f.rampup_batch_size[0]) % f.rampup_batch_size[1] == 0
+            and all(value % _step_size(f) == 0 for value in f.rampup_batch_size[:2])
+        ),
+        message=(
+            "START and INCREMENT of --rampup-batch-size are multiples of --micro-batch-size x data ranks, and whole "
+            "increments lead from START to --global-batch-size"
+        ),
+        fix=lambda f: f"Use multiples of {_step_size(f)}.",
+        source=SOURCE,
+        passing="--rampup-batch-size 4 4 1000 --global-batch-size 16",
+        failing="--rampup-batch-size 4 5 1000 --global-batch-size 16",
+    ),
+    Rule(
+        id="merge-mode-stage",
+        reads=("sharding_stage", "asked"),
+        when=lambda f: f.sharding_stage == 1,
+        requires=lambda f: f.asked.get("gradient_merge_mode") != "micro_batch",
+        message="--gradient-merge-mode micro_batch at --sharding-stage 1 is stage 2",
+        fix="Choose --sharding-stage 2, or --gradient-merge-mode step.",
+        source=SHARDING,
+        passing="--sharding-stage 2 --gradient-merge-mode micro_batch",
+        failing="--sharding-stage 1 --gradient-merge-mode micro_batch",
+    ),
+    Rule(
+        id="segment-anchors",
+        reads=("sharding_segment_strategy", "segment_anchors"),
+        requires=lambda f: (f.sharding_segment_strategy == "segment_anchors") == bool(f.segment_anchors),
+        message="--segment-anchors and --sharding-segment-strategy segment_anchors go together",
+        source="seed 000",
+        passing="--sharding-segment-strategy segment_anchors --segment-anchors layers.1 layers.3",
+        failing="--sharding-segment-strategy segment_anchors",
+    ),
+    Rule(
+        id="min-lr",
+        reads=("min_lr", "lr"),
+        requires=lambda f: f.min_lr <= f.lr,
+        message="--min-lr is at most --lr",
+        source=SOURCE,
+        passing="--lr 1e-3 --min-lr 1e-4",
+        failing="--lr 1e-3 --min-lr 1e-2",
+    ),
+    Rule(
+        id="warmup",
+        reads=("lr_warmup_iters", "lr_decay_iters", "lr_decay_style"),
+        when=lambda f: f.lr_decay_style != "constant",
+        requires=lambda f: f.lr_warmup_iters < f.lr_decay_iters,
+        message="--lr-warmup-iters ends before --lr-decay-iters",
+        fix=lambda f: f"Choose --lr-warmup-iters 0 to {f.lr_decay_iters - 1}.",
+        source=SOURCE,
+        passing="--train-iters 100 --lr-warmup-iters 10",
+        failing="--train-iters 100 --lr-warmup-iters 100",
+    ),
+    Rule(
+        id="wsd-decay",
+        reads=("lr_decay_style", "lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters"),
+        when=lambda f: f.lr_decay_style == "wsd",
+        requires=lambda f: f.lr_warmup_iters + f.lr_wsd_decay_iters <= f.lr_decay_iters,
+        message="warm-up and --lr-wsd-decay-iters fit into --lr-decay-iters",
+        fix=lambda f: f"Choose --lr-wsd-decay-iters 1 to {max(1, f.lr_decay_iters - f.lr_warmup_iters)}.",
+        source=SOURCE,
+        passing="--lr-decay-style wsd --train-iters 100 --lr-wsd-decay-iters 20",
+        failing="--lr-decay-style wsd --train-iters 100 --lr-wsd-decay-iters 120",
+    ),
+    _unused(
+        "wsd-unused",
+        ("lr_wsd_decay_iters",),
+        ("lr_decay_style",),
+        lambda f: f.lr_decay_style != "wsd",
+        "unless --lr-decay-style is wsd",
+        passing="--lr-decay-style wsd --lr-wsd-decay-iters 5",
+        failing="--lr-decay-style cosine --lr-wsd-decay-iters 5",
+    ),
+    _unused(
+        "loss-scale-unused",
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_factor", "hysteresis"),
+        ("dtype",),
+        lambda f: f.dtype != "fp16",
+        "unless --dtype is fp16",
+        passing="--dtype fp16 --loss-scale-window 500",
+        failing="--dtype bf16 --loss-scale-window 500",
+    ),
+    _unused(
+        "load-unused",
+        ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "override_opt_param_scheduler"),
+        ("load",),
+        lambda f: f.load is None,
+        "without --load",
+        passing="--load runs/a --finetune",
+        failing="--finetune",
+    ),
+    _unused(
+        "save-unused",
+        ("save_interval", "save_interval_minutes", "keep"),
+        ("save",),
+        lambda f: f.save is None,
+        "without --save",
+        passing="--save runs/a --save-interval 50",
+        failing="--save-interval 50",
+    ),
+    Rule(
+        id="load-twice",
+        reads=("load", "load_hf"),
+        requires=lambda f: f.load is None or f.load_hf is None,
+        message="--load and --load-hf both say where weights come from",
+        source=SOURCE,
+        passing="--load runs/a",
+        failing="--load runs/a --load-hf models/b",
+    ),
+    Rule(
+        id="data-alone",
+        reads=("data_path",),
+        when=lambda f: "mock" in f.data_path or "builtin" in f.data_path,
+        requires=lambda f: len(f.data_path) == 1,
+        message="mock and builtin stand alone in --data-path",
+        source="command line",
+        passing="--data-path builtin",
+        failing="--data-path builtin corpus.jsonl",
+    ),
+    Rule(
+        id="fp64-device",
+        reads=("dtype", "device"),
+        when=lambda f: f.device == "npu",
+        requires=lambda f: f.dtype != "fp64",
+        message="an NPU has no fp64",
+        fix="Choose --dtype bf16 or fp32, or --device cpu.",
+        source="devices",
+        passing="--device npu --dtype bf16",
+        failing="--device npu --dtype fp64",
+    ),
+)

@@ -1,0 +1,10 @@
+"""Pre-train a mixture-of-experts (or dense) decoder: ``python pretrain_moe.py --help``."""
+
+from megapar.arguments import parse_or_exit
+
+if __name__ == "__main__":
+    config = parse_or_exit("moe")
+
+    from megapar.trainer import main  # torch is imported only once the configuration is accepted
+
+    main(config)
