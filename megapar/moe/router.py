@@ -60,9 +60,13 @@ class Router(nn.Module):
         weight_EH = local(self.weight)
         logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
         probs_TE = logits_TE.softmax(dim=1)
-        with torch.no_grad():
-            experts_Tk = torch.topk(probs_TE + self.correction_bias, self.topk, dim=1).indices
+        experts_Tk = self.choose(probs_TE)
         return Routing(probs_TE, experts_Tk, router_sums(logits_TE, probs_TE, experts_Tk, valid_T))
+
+    @torch.no_grad()
+    def choose(self, probs_TE: Tensor) -> Tensor:
+        """[T, k] experts by probability plus correction bias, best first."""
+        return torch.topk(probs_TE + self.correction_bias, self.topk, dim=1).indices
 
 
 def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool) -> Tensor:
