@@ -96,7 +96,8 @@ class ColumnLinear(nn.Module):
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
         weight = local(self.weight).flatten(0, -2)
         bias = None if self.bias is None else local(self.bias).flatten()
-        return F.linear(self.enter(x, self.mp), weight, bias).unflatten(-1, self.out_dims)
+        y: Tensor = F.linear(self.enter(x, self.mp), weight, bias).unflatten(-1, self.out_dims)
+        return y
 
 
 class RowLinear(nn.Module):

@@ -85,7 +85,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
-        return self.proj(self._attend(q, k, v, context.valid))  # type: ignore[no-any-return]
+        y: Tensor = self.proj(self._attend(q, k, v, context.valid))
+        return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""

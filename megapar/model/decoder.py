@@ -21,6 +21,7 @@ from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
 from megapar.model.terms import Terms, collect
+from megapar.moe.router import move_correction_bias
 from megapar.moe.stats import MoeStats
 
 
@@ -128,17 +129,17 @@ class Decoder(nn.Module):
 
     def correction_biases(self) -> list[Tensor]:
         """The routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
-        blocks = (self.layers[name] for name in sorted(self.layers, key=int))
-        return [block.moe.router.correction_bias for block in blocks if block.moe is not None]
+        layers = (self.layers[name] for name in sorted(self.layers, key=int))
+        experts = (block.moe for block in layers if isinstance(block, DecoderBlock))
+        return [moe.router.correction_bias for moe in experts if moe is not None]
 
-    @torch.no_grad()
     def update_router_bias(self, load: Tensor, rate: float) -> None:
         """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
 
         load: [L, E] counts over the whole global batch. Source: auxiliary-loss-free balancing (DeepSeek-V3).
         """
-        for bias, counts in zip(self.correction_biases(), load.to(torch.float64), strict=True):
-            bias.add_(torch.sign(counts.mean() - counts).to(bias.dtype), alpha=rate)
+        for bias, counts in zip(self.correction_biases(), load, strict=True):
+            move_correction_bias(bias, counts, rate)
 
     def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats]]:
         """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""

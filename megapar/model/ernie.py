@@ -38,8 +38,13 @@ class Pooler(Linear):
         return torch.tanh(super().forward(x[:, 0]))
 
 
-class SentenceOrderHead(Linear):
+class SentenceOrderHead(nn.Module):
     """Cross-entropy of two classes (in order, swapped): pooled [B, H] -> scalar sum. Whole on every mp rank."""
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = parameter((2, hidden_size), dtype, device)
+        self.bias = parameter((2,), dtype, device)
 
     def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
         """[B, H] and labels [B] to the sum of cross-entropies in max(fp32, dtype)."""
@@ -47,7 +52,7 @@ class SentenceOrderHead(Linear):
 
     def logits(self, pooled: Tensor) -> Tensor:
         """[B, H] to [B, 2]."""
-        return super().forward(pooled)
+        return F.linear(pooled, local(self.weight), local(self.bias))
 
 
 class MaskedLmHead(nn.Module):
@@ -110,7 +115,7 @@ class Ernie(nn.Module):
         H = sizes.hidden_size
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sizes.sop else None
         self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device)
-        self.sop_head = SentenceOrderHead(H, 2, dtype=dtype, device=device) if sizes.sop else None
+        self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sizes.sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """The loss terms of one micro-batch.

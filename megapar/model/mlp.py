@@ -32,8 +32,7 @@ class Mlp(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.gated = gated
-        enter = ColumnLinear(
+        first = ColumnLinear(
             hidden_size,
             (2, ffn_hidden_size) if gated else (ffn_hidden_size,),
             split=1 if gated else 0,
@@ -43,7 +42,8 @@ class Mlp(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.add_module("gate_up" if gated else "up", enter)
+        self.gate_up = first if gated else None
+        self.up = None if gated else first
         self.down = RowLinear(
             ffn_hidden_size,
             hidden_size,
@@ -56,5 +56,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]."""
-        inner = op("swiglu", x)(self.gate_up(x)) if self.gated else F.gelu(self.up(x))
-        return self.down(inner)  # type: ignore[no-any-return]
+        if self.gate_up is not None:
+            inner = op("swiglu", x)(self.gate_up(x))
+        else:
+            assert self.up is not None
+            inner = F.gelu(self.up(x))
+        y: Tensor = self.down(inner)
+        return y

@@ -216,18 +216,13 @@ def _experts(
     axes: tuple[tuple[str, int], ...],
     unit: str,
 ) -> ParameterSpec:
-    biased = name.endswith("_bias")
-    kind = "bias" if biased else "weight"
+    kind = "bias" if name.endswith("_bias") else "weight"
     pieces = []
     for expert in range(shape[0]):
         for i, part in enumerate(parts):
             index: tuple[int | slice, ...] = (expert, i) if len(parts) > 1 else (expert,)
             pieces.append(Piece(f"{hf}.experts.{expert}.{part}_proj.{kind}", shape[len(index) :], index))
-    return replace(_fused(name, shape, pieces, unit, axes), expert=True, **_biased(biased))
-
-
-def _biased(biased: bool) -> dict[str, object]:
-    return {"init": "zeros", "decay": False} if biased else {}
+    return replace(_fused(name, shape, pieces, unit, axes), expert=True)
 
 
 def _column(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
@@ -265,7 +260,7 @@ def _weight(
 def _fused(
     name: str, shape: tuple[int, ...], pieces: Iterable[Piece], unit: str, axes: tuple[tuple[str, int], ...]
 ) -> ParameterSpec:
-    biased = name.endswith(".bias")
+    biased = name.endswith("bias")
     init = "zeros" if biased else "normal"
     return ParameterSpec(name, shape, axes, unit, init, decay=not biased, pieces=tuple(pieces))
 

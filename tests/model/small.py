@@ -1,0 +1,147 @@
+"""Small models and batches that the model tests share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.model.decoder import Decoder
+from megapar.model.ernie import Ernie
+from megapar.model.initialize import initialize, place_boxes
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.table import table_of
+from megapar.moe.sizes import MoeSizes
+
+DENSE = DecoderSizes(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=8,
+    ffn_hidden_size=48,
+    vocab_size=67,
+    seq_length=16,
+    max_position_embeddings=32,
+    init_std=0.1,
+)
+MOE = replace(
+    DENSE,
+    num_layers=3,
+    first_k_dense=1,
+    tie_embeddings=False,
+    moe=MoeSizes(hidden_size=32, ffn_hidden_size=16, num_experts=4, topk=2, shared_experts=2),
+)
+ERNIE = ErnieSizes(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    vocab_size=67,
+    seq_length=16,
+    max_position_embeddings=32,
+    init_std=0.1,
+)
+BIASED_MOE = replace(
+    MOE,
+    add_bias_linear=True,
+    activation="gelu",
+    moe=MoeSizes(32, 16, 4, 2, shared_experts=1, activation="gelu", add_bias=True),
+)
+VARIETIES = {
+    "dense": DENSE,
+    "untied": replace(DENSE, tie_embeddings=False),
+    "layernorm": replace(DENSE, normalization="layernorm"),
+    "learned positions": replace(DENSE, position_embedding_type="learned"),
+    "gelu": replace(DENSE, activation="gelu"),
+    "biases": replace(DENSE, add_bias_linear=True),
+    "head dim": replace(DENSE, head_dim=12),
+    "qk-norm": replace(DENSE, qk_norm=True),
+    "gpt": replace(
+        DENSE,
+        num_query_groups=4,
+        normalization="layernorm",
+        position_embedding_type="learned",
+        activation="gelu",
+        add_bias_linear=True,
+    ),
+    "math attention": replace(DENSE, use_flash_attn=False),
+    "moe": MOE,
+    "moe everywhere, no shared": replace(MOE, first_k_dense=0, moe=MoeSizes(32, 16, 4, 2)),
+    "moe with drops": replace(MOE, moe=replace(MOE.moe, kind="deepspeed_moe", capacity_factor=0.5, min_capacity=1)),
+    "moe gelu with biases": BIASED_MOE,
+    "ernie": ERNIE,
+    "ernie without sentence order": replace(ERNIE, sop=False),
+}
+
+
+def build(
+    sizes: DecoderSizes | ErnieSizes,
+    *,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    mp: Axis | None = None,
+    sequence_parallel: bool = False,
+) -> Decoder | Ernie:
+    """An initialised model; its biases, norms and correction biases are moved off their trivial initial values."""
+    mp = mp or Axis.single("mp")
+    model: Decoder | Ernie
+    if isinstance(sizes, ErnieSizes):
+        model = Ernie(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype)
+    else:
+        single = {"ep": Axis.single("ep"), "emp": Axis.single("emp")}
+        model = Decoder(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, **single)
+    # Every row is drawn, so that no bias or norm hides behind zeros and ones.
+    table = [replace(row, init="normal") for row in table_of(sizes) if row.trainable]
+    table += [row for row in table_of(sizes) if not row.trainable]
+    boxes = place_boxes(table, {"mp": (mp.size, mp.rank)})
+    initialize(model, table, seed=seed, init_std=sizes.init_std, boxes=boxes)
+    shift_norms(model)
+    return model
+
+
+def shift_norms(model: nn.Module) -> None:
+    """Norm weights around 1."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm.weight" in name:
+                weight += 1.0
+
+
+def batch_for(sizes: DecoderSizes | ErnieSizes, *, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Two samples of 16 tokens; padded: the second one ends after 11."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, length = 2, 16
+
+    def draw(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    tensors = {
+        "tokens": draw(sizes.vocab_size, batch, length),
+        "positions": torch.arange(length).expand(batch, length),
+    }
+    valid = torch.ones(batch, length, dtype=torch.bool)
+    if padded:
+        valid[1, 11:] = False
+        tensors["valid"] = valid
+    if isinstance(sizes, DecoderSizes):
+        labels = draw(sizes.vocab_size, batch, length)
+        labels[0, :3] = -100
+        return {**tensors, "labels": labels.masked_fill(~valid, -100)}
+    masked = torch.tensor([1, 5, 9, 17, 26])
+    return {
+        **tensors,
+        "token_types": draw(sizes.type_vocab_size, batch, length),
+        "task_types": draw(sizes.task_type_vocab_size, batch, length),
+        "masked_index": masked,
+        "masked_labels": draw(sizes.vocab_size, len(masked)),
+        "sop_labels": draw(2, batch),
+    }
+
+
+def total(model: Decoder | Ernie, batch: dict[str, Tensor]) -> Tensor:
+    """Everything that is differentiated, in one number."""
+    terms = model(batch)
+    return sum(terms.sums.values()) + 0.1 * terms.aux + 0.01 * terms.z  # type: ignore[return-value]

@@ -1,0 +1,62 @@
+"""FLOPs against published and hand-counted figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapar.model.flops import flops_per_token, step_flops
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.moe.sizes import MoeSizes
+
+ERNIE_300B = DecoderSizes(
+    num_layers=54,
+    hidden_size=8192,
+    num_attention_heads=64,
+    num_query_groups=8,
+    head_dim=128,
+    ffn_hidden_size=28672,
+    vocab_size=103424,
+    seq_length=4096,
+    max_position_embeddings=4096,
+    first_k_dense=3,
+    tie_embeddings=False,
+    moe=MoeSizes(8192, 3584, num_experts=64, topk=8),
+)
+
+
+def test_ernie_300b_at_4096():
+    assert flops_per_token(ERNIE_300B, 4096) == pytest.approx(0.293e12, rel=0.002)
+
+
+def test_gpt3_175b_is_the_published_formula():
+    """72 s l h^2 (1 + s / 6h + V / 12lh) per sequence, with the scores halved for causal attention."""
+    L, h, s, V = 96, 12288, 2048, 51200
+    gpt3 = DecoderSizes(L, h, 96, 96, 128, 4 * h, V, s, s, activation="gelu", add_bias_linear=True)
+    published = 72 * s * L * h**2 * (1 + s / (2 * 6 * h) + V / (12 * L * h))
+    assert step_flops(gpt3, 1, s) == pytest.approx(published, rel=1e-9)
+
+
+def test_a_dense_model_is_six_per_weight_and_the_scores():
+    dense = replace(ERNIE_300B, moe=None, num_layers=1, num_query_groups=64)
+    weights = 4 * 8192 * 8192 + 3 * 8192 * 28672 + 8192 * 103424
+    assert step_flops(dense, 2, 1024) == 2 * 1024 * (6 * weights + 6 * 64 * 128 * 1024)
+
+
+def test_router_and_shared_experts_are_counted():
+    sizes = replace(ERNIE_300B, num_layers=4)
+    assert sizes.moe is not None
+    shared = replace(sizes, moe=replace(sizes.moe, shared_experts=2))
+    assert flops_per_token(shared, 8) - flops_per_token(sizes, 8) == 6 * 2 * 3 * 8192 * 3584
+    more = replace(sizes, moe=replace(sizes.moe, num_experts=65))
+    assert flops_per_token(more, 8) - flops_per_token(sizes, 8) == 6 * 8192
+
+
+def test_ernie_base():
+    base = ErnieSizes(12, 768, 12, 3072, 40000, 512, 2048)
+    per_layer = 6 * (4 * 768 * 768 + 2 * 768 * 3072) + 12 * 768 * 512
+    heads = 6 * 768 * (768 + 2)
+    words = 6 * 768 * (768 + 40000)
+    assert step_flops(base, 4, 512, predicted=300) == 4 * (512 * 12 * per_layer + heads) + 300 * words
+    assert step_flops(base, 100, 512) == step_flops(base, 100, 512, predicted=7680)

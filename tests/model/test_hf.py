@@ -1,0 +1,251 @@
+"""Against transformers, both ways: our export in its classes gives our logits, and its folders load here exactly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    ErnieConfig,
+    ErnieForPreTraining,
+)
+
+from megapar.errors import CheckpointError
+from megapar.model.hf import load_hf, not_exportable, save_hf
+from megapar.model.initialize import named_tensors
+from megapar.moe.sizes import MoeSizes
+from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build
+
+DECODERS = {
+    "dense tied": DENSE,
+    "dense untied, biases": replace(DENSE, tie_embeddings=False, add_bias_linear=True),
+    "dense head dim": replace(DENSE, head_dim=12, rope_theta=500000.0),
+    "moe": MOE,
+    "moe tied, no shared, head dim": replace(
+        MOE, head_dim=12, first_k_dense=0, tie_embeddings=True, moe=MoeSizes(32, 16, num_experts=4, topk=3)
+    ),
+}
+
+
+def whole_tensors(model):
+    return ((name, tensor.detach()) for name, tensor in named_tensors(model))
+
+
+def fill(model, sizes, folder):
+    """Our model with a folder's weights."""
+    tensors = load_hf(folder, sizes)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model):
+            tensor.copy_(tensors.pop(name))
+    assert not tensors
+
+
+def move_biases(model):
+    """Correction biases that change the choice."""
+    for i, bias in enumerate(model.correction_biases()):
+        bias.copy_(0.05 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(i)))
+
+
+def hf_logits(folder, batch):
+    config = AutoConfig.from_pretrained(folder)
+    kinds = {"ernie4_5": Ernie4_5ForCausalLM, "ernie4_5_moe": Ernie4_5_MoeForCausalLM}
+    theirs, info = kinds[config.model_type].from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    mask = batch.get("valid")
+    with torch.no_grad():
+        return theirs.eval()(
+            input_ids=batch["tokens"],
+            position_ids=batch["positions"],
+            attention_mask=None if mask is None else mask.long(),
+        ).logits
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sizes", DECODERS.values(), ids=DECODERS)
+def test_exported_decoder_gives_our_logits(sizes, padded, tmp_path):
+    model = build(sizes).eval()
+    move_biases(model)
+    save_hf(tmp_path, sizes, whole_tensors(model), torch.float32)
+    batch = batch_for(sizes, padded=padded)
+    difference = hf_logits(tmp_path, batch) - model.logits(batch).detach()
+    own = batch.get("valid", torch.ones(2, 16, dtype=torch.bool))
+    assert float(difference[own].abs().max()) <= 1e-5
+
+
+def test_their_moe_folder_gives_their_logits(tmp_path):
+    config = Ernie4_5_MoeConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, moe_intermediate_size=16, moe_k=2, moe_num_experts=4, moe_num_shared_experts=2,
+        moe_layer_start_index=1, tie_word_embeddings=False, initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    check_their_decoder(Ernie4_5_MoeForCausalLM(config), MOE, tmp_path)
+
+
+def test_their_dense_folder_gives_their_logits(tmp_path):
+    config = Ernie4_5Config(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    check_their_decoder(Ernie4_5ForCausalLM(config), DENSE, tmp_path)
+
+
+def check_their_decoder(theirs, sizes, folder):
+    theirs.save_pretrained(folder / "theirs")
+    model = build(sizes).eval()
+    fill(model, sizes, folder / "theirs")
+    batch = batch_for(sizes)
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=batch["tokens"], position_ids=batch["positions"]).logits
+    assert float((model.logits(batch) - expected).abs().max()) <= 1e-5
+    save_hf(folder / "ours", sizes, whole_tensors(model), torch.float32)
+    before, after = (load_file(folder / kind / "model.safetensors") for kind in ("theirs", "ours"))
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
+def test_exported_ernie_gives_our_logits(flash, padded, tmp_path):
+    sizes = replace(ERNIE, use_flash_attn=flash)
+    model = build(sizes).eval()
+    save_hf(tmp_path, sizes, whole_tensors(model), torch.float32)
+    check_ernie(model, tmp_path, padded)
+
+
+def test_their_ernie_folder_gives_their_logits(tmp_path):
+    config = ErnieConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=32, type_vocab_size=4, task_type_vocab_size=3, use_task_id=True,
+        initializer_range=0.1,
+    )  # fmt: skip
+    ErnieForPreTraining(config).save_pretrained(tmp_path)
+    model = build(ERNIE).eval()
+    fill(model, ERNIE, tmp_path)
+    check_ernie(model, tmp_path, padded=True)
+
+
+def check_ernie(model, folder, padded):
+    theirs, info = ErnieForPreTraining.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    batch = batch_for(ERNIE, padded=padded)
+    mask = batch.get("valid")
+    with torch.no_grad():
+        expected = theirs.eval()(
+            input_ids=batch["tokens"],
+            token_type_ids=batch["token_types"],
+            task_type_ids=batch["task_types"],
+            position_ids=batch["positions"],
+            attention_mask=None if mask is None else mask.long(),
+        )
+        words, order = model.logits(batch)
+        terms = model(batch)
+    own = torch.ones(2, 16, dtype=torch.bool) if mask is None else mask
+    assert float((words - expected.prediction_logits)[own].abs().max()) <= 1e-5
+    assert float((order - expected.seq_relationship_logits).abs().max()) <= 1e-5
+    masked = expected.prediction_logits.flatten(0, 1)[batch["masked_index"]]
+    loss = torch.nn.functional.cross_entropy(masked, batch["masked_labels"], reduction="sum")
+    assert float(terms.sums["lm"]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_shards_are_cut_by_bytes_and_read_back(tmp_path):
+    model = build(MOE)
+    save_hf(tmp_path, MOE, whole_tensors(model), torch.float32, shard_bytes=20_000)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert all((tmp_path / file).stat().st_size < 25_000 for file in files)
+    batch = batch_for(MOE)
+    assert float((hf_logits(tmp_path, batch) - model.logits(batch)).abs().max()) <= 1e-5
+    tensors = load_hf(tmp_path, MOE)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in named_tensors(model))
+    save_hf(tmp_path, MOE, whole_tensors(model), torch.float32)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_router_stays_fp32_in_16_bit_files(tmp_path):
+    save_hf(
+        tmp_path, MOE, whole_tensors(build(MOE, dtype=torch.bfloat16)), torch.bfloat16, token_ids={"eos_token_id": 3}
+    )
+    tensors = load_file(tmp_path / "model.safetensors")
+    wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert wide == {name for name in tensors if name.endswith("mlp.gate.weight") or "moe_statics" in name}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["dtype"], config["eos_token_id"]) == ("bfloat16", 3)
+
+
+def test_the_exported_model_generates(tmp_path):
+    save_hf(tmp_path, MOE, whole_tensors(build(MOE)), torch.float32, token_ids={"eos_token_id": 66, "pad_token_id": 0})
+    theirs = Ernie4_5_MoeForCausalLM.from_pretrained(tmp_path)
+    out = theirs.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+    assert out.shape[1] > 3
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("layernorm", "normalization is layernorm"),
+        ("learned positions", "position_embedding_type is learned"),
+        ("gelu", "activation is gelu"),
+        ("qk-norm", "qk_norm is True"),
+        ("moe gelu with biases", "experts have biases"),
+        ("ernie without sentence order", "sentence-order head"),
+    ],
+)
+def test_models_without_a_form_are_refused_before_anything_is_written(name, reason, tmp_path):
+    sizes = VARIETIES[name]
+    with pytest.raises(CheckpointError, match=reason):
+        save_hf(tmp_path / "out", sizes, whole_tensors(build(sizes)), torch.float32)
+    assert not (tmp_path / "out").exists()
+
+
+def test_top_1_has_no_form():
+    assert "top-1" in (not_exportable(replace(MOE, moe=replace(MOE.moe, topk=1))) or "")
+
+
+def test_an_incomplete_export_leaves_nothing(tmp_path):
+    tensors = list(whole_tensors(build(DENSE)))
+    for wrong, message in (
+        (tensors[:-1], "lacks final_norm.weight"),
+        ([*tensors, tensors[0]], "came twice"),
+        ([(tensors[0][0], tensors[1][1])], "the model's is"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_hf(tmp_path, DENSE, wrong, torch.float32)
+        assert not list(tmp_path.iterdir())
+
+
+def test_broken_folders_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="neither"):
+        load_hf(tmp_path, DENSE)
+    save_hf(tmp_path, DENSE, whole_tensors(build(DENSE)), torch.float32)
+    with pytest.raises(CheckpointError, match=r"lacks model.layers.2.input_layernorm.weight"):
+        load_hf(tmp_path, replace(DENSE, num_layers=3))
+    with pytest.raises(CheckpointError, match=r"no place for: model.layers.1.input_layernorm.weight"):
+        load_hf(tmp_path, replace(DENSE, num_layers=1))
+    with pytest.raises(CheckpointError, match=r"has shape \(67, 32\), the model's is \(68, 32\)"):
+        load_hf(tmp_path, replace(DENSE, vocab_size=68))
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" * 100)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_hf(tmp_path, DENSE)
+
+
+def test_tied_copies_and_mtp_layers_are_left_out(tmp_path):
+    model = build(DENSE)
+    save_hf(tmp_path, DENSE, whole_tensors(model), torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.mtp_block.0.weight"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(load_hf(tmp_path, DENSE)["embedding.word.weight"], model.embedding.word.weight)

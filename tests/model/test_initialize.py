@@ -1,0 +1,125 @@
+"""Initial weights: the drawn values are frozen, and a piece drawn alone is the piece of the whole."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapar.core.axis import Axis
+from megapar.core.box import Box
+from megapar.model.decoder import Decoder
+from megapar.model.initialize import draw_block, fill, initialize, named_tensors, place_boxes
+from megapar.model.table import table_of
+from tests.model.small import DENSE, ERNIE, MOE
+
+WIDE = replace(MOE, hidden_size=40, head_dim=24, vocab_size=150, moe=replace(MOE.moe, hidden_size=40))
+
+
+def drawn(sizes, row, box=None, seed=5, dtype=torch.float32):
+    box = box or Box.whole(row.shape)
+    target = torch.full(box.sizes, torch.nan, dtype=dtype)
+    fill(target, row, box, seed=seed, init_std=sizes.init_std)
+    return target
+
+
+def test_a_block_is_what_its_name_says():
+    seed = int.from_bytes(hashlib.sha256(b"7/some.name/3").digest()[:8], "little")
+    expected = torch.empty(64, 5).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(draw_block(7, "some.name", 3, (64, 5), 0.02), expected)
+
+
+def test_golden_block():
+    """Frozen: a change of these values changes the start of every run."""
+    block = draw_block(1234, "model.embed_tokens.weight", 0, (64, 8), 1.0)
+    golden = torch.tensor([-0.8611293, -0.3205985, -0.9895335, 0.4290745, -0.3079512, 0.8626270, -0.4984175, 0.0307292])
+    assert torch.allclose(block[0], golden, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [WIDE, DENSE, ERNIE], ids=["moe", "dense", "ernie"])
+def test_each_piece_is_its_hugging_face_tensor(sizes):
+    for row in table_of(sizes):
+        whole = drawn(sizes, row)
+        for piece in row.pieces if row.init == "normal" else ():
+            tensor = whole[piece.index].reshape(piece.hf_shape)
+            for block in range(0, -(-piece.hf_shape[0] // 64)):
+                rows = tensor[64 * block : 64 * block + 64]
+                expected = draw_block(5, piece.hf_name, block, tuple(rows.shape), sizes.init_std)
+                assert torch.equal(rows, expected), piece.hf_name
+
+
+@pytest.mark.parametrize("sizes", [WIDE, ERNIE], ids=["moe", "ernie"])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_pieces_along_any_dim_are_pieces_of_the_whole(sizes, parts):
+    for row in table_of(sizes):
+        whole = drawn(sizes, row)
+        for dim in range(len(row.shape)):
+            for part in range(parts):
+                box = Box.whole(row.shape).cut(dim, parts, part)
+                assert torch.equal(drawn(sizes, row, box), whole[box.slices]), (row.name, dim, part)
+        if len(row.shape) > 1:
+            box = Box.whole(row.shape).cut(0, 2, 1).cut(len(row.shape) - 1, 3, 1)
+            assert torch.equal(drawn(sizes, row, box), whole[box.slices]), row.name
+
+
+def test_a_rank_draws_only_its_blocks(monkeypatch):
+    names = []
+
+    def counted(seed, name, block, shape, init_std):
+        names.append(block)
+        return draw_block(seed, name, block, shape, init_std)
+
+    monkeypatch.setattr("megapar.model.initialize.draw_block", counted)
+    row = next(row for row in table_of(WIDE) if row.name == "embedding.word.weight")
+    drawn(WIDE, row, Box((64, 0), (70, 40)))
+    assert names == [1, 2]
+
+
+def test_model_halves_are_halves_of_the_model():
+    single = {"ep": Axis.single("ep"), "emp": Axis.single("emp")}
+    table = table_of(DENSE)
+
+    def made(mp):
+        model = Decoder(DENSE, mp=mp, dtype=torch.float32, **single)
+        boxes = place_boxes(table, {"mp": (mp.size, mp.rank)})
+        initialize(model, table, seed=3, init_std=0.02, boxes=boxes)
+        return dict(named_tensors(model))
+
+    whole = made(Axis.single("mp"))
+    for rank in range(2):
+        half = made(Axis("mp", 2, rank, None, (0, 1)))
+        for row in table:
+            assert torch.equal(half[row.name], whole[row.name][row.box({"mp": (2, rank)}).slices]), row.name
+
+
+def test_the_dtype_casts_the_same_numbers():
+    row = table_of(DENSE)[0]
+    exact = drawn(DENSE, row)
+    assert torch.equal(drawn(DENSE, row, dtype=torch.float64), exact.double())
+    assert torch.equal(drawn(DENSE, row, dtype=torch.bfloat16), exact.bfloat16())
+
+
+def test_seeds_and_names_give_different_numbers():
+    row, other = (row for row in table_of(ERNIE) if row.name in ("embedding.token_type.weight", "sop_head.weight"))
+    assert not torch.equal(drawn(ERNIE, row, seed=1), drawn(ERNIE, row, seed=2))
+    assert not torch.equal(drawn(ERNIE, row)[:2], drawn(ERNIE, other))
+
+
+def test_norms_are_ones_and_biases_zeros():
+    for row in table_of(ERNIE):
+        value = drawn(ERNIE, row)
+        if row.name.endswith("bias"):
+            assert not value.any()
+        elif "norm" in row.name:
+            assert bool((value == 1).all())
+        else:
+            assert float(value.std()) == pytest.approx(ERNIE.init_std, rel=0.3)
+
+
+def test_a_wrong_box_is_refused():
+    model = Decoder(DENSE, mp=Axis.single("a"), ep=Axis.single("b"), emp=Axis.single("c"), dtype=torch.float32)
+    boxes = {"embedding.word.weight": Box((0, 0), (5, 32))}
+    with pytest.raises(ValueError, match=r"embedding.word.weight holds \(67, 32\) here"):
+        initialize(model, table_of(DENSE), seed=1, init_std=0.02, boxes=boxes)

@@ -1,0 +1,92 @@
+"""The chunked cross-entropy against the plain one: value and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapar.core.axis import Axis
+from megapar.model.loss import linear_cross_entropy, reference_cross_entropy
+
+SINGLE = Axis.single("mp")
+
+
+def inputs(rows, *, dtype=torch.float64, bias=True, hidden=8, vocab=13):
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    labels = torch.randint(vocab, (rows,), generator=generator)
+    labels[::3] = -100
+    return draw(rows, hidden), draw(vocab, hidden), draw(vocab) if bias else None, labels
+
+
+def gradients(loss, tensors):
+    return torch.autograd.grad(3.0 * loss, [t for t in tensors if t is not None])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 12, 13])
+@pytest.mark.parametrize("logits_per_chunk", [1, 13 * 4, 1 << 20])
+def test_equals_the_reference(rows, bias, logits_per_chunk):
+    hidden, weight, offset, labels = inputs(rows, bias=bias)
+    loss = linear_cross_entropy(
+        hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_per_chunk=logits_per_chunk
+    )
+    expected = reference_cross_entropy(hidden, weight, offset, labels)
+    assert torch.allclose(loss, expected, rtol=1e-13, atol=1e-13)
+    tensors = (hidden, weight, offset)
+    for a, b in zip(gradients(loss, tensors), gradients(expected, tensors), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_lower_precisions_are_near(dtype, tolerance):
+    hidden, weight, offset, labels = inputs(40, dtype=dtype)
+    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_per_chunk=13 * 7)
+    assert loss.dtype == torch.float32
+    exact = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, offset))
+    expected = reference_cross_entropy(*exact, labels)
+    assert float(loss) == pytest.approx(float(expected), rel=tolerance)
+    for a, b in zip(gradients(loss, (hidden, weight, offset)), gradients(expected, exact), strict=True):
+        assert a.dtype == dtype
+        assert float((a - b).norm() / b.norm()) < tolerance
+
+
+def test_all_ignored_and_no_rows_are_zero():
+    for rows in (0, 4):
+        hidden, weight, offset, labels = inputs(rows)
+        labels.fill_(-100)
+        loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
+        assert float(loss) == 0.0
+        assert not any(bool(g.any()) for g in gradients(loss, (hidden, weight, offset)))
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, offset, labels = inputs(6)
+    loss = linear_cross_entropy(1e4 * hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
+    expected = reference_cross_entropy(1e4 * hidden, weight, offset, labels)
+    assert torch.allclose(loss, expected, rtol=1e-12)
+
+
+def test_backward_may_run_twice():
+    hidden, weight, offset, labels = inputs(6)
+    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
+    first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    second = torch.autograd.grad(2 * loss, weight)[0]
+    assert torch.allclose(2 * first, second, rtol=1e-14)
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    hidden, weight, _, labels = inputs(6, bias=False)
+    loss = linear_cross_entropy(hidden, weight.detach(), None, labels, vocab_size=13, mp=SINGLE)
+    expected = reference_cross_entropy(hidden, weight, None, labels)
+    a, b = torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0]
+    assert torch.allclose(a, b, rtol=1e-12)
+
+
+def test_a_weight_that_is_not_this_ranks_piece_is_refused():
+    hidden, weight, _, labels = inputs(6, bias=False)
+    with pytest.raises(ValueError, match="13 vocabulary rows where rank 0 of 1 holds 26"):
+        linear_cross_entropy(hidden, weight, None, labels, vocab_size=26, mp=SINGLE)

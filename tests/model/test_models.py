@@ -1,0 +1,196 @@
+"""Both models in every variety: a step is finite, gradients are right, statistics and dropout behave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", VARIETIES.values(), ids=VARIETIES)
+def test_forward_and_backward_are_finite(sizes, dtype):
+    model = build(sizes, dtype=dtype)
+    batch = batch_for(sizes, padded=True)
+    total(model, batch).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == parameter.dtype
+        assert bool(parameter.grad.isfinite().all()), name
+    logits = model.logits(batch)
+    logits = logits if isinstance(logits, torch.Tensor) else logits[0]
+    assert logits.shape == (2, 16, sizes.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["dense", "gpt", "qk-norm", "moe", "moe gelu with biases", "ernie"])
+def test_gradients_are_the_finite_differences(name):
+    sizes = VARIETIES[name]
+    model = build(sizes, dtype=torch.float64)
+    batch = batch_for(sizes, padded=True)
+    total(model, batch).backward()
+    generator = torch.Generator().manual_seed(0)
+    for parameter_name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        step = 1e-6
+        with torch.no_grad():
+            parameter += step * direction
+            above = total(model, batch)
+            parameter -= 2 * step * direction
+            below = total(model, batch)
+            parameter += step * direction
+        expected = float(above - below) / (2 * step)
+        actual = float((parameter.grad * direction).sum())
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6), parameter_name
+
+
+def test_sums_are_over_predicted_tokens_only():
+    model = build(DENSE, dtype=torch.float64)
+    batch = batch_for(DENSE)
+    log_probabilities = model.logits(batch).log_softmax(-1)
+    own = batch["labels"] != -100
+    picked = log_probabilities[own].gather(-1, batch["labels"][own].unsqueeze(-1))
+    terms = model(batch)
+    assert float(terms.sums["lm"]) == pytest.approx(-float(picked.sum()), rel=1e-12)
+    assert terms.load.shape == (0, 0)
+    assert float(terms.aux) == float(terms.z) == int(terms.dropped) == 0
+
+
+def test_sums_of_16_bit_models_are_fp32():
+    for sizes in (MOE, ERNIE):
+        terms = build(sizes, dtype=torch.bfloat16)(batch_for(sizes))
+        assert {value.dtype for value in terms.sums.values()} == {torch.float32}
+        assert terms.aux.dtype == terms.z.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sizes", [DENSE, MOE, ERNIE], ids=["dense", "moe", "ernie"])
+def test_padding_changes_nothing(sizes):
+    """What stands at padded positions is not seen by any valid one, and takes no part in routing."""
+    model = build(sizes, dtype=torch.float64)
+    batch = batch_for(sizes, padded=True)
+    other = {**batch, "tokens": torch.where(batch["valid"], batch["tokens"], 5)}
+    assert not torch.equal(other["tokens"], batch["tokens"])
+    a, b = model(batch), model(other)
+    for name in a.sums:
+        assert float(a.sums[name]) == pytest.approx(float(b.sums[name]), rel=1e-12)
+    assert torch.equal(a.load, b.load)
+    assert float(a.aux) == pytest.approx(float(b.aux), rel=1e-12)
+    first = {name: t[:1] for name, t in batch.items() if t.shape[0] == 2 and name not in ("masked_index", "valid")}
+    whole, alone = model.logits(batch), model.logits(first)
+    if isinstance(whole, tuple):
+        whole, alone = whole[0], alone[0]
+    assert torch.allclose(whole[:1], alone, rtol=0, atol=1e-12)
+
+
+def test_the_decoder_does_not_see_the_future():
+    model = build(DENSE, dtype=torch.float64)
+    batch = batch_for(DENSE)
+    changed = {**batch, "tokens": batch["tokens"].clone()}
+    changed["tokens"][:, 9:] = (changed["tokens"][:, 9:] + 1) % DENSE.vocab_size
+    a, b = model.logits(batch), model.logits(changed)
+    assert torch.equal(a[:, :9], b[:, :9])
+    assert not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_no_masked_position_is_a_loss_of_zero():
+    model = build(ERNIE)
+    batch = batch_for(ERNIE)
+    empty = torch.empty(0, dtype=torch.int64)
+    terms = model({**batch, "masked_index": empty, "masked_labels": empty})
+    assert float(terms.sums["lm"]) == 0.0
+    sum(terms.sums.values()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+    assert float(model.lm_head.transform.weight.grad.abs().sum()) == 0.0
+
+
+def test_a_sample_of_padding_alone_stays_finite():
+    for flash in (True, False):
+        sizes = replace(ERNIE, use_flash_attn=flash)
+        model = build(sizes)
+        batch = batch_for(sizes, padded=True)
+        batch["valid"][1] = False
+        total(model, batch).backward()
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("sizes", [DENSE, ERNIE], ids=["dense", "ernie"])
+@pytest.mark.parametrize("kind", ["attention_dropout", "hidden_dropout"])
+def test_dropout_is_random_in_training_only_and_repeats_with_the_seed(sizes, kind):
+    model = build(replace(sizes, **{kind: 0.5}), dtype=torch.float64)
+    plain = build(sizes, dtype=torch.float64)
+    batch = batch_for(sizes)
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(total(model, batch))
+
+    assert loss(1) == loss(1)
+    assert loss(1) != loss(2)
+    model.eval()
+    assert loss(1) == float(total(plain, batch))
+
+
+def test_router_bias_moves_towards_idle_experts():
+    model = build(MOE)
+    load = torch.tensor([[4, 0, 2, 2], [1, 1, 1, 5]])
+    model.update_router_bias(load, 0.5)
+    biases = torch.stack(model.correction_biases())
+    assert biases.tolist() == [[-0.5, 0.5, 0.0, 0.0], [0.5, 0.5, 0.5, -0.5]]
+
+
+def test_load_counts_every_valid_choice():
+    model = build(MOE)
+    batch = batch_for(MOE, padded=True)
+    terms = model(batch, valid_tokens=27)
+    assert terms.load.shape == (2, 4)
+    assert terms.load.sum(1).tolist() == [27 * 2, 27 * 2]
+
+
+def test_tied_weight_gets_both_gradients():
+    tied, untied = build(DENSE, dtype=torch.float64), build(VARIETIES["untied"], dtype=torch.float64)
+    with torch.no_grad():
+        parameters = dict(tied.named_parameters())
+        for name, parameter in untied.named_parameters():
+            parameter.copy_(parameters.get(name, tied.embedding.word.weight))
+    batch = batch_for(DENSE)
+    for model in (tied, untied):
+        total(model, batch).backward()
+    both = untied.embedding.word.weight.grad + untied.lm_head.weight.grad
+    assert torch.allclose(tied.embedding.word.weight.grad, both, rtol=1e-12, atol=1e-12)
+
+
+def test_evaluation_needs_no_gradients():
+    for sizes in (MOE, ERNIE):
+        model = build(sizes, dtype=torch.float64)
+        batch = batch_for(sizes)
+        expected = float(model(batch).sums["lm"])
+        with torch.no_grad():
+            terms = model(batch)
+        assert float(terms.sums["lm"]) == expected
+        assert not terms.sums["lm"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalization": "batchnorm"}, "normalization is 'batchnorm'"),
+        ({"num_query_groups": 3}, "not a multiple of num_query_groups"),
+        ({"head_dim": 7}, "must be even"),
+    ],
+)
+def test_wrong_sizes_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(DENSE, **change)
+
+
+def test_ernie_heads_must_divide():
+    with pytest.raises(ValueError, match="not a multiple"):
+        replace(ERNIE, num_attention_heads=5)
+
+
+def test_layers_are_keyed_by_their_global_number():
+    assert list(build(MOE).layers) == ["0", "1", "2"]
