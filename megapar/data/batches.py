@@ -1,0 +1,167 @@
+"""Micro-batches: samples as torch tensors with what the host has to know of them, and the loader that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megapar.data.samples import NO_LOSS, Sample, Samples, without_loss
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of B samples of S positions on this rank.
+
+    tensors: what the model's forward takes, int64 unless said.
+        Decoder: tokens, labels (NO_LOSS: none), positions [B, S].
+        ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
+        masked_labels [M]; sop_labels [B] (NO_LOSS only where an evaluation was filled up).
+        Both: valid [B, S] bool, only where some position is padding.
+    counts: items of each loss term in it: {"lm": ..} for a decoder, {"lm": M, "sop": ..} for ERNIE.
+    valid_tokens: positions that are not padding. tokens: all positions, B * S.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    counts: dict[str, int]
+    valid_tokens: int
+    tokens: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """The same with its tensors on ``device``."""
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        return MicroBatch(moved, self.counts, self.valid_tokens, self.tokens)
+
+
+Collate = Callable[[Sequence[Sample]], MicroBatch]
+
+
+def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
+    """DecoderSamples' samples as one micro-batch."""
+    import numpy as np
+
+    tokens = np.stack([sample["tokens"] for sample in samples])
+    labels = np.stack([sample["labels"] for sample in samples])
+    valid = np.stack([sample.get("valid", np.ones(tokens.shape[1], dtype=bool)) for sample in samples])
+    return _batch({"tokens": tokens, "labels": labels}, valid, {"lm": int((labels != NO_LOSS).sum())})
+
+
+def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
+    """ErnieSamples' samples as one micro-batch."""
+    import numpy as np
+
+    stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    labels, valid = stacked["labels"].reshape(-1), stacked["valid"]
+    masked = np.flatnonzero(labels != NO_LOSS)
+    arrays = {
+        "tokens": stacked["tokens"],
+        "token_types": stacked["token_types"],
+        "task_types": np.zeros_like(stacked["tokens"]),
+        "masked_index": masked,
+        "masked_labels": labels[masked],
+        "sop_labels": stacked["order"],
+    }
+    return _batch(arrays, valid, {"lm": len(masked), "sop": int((stacked["order"] != NO_LOSS).sum())})
+
+
+def _batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, int]) -> MicroBatch:
+    import numpy as np
+    import torch
+
+    shape = valid.shape
+    arrays["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape)
+    valid_tokens = int(valid.sum())
+    if valid_tokens < valid.size:
+        arrays["valid"] = valid
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    return MicroBatch(tensors, counts, valid_tokens, valid.size)
+
+
+class _Request(NamedTuple):
+    consumed_samples: int
+    num_micro_batches: int
+
+
+class Loader:
+    """Micro-batches for one rank. It has no position: what a step reads follows from the samples consumed before.
+
+    A step whose K micro-batches per rank start after ``consumed_samples`` cuts the global batch of
+    K * R * mbs samples in micro-batches j = 0, 1, .. of mbs consecutive samples; of those, data rank r of R
+    takes j = r, R + r, 2 R + r, ..
+
+        R = 2, K = 2:   j     0   1   2   3
+                        rank  0   1   0   1
+
+    so that its k-th is j = k R + r. K may change from step to step (batch ramp-up).
+
+    While a step is being trained on, a thread makes the batches that come next if all goes on alike; a step
+    that asks for others gets those. The thread holds one step at most. An error in it is raised by the step
+    that asks for what it was making.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        collate: Collate,
+        micro_batch_size: int,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        *,
+        prefetch: bool = True,
+    ) -> None:
+        """micro_batch_size: samples, mbs. data_rank, data_ranks: r and R over all axes that read their own data."""
+        if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
+            raise ValueError(f"micro-batch size {micro_batch_size}, data rank {data_rank} of {data_ranks}")
+        self._samples = samples
+        self._collate = collate
+        self._size = micro_batch_size
+        self._rank = data_rank
+        self._ranks = data_ranks
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="megapar-loader") if prefetch else None
+        self._ahead: tuple[_Request, Future[list[MicroBatch]]] | None = None
+
+    def step(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatch]:
+        """This rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples."""
+        request = _Request(consumed_samples, num_micro_batches)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == request:
+            batches = ahead[1].result()
+        else:
+            if ahead is not None:
+                ahead[1].cancel()
+            batches = self._made(request)
+        if self._worker is not None:
+            global_batch = num_micro_batches * self._ranks * self._size
+            following = _Request(consumed_samples + global_batch, num_micro_batches)
+            self._ahead = following, self._worker.submit(self._made, following)
+        return batches
+
+    def _made(self, request: _Request) -> list[MicroBatch]:
+        starts = (
+            request.consumed_samples + (k * self._ranks + self._rank) * self._size
+            for k in range(request.num_micro_batches)
+        )
+        return [self._collate([self._samples[start + i] for i in range(self._size)]) for start in starts]
+
+    def heldout(self, samples: Samples, count: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of held-out samples 0 to ``count`` - 1, cut and dealt as in a training step.
+
+        Every rank gets equally many, because a forward may need all of them; where ``count`` does not divide,
+        the places left over hold a sample without labels, which enters no sum and no count.
+        """
+        micro_batches = -(-count // self._size)
+        for k in range(-(-micro_batches // self._ranks)):
+            start = (k * self._ranks + self._rank) * self._size
+            numbers = range(start, start + self._size)
+            yield self._collate([samples[n] if n < count else without_loss(samples[0]) for n in numbers])
+
+    def close(self) -> None:
+        """End the thread; what it was making is dropped. Steps asked for later are made without it."""
+        worker, self._worker, self._ahead = self._worker, None, None
+        if worker is not None:
+            worker.shutdown(wait=True, cancel_futures=True)

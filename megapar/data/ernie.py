@@ -1,0 +1,152 @@
+"""ERNIE's samples: two consecutive pieces of a document, whole words masked, sentence order to be told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megapar.data.draws import Draws
+from megapar.data.samples import NO_LOSS, Order, Pieces, Sample
+from megapar.data.store import TokenStore
+from megapar.data.tokenizer import Tokenizer
+from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FRAME = 3  # [CLS], [SEP], [SEP]
+SHORTEST_SEQUENCE = FRAME + 3  # positions; then no span is shorter than the two ids that a pair needs
+SHORTEST_SPAN = 8  # ids; shorter ones have no two sentences worth telling apart
+MASKED, RANDOM = 0.8, 0.1  # shares of the chosen words that become [MASK], or random ids; the others stay
+
+
+class Spans:
+    """The documents of a store, each cut in as few spans of at most ``longest`` ids as it takes, near equal.
+
+    Spans never reach across documents. Of documents with fewer than SHORTEST_SPAN ids nothing is used.
+    Raises DataError where nothing is left.
+    """
+
+    def __init__(self, store: TokenStore, longest: int) -> None:
+        import numpy as np
+
+        self._store = store
+        lengths = np.diff(store.offsets) - 1  # without the end token
+        spans = np.where(lengths >= SHORTEST_SPAN, -(-lengths // longest), 0)
+        self._until = np.concatenate([[0], np.cumsum(spans)])  # spans of all documents before d; one number each
+        if len(self) == 0:
+            raise DataError(f"no document of the corpus has the {SHORTEST_SPAN} tokens a sentence pair needs")
+
+    def __len__(self) -> int:
+        return int(self._until[-1])
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        import numpy as np
+
+        document = int(np.searchsorted(self._until, number, side="right")) - 1
+        first, after = (int(n) for n in self._until[document : document + 2])
+        start, end = (int(n) for n in self._store.offsets[document : document + 2])
+        length, parts, part = end - 1 - start, after - first, number - first
+        return np.asarray(
+            self._store.tokens[start + length * part // parts : start + length * (part + 1) // parts],
+            dtype=np.int64,
+        )
+
+
+class ErnieSamples:
+    """Samples for ERNIE's pre-training, as dicts of int64 arrays:
+
+        [CLS] A .. A [SEP] B .. B [SEP] pad .. pad
+          0   0 .. 0   0   1 .. 1   1    0  ..  0     token_types
+        with A before B in the document (order 0) or the same two swapped (order 1)
+
+    tokens, token_types [S]; labels [S], NO_LOSS where nothing is asked; valid [S] bool; order [] int64.
+    Sample ``number`` depends on (seed, number) and nothing else.
+    """
+
+    def __init__(
+        self, pieces: Pieces, seq_length: int, tokenizer: Tokenizer, mlm_probability: float, seed: int | None
+    ) -> None:
+        """pieces: of 2 to S - 3 ids. seed: of the order, the cuts and the masks; None: the fixed held-out ones.
+
+        Raises DataError where the tokenizer lacks one of [CLS], [SEP], [MASK], [PAD].
+        """
+        special = tokenizer.special
+        self._cls, self._sep, self._pad, self._mask = map(special.need, ("cls", "sep", "pad", "mask"))
+        self._pieces = pieces
+        self._seq_length = seq_length
+        self._marks = tokenizer.word_marks
+        self._ids = tokenizer.ordinary_ids
+        self._probability = mlm_probability
+        self._seed = seed
+        self._order = None if seed is None else Order(len(pieces), seed, "spans")
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, number: int) -> Sample:
+        import numpy as np
+
+        if self._order is None:
+            number %= len(self._pieces)
+        ids = self._pieces[self._order[number] if self._order else number]
+        draws = Draws(0, "heldout", number) if self._seed is None else Draws(self._seed, "ernie", number)
+        starts = self._marks.word_starts(ids)
+        cut = cut_at(starts, draws.uniform(1)[0])
+        swapped = draws.integer(2)
+        shown, labels = mask_words(ids, starts, self._probability, self._mask, self._ids, draws)
+        halves = (slice(cut, None), slice(0, cut)) if swapped else (slice(0, cut), slice(cut, None))
+        framed = np.full(self._seq_length, self._pad, dtype=np.int64)
+        asked = np.full(self._seq_length, NO_LOSS, dtype=np.int64)
+        types = np.zeros(self._seq_length, dtype=np.int64)
+        framed[0], end = self._cls, 1
+        for kind, half in enumerate(halves):
+            start, end = end, end + len(ids[half])
+            framed[start:end], asked[start:end], framed[end] = shown[half], labels[half], self._sep
+            end += 1
+            types[start:end] = kind
+        valid = np.arange(self._seq_length) < end
+        return {
+            "tokens": framed,
+            "token_types": types,
+            "labels": asked,
+            "valid": valid,
+            "order": np.array(swapped, dtype=np.int64),
+        }
+
+
+def cut_at(starts: np.ndarray, where: float) -> int:
+    """A place in [1, T) to cut T ids in two, a word start in the middle half where there is one.
+
+    starts: [T] bool, T >= 2. where: in [0, 1), which of the places it is.
+    """
+    import numpy as np
+
+    length = len(starts)
+    low, high = max(1, length // 4), max(2, length - length // 4)
+    places = np.flatnonzero(starts[low:high]) + low
+    if len(places) == 0:
+        places = np.arange(low, min(high, length))
+    return int(places[int(where * len(places))])
+
+
+def mask_words(
+    ids: np.ndarray, starts: np.ndarray, probability: float, mask: int, ordinary: np.ndarray, draws: Draws
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whole-word masking: (what the model is shown [T], labels [T] with NO_LOSS where nothing is asked).
+
+    Every word is chosen with ``probability``, at least one always. Of the chosen words 80 % become [MASK],
+    10 % random ordinary ids, 10 % stay as they are; a word shares one fate, as in ERNIE's knowledge masking.
+    ids: [T]. starts: [T] bool, the first of them true. ordinary: ids a random replacement may be.
+    """
+    import numpy as np
+
+    words = int(starts.sum())
+    chosen = draws.uniform(words) < probability
+    chosen[draws.integer(words)] |= not chosen.any()
+    fate = draws.uniform(words)
+    word = np.cumsum(starts) - 1  # [T]: which word each id belongs to
+    asked, fate = chosen[word], fate[word]
+    random = ordinary[draws.integers(len(ids), len(ordinary))]
+    shown = np.where(asked & (fate < MASKED), mask, ids)
+    shown = np.where(asked & (fate >= MASKED) & (fate < MASKED + RANDOM), random, shown)
+    return shown, np.where(asked, ids, NO_LOSS)

@@ -1,0 +1,119 @@
+"""What a tokenizer is: text to ids and back, its special ids, and where its words begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids with a role; None where the tokenizer has no such token."""
+
+    pad: int | None = None
+    unk: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Every id that has a role."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return frozenset(value for value in values if value is not None)
+
+    def need(self, role: str) -> int:
+        """The id of ``role``; raises DataError where the tokenizer has none."""
+        value = getattr(self, role)
+        if value is None:
+            raise DataError(
+                f"the tokenizer has no {role} token, which this model needs; add one, or leave --tokenizer-model "
+                "out to have a tokenizer trained on the corpus"
+            )
+        return int(value)
+
+
+@dataclass(frozen=True)
+class WordMarks:
+    """Which ids begin a word and which end one, by white space or by the mark of the tokenizer's kind.
+
+    starts: [size] bool; the piece begins a word by itself.
+    ends: [size] bool; whatever follows the piece begins a word.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def word_starts(self, tokens: np.ndarray) -> np.ndarray:
+        """[T] ids -> [T] bool: whether each token is the first one of a word; the first token always is."""
+        import numpy as np
+
+        starts = self.starts[tokens]
+        starts[1:] |= self.ends[tokens[:-1]]
+        if len(starts):
+            starts[0] = True
+        return np.asarray(starts)
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. No special token is ever added by encoding, and none is made from text."""
+
+    @property
+    def size(self) -> int:
+        """Number of ids; every id is below it."""
+
+    @property
+    def special(self) -> SpecialTokens:
+        """The ids with a role."""
+
+    @property
+    def ordinary_ids(self) -> np.ndarray:
+        """[..] int64: the ids that stand for text, ascending; no special, control or unknown token."""
+
+    @property
+    def word_marks(self) -> WordMarks:
+        """Where words begin."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens left out."""
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids."""
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write what ``transformers.AutoTokenizer.from_pretrained(folder)`` needs to give the same ids."""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer at ``path``: a sentencepiece model, a ``tokenizer.json``, or a Hugging Face folder.
+
+    Code that a folder carries is never run. Raises DataError where nothing usable is there.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(
+            f"{path}: no such tokenizer; --tokenizer-model takes a sentencepiece model file or a Hugging Face "
+            "tokenizer folder on this machine"
+        )
+    if path.is_file() and path.suffix != ".json":
+        from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(path.read_bytes(), name=str(path))
+    from megapar.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(path)
