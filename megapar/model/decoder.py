@@ -16,7 +16,7 @@ from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local,
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, own_sequence
-from megapar.model.loss import linear_cross_entropy
+from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
@@ -54,7 +54,9 @@ class LmHead(nn.Module):
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """[B, S(/mp), H] to the whole logits [B, S, V]; for inspection."""
-        return gather_vocabulary(F.linear(self._enter(x), self._weight(tied)), self.vocab_size, self.mp)
+        weight = self._weight(tied)
+        check_piece(weight, self.vocab_size, self.mp)
+        return gather_vocabulary(F.linear(self._enter(x), weight), self.vocab_size, self.mp)
 
     def _enter(self, x: Tensor) -> Tensor:
         return all_gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else copy(x, self.mp)

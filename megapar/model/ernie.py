@@ -24,7 +24,7 @@ from megapar.core.tensor_parallel import (
 from megapar.model.block import ErnieBlock
 from megapar.model.context import Context
 from megapar.model.embedding import ErnieEmbedding, own_sequence
-from megapar.model.loss import linear_cross_entropy
+from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import ErnieSizes
 from megapar.model.terms import Terms, collect
@@ -80,6 +80,7 @@ class MaskedLmHead(nn.Module):
 
     def logits(self, x: Tensor, word: Tensor) -> Tensor:
         """[.., H] to the whole logits [.., V]; for inspection."""
+        check_piece(local(word), self.vocab_size, self.mp)
         logits = F.linear(self._transformed(x), local(word), local(self.bias))
         return gather_vocabulary(logits, self.vocab_size, self.mp)
 

@@ -38,15 +38,21 @@ def linear_cross_entropy(
     db [V/mp] are whole on their rank, dhidden [N, H] is a partial sum over mp (the caller's ``copy`` or
     ``all_gather`` reduces it). Raises ValueError where the weight is not this rank's piece.
     """
+    start, rows = check_piece(weight, vocab_size, mp)
+    chunk = max(1, logits_per_chunk // rows)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
+    return loss
+
+
+def check_piece(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
+    """(first token, number of tokens) of this rank's piece. Raises ValueError where ``weight`` has other rows."""
     start, rows = vocabulary_range(vocab_size, mp)
     if weight.shape[0] != rows:
         raise ValueError(
             f"the head got {weight.shape[0]} vocabulary rows where rank {mp.rank} of {mp.size} holds {rows}: "
             "gather a sharded weight before the head runs"
         )
-    chunk = max(1, logits_per_chunk // max(1, rows))
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
-    return loss
+    return start, rows
 
 
 def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
