@@ -1,0 +1,292 @@
+"""Who writes what at save, and which pieces fill which box at load: DCP's planners for Shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+
+from megapar.core.box import Box
+from megapar.core.checkpoint import layout as layout_file
+from megapar.core.checkpoint.layout import DTYPE_NAMES, FileEntry, Layout, TensorEntry
+from megapar.core.checkpoint.shard import Shard
+from megapar.core.checkpoint.tiling import Json, Pieces
+from megapar.errors import CheckpointError
+
+SHOWN = 12  # names in one message
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a rank tells of its whole state, whatever it writes of it."""
+
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    scalars: Mapping[str, Json]
+
+
+class ShardSavePlanner(SavePlanner):
+    """Every primary, not empty box is written once; scalars of all ranks are merged."""
+
+    def __init__(self, scalars: Mapping[str, Json]) -> None:
+        self._scalars = dict(scalars)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called first, on every rank."""
+        self._state: Mapping[str, Shard] = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's primary boxes. Raises CheckpointError for what cannot be stored."""
+        _check_names(self._state)
+        for name, shard in self._state.items():
+            if shard.tensor.dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{name} has the dtype {shard.tensor.dtype}; known are {list(DTYPE_NAMES)}")
+        items: list[WriteItem] = []
+        for name, shard in self._state.items():
+            if shard.primary and shard.box.numel:
+                items += shard.__create_write_items__(name, shard)
+        tensors = {name: (shard.shape, shard.tensor.dtype) for name, shard in self._state.items()}
+        return SavePlan(items, planner_data=Declared(tensors, _as_json(self._scalars)))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give every box one writer. Raises CheckpointError where ranks contradict each other."""
+        declared = _merge("tensor", [plan.planner_data.tensors for plan in all_plans])
+        scalars = _merge("scalar", [plan.planner_data.scalars for plan in all_plans])
+        order = {name: number for number, name in enumerate(sorted(declared))}
+        holders: dict[MetadataIndex, list[int]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                holders.setdefault(item.index, []).append(rank)
+        # Ranks that hold the same box take turns, tensor by tensor, so that they share the writing.
+        writer = {index: ranks[order[index.fqn] % len(ranks)] for index, ranks in holders.items()}
+        plans = [
+            replace(plan, items=[item for item in plan.items if writer[item.index] == rank], planner_data=None)
+            for rank, plan in enumerate(all_plans)
+        ]
+        tensors = {
+            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+            for name, (shape, dtype) in declared.items()
+        }
+        for plan in plans:
+            for item in plan.items:
+                tensors[item.index.fqn].chunks.append(_chunk(item))
+        return plans, Metadata(dict(tensors), planner_data=scalars)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Called on every rank with its share."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """The local tensor to write."""
+        return self._state[write_item.index.fqn].__get_tensor_shard__(write_item.index)
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None, "Shards write tensors only"
+    return item.tensor_data.chunk
+
+
+def _merge(kind: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for rank, part in enumerate(parts):
+        for name, value in part.items():
+            if merged.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"{kind} {name} is {value} on rank {rank} and {merged[name]} on a lower one. "
+                    "What differs per rank must carry the rank in its name."
+                )
+    return merged
+
+
+def _as_json(scalars: dict[str, Json]) -> dict[str, Json]:
+    for name, value in scalars.items():
+        try:
+            same = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            same = False
+        if not same or not isinstance(name, str):
+            raise CheckpointError(f"scalar {name} is {value!r:.100}, which JSON cannot hold and give back the same")
+    return scalars
+
+
+def _check_names(state: Mapping[str, Shard]) -> None:
+    for name, shard in state.items():
+        if name != shard.name:
+            raise CheckpointError(f"the shard {shard.name} is given under the name {name}")
+
+
+@dataclass(frozen=True)
+class Read:
+    """One copy at load: ``part`` of the global tensor ``name``, from ``file``, where ``piece`` of it lies."""
+
+    file: FileEntry
+    name: str
+    dtype: torch.dtype
+    piece: Box
+    part: Box
+    item: ReadItem
+
+
+@dataclass(frozen=True)
+class Reads:
+    """All that a rank reads, for the storage. scalars: the file of the scalars."""
+
+    reads: Sequence[Read]
+    scalars: FileEntry
+
+
+class ShardLoadPlanner(LoadPlanner):
+    """Fills boxes from whatever boxes are stored. Reads layout.json itself; DCP's Metadata is not used.
+
+    ignore: prefixes of names that may be stored without any rank asking for them.
+    """
+
+    def __init__(self, folder: Path, expect_model: Mapping[str, Json] | None, ignore: Sequence[str]) -> None:
+        self._folder = folder
+        self._expect_model = expect_model
+        self._ignore = tuple(ignore)
+        self._layout: Layout | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Called first, on every rank."""
+        self._targets: Mapping[str, Shard] = state_dict
+
+    def create_local_plan(self) -> LoadPlan:
+        """The reads that fill this rank's boxes. Raises CheckpointError where the checkpoint does not fit."""
+        _check_names(self._targets)
+        self._layout = layout = layout_file.read(self._folder)
+        if self._expect_model is not None:
+            _check_model(self._folder, layout.model, self._expect_model)
+        _check_targets(self._folder, layout, self._targets.values())
+        reads = [read for shard in self._targets.values() for read in find_reads(layout, shard)]
+        return LoadPlan([read.item for read in reads], Reads(reads, layout.scalars), sorted(self._targets))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse a checkpoint that holds more than all ranks ask for together."""
+        assert self._layout is not None, "the local plan comes first"
+        asked = {name for plan in global_plan for name in plan.planner_data}
+        rest = [name for name in self._layout.tensors if name not in asked and not name.startswith(self._ignore)]
+        if rest:
+            raise CheckpointError(f"{self._folder} holds tensors that this run does not have: {_listed(rest)}")
+        return [LoadPlan([]) for _ in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Called on every rank; the reads have never left it."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """DCP's way for pickled objects, of which there are none."""
+        raise CheckpointError(f"{read_item.dest_index.fqn}: nothing but tensors is read from shards")
+
+    def resolve_bytes(self, read_item: ReadItem) -> BytesIO:
+        """See ``load_bytes``."""
+        raise CheckpointError(f"{read_item.dest_index.fqn}: nothing but tensors is read from shards")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The view of a target that a read fills."""
+        target = self._targets[read_item.dest_index.fqn].__get_tensor_shard__(read_item.dest_index)
+        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return target[tuple(slice(offset, offset + length) for offset, length in spans)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Called when the view is filled."""
+
+
+def find_reads(layout: Layout, shard: Shard) -> list[Read]:
+    """The reads that cover every element of a target exactly once; CheckpointError where there are none such."""
+    if not shard.box.numel:
+        return []
+    tiling = layout.tensors[shard.name].tiling(len(layout.files))
+    reads = []
+    for file, piece in tiling.meeting(shard.box):
+        part = shard.box.meet(piece)
+        if part is not None:
+            item = _item(shard, piece, part)
+            reads.append(Read(layout.files[file], shard.name, shard.tensor.dtype, piece, part, item))
+    covered = sum(read.part.numel for read in reads)
+    if covered != shard.box.numel or (isinstance(tiling, Pieces) and _any_meet([read.part for read in reads])):
+        raise CheckpointError(
+            f"{shard.name}: stored pieces hold {covered} of the {shard.box.numel} elements of {shard.box}"
+            + ("" if covered < shard.box.numel else ", some of them twice")
+        )
+    return reads
+
+
+def _any_meet(boxes: Sequence[Box]) -> bool:
+    return any(box.meet(other) is not None for i, box in enumerate(boxes) for other in boxes[i + 1 :])
+
+
+def _item(target: Shard, piece: Box, part: Box) -> ReadItem:
+    def within(outer: Box) -> torch.Size:
+        return torch.Size([p - o for p, o in zip(part.offsets, outer.offsets, strict=True)])
+
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(target.name, target.box.offsets),
+        dest_offsets=within(target.box),
+        storage_index=MetadataIndex(target.name, piece.offsets),
+        storage_offsets=within(piece),
+        lengths=torch.Size(part.sizes),
+    )
+
+
+def _check_model(folder: Path, stored: Mapping[str, Json], expected: Mapping[str, Json]) -> None:
+    expected = json.loads(json.dumps(expected))  # tuples are lists in a file
+    names = sorted(stored.keys() | expected.keys())
+    different = [name for name in names if stored.get(name) != expected.get(name)]
+    if different:
+        facts = "; ".join(
+            f"{name} is {stored.get(name)!s:.200} there and {expected.get(name)!s:.200} here"
+            for name in different[:SHOWN]
+        )
+        raise CheckpointError(f"{folder} is a checkpoint of another model: {facts}")
+
+
+def _check_targets(folder: Path, layout: Layout, targets: Iterable[Shard]) -> None:
+    missing, wrong = [], []
+    for shard in targets:
+        entry = layout.tensors.get(shard.name)
+        if entry is None:
+            missing.append(shard.name)
+        elif (entry.shape, entry.dtype) != (tuple(shard.shape), shard.tensor.dtype):
+            wrong.append(_mismatch(entry, shard))
+    if missing:
+        raise CheckpointError(f"{folder} does not hold tensors that this run has: {_listed(missing)}")
+    if wrong:
+        raise CheckpointError(f"{folder} holds tensors of another shape or dtype: {_listed(wrong)}")
+
+
+def _mismatch(entry: TensorEntry, shard: Shard) -> str:
+    here = f"{list(shard.shape)} {DTYPE_NAMES.get(shard.tensor.dtype, shard.tensor.dtype)}"
+    return f"{entry.name} is {list(entry.shape)} {DTYPE_NAMES[entry.dtype]} there and {here} here"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

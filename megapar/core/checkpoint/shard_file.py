@@ -1,0 +1,243 @@
+"""Safetensors files, written tensor by tensor and read piece by piece: about one tensor of memory, or a block.
+
+    bytes 0-7: length of the header (little endian) | header: JSON, padded with spaces to a multiple of 8 | tensors
+    header: {name: {"dtype": "F32", "shape": [...], "data_offsets": [first byte, end]}}, counted from the header's end
+
+The format is the public one, so that any safetensors reader opens a shard. Tensors lie in order of falling element
+size, which keeps each of them aligned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapar.core.box import Box
+from megapar.core.checkpoint.layout import FileEntry
+from megapar.core.checkpoint.tiling import Json, is_number
+from megapar.errors import CheckpointError
+
+BLOCK_BYTES = 16 << 20  # at most this much is hashed, written or read at a time
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor to write, before its data is looked at."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class HashedFile:
+    """A new file that knows the size and SHA-256 of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("xb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes, all of them."""
+        view = memoryview(data)
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            self._digest.update(block)
+            while len(block):
+                block = block[self._file.write(block) :]
+        self._size += len(view)
+
+    def close(self, sync: bool = True) -> FileEntry:
+        """Bring the file to disk (unless ``sync`` is off) and tell what it is."""
+        if sync:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        return FileEntry(self._path.name, self._size, self._digest.hexdigest())
+
+
+def write_bytes(path: Path, content: bytes) -> FileEntry:
+    """A new file with this content, on disk when this returns."""
+    file = HashedFile(path)
+    file.write(content)
+    return file.close()
+
+
+def file_order(plans: Iterable[TensorPlan]) -> list[TensorPlan]:
+    """The order in which tensors lie in a file."""
+    return sorted(plans, key=lambda plan: (-plan.dtype.itemsize, plan.name))
+
+
+def write_shards(
+    path: Path, plans: Sequence[TensorPlan], fetch: Callable[[str], Tensor], sync: bool = True
+) -> FileEntry:
+    """A new file of tensors; ``plans`` in ``file_order``, ``fetch(name)`` is called for one at a time."""
+    header: dict[str, Json] = {}
+    position = 0
+    for plan in plans:
+        end = position + plan.num_bytes
+        header[plan.name] = {"dtype": CODES[plan.dtype], "shape": list(plan.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file = HashedFile(path)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for plan in plans:
+        _write_tensor(file, fetch(plan.name))
+    return file.close(sync)
+
+
+def _write_tensor(file: HashedFile, tensor: Tensor) -> None:
+    if tensor.numel():
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        file.write(data.numpy().data)
+
+
+class ShardFile:
+    """An open shard file whose header has been checked against the file's size.
+
+    Raises CheckpointError where the file is missing, short, or not of the format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error}") from error
+        try:
+            self._entries = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _read_header(self) -> Mapping[str, Json]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._read_at(0, 8), "little")
+        self._start = 8 + length
+        if length > MAX_HEADER_BYTES or self._start > size:
+            raise CheckpointError(f"{self.path} is damaged: it claims a header of {length} bytes in {size}")
+        self._num_bytes = size - self._start
+        try:
+            header = json.loads(self._read_at(8, length))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path} is damaged: its header is not JSON ({str(error)[:200]})") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path} is damaged: its header is no object")
+        return header
+
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        """Where the data of a tensor begins, counted from the file's; it must be as expected and inside the file."""
+        entry = self._entries.get(name)
+        expected = {"dtype": CODES[dtype], "shape": list(shape)}
+        if not isinstance(entry, dict) or {key: entry.get(key) for key in expected} != expected:
+            raise CheckpointError(f"{self.path} does not hold {name} as {expected}, but {str(entry)[:200]}")
+        offsets = entry.get("data_offsets")
+        if not (isinstance(offsets, list) and len(offsets) == 2 and all(is_number(offset) for offset in offsets)):
+            raise CheckpointError(f"{self.path} is damaged: {name} is at {str(offsets)[:100]}")
+        first, end = offsets
+        if end - first != prod(shape) * dtype.itemsize or end > self._num_bytes:
+            raise CheckpointError(f"{self.path} is damaged: {name} is at {first}-{end} of {self._num_bytes} bytes")
+        return self._start + int(first)
+
+    def read(self, name: str, piece: Box, part: Box, out: Tensor) -> None:
+        """Copy ``part`` of a stored tensor, which covers ``piece`` of the global one, to ``out`` [part.sizes]."""
+        position = self.check(name, out.dtype, piece.sizes)
+        starts = [p - o for p, o in zip(part.offsets, piece.offsets, strict=True)]
+        if not part.sizes:
+            self._copy(position, (1,), [0], out.view(1))
+        else:
+            self._copy(position, piece.sizes, starts, out)
+
+    def _copy(self, position: int, sizes: Sequence[int], starts: Sequence[int], out: Tensor) -> None:
+        """Copy the part [out.shape] at ``starts`` of a tensor of ``sizes`` at ``position``, by blocks of whole rows."""
+        row_bytes = prod(sizes[1:]) * out.dtype.itemsize
+        if row_bytes > BLOCK_BYTES and len(sizes) > 1:
+            for i in range(out.shape[0]):
+                self._copy(position + (starts[0] + i) * row_bytes, sizes[1:], starts[1:], out[i])
+            return
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        inner = tuple(slice(s, s + n) for s, n in zip(starts[1:], out.shape[1:], strict=True))
+        for first in range(0, out.shape[0], rows):
+            count = min(rows, out.shape[0] - first)
+            data = self._read_at(position + (starts[0] + first) * row_bytes, count * row_bytes)
+            block = torch.frombuffer(data, dtype=out.dtype).view(count, *sizes[1:])
+            out[first : first + count].copy_(block[(slice(None), *inner)])
+
+    def _read_at(self, position: int, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        try:
+            self._file.seek(position)
+            while len(view):
+                got = self._file.readinto(view)
+                if not got:
+                    raise CheckpointError(f"{self.path} is truncated: it ends {len(view)} bytes early")
+                view = view[got:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return data
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal."""
+    digest = hashlib.sha256()
+    block = bytearray(min(BLOCK_BYTES, 1 << 20))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while got := file.readinto(block):
+                digest.update(memoryview(block)[:got])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def check_file(folder: Path, entry: FileEntry, verify: str) -> str:
+    """What is wrong with a file of a checkpoint, or "". verify: "full" (size and SHA-256), "size" or "off"."""
+    path = folder / entry.name
+    try:
+        if not path.is_file():
+            return f"{entry.name} is missing"
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{entry.name} cannot be read: {error}"
+    if verify != "off" and size != entry.size:
+        return f"{entry.name} has {size} bytes instead of {entry.size}"
+    if verify == "full" and hash_file(path) != entry.sha256:
+        return f"{entry.name} is damaged: its SHA-256 is not the one of layout.json"
+    return ""
