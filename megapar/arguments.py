@@ -98,6 +98,8 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
     values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed}
+    if "sharding_degree" in asked:
+        values["sharding_asked"] = asked["sharding_degree"]
     launched = _launched(draft, environ)
     if launched is not None:
         values["launched_size"] = launched

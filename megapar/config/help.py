@@ -71,6 +71,11 @@ def help_text(kind: str) -> str:
         for flag in flags:
             lines.append(f"  {signature(flag)}")
             lines += textwrap.wrap(
-                describe(flag, kind), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_long_words=False
+                describe(flag, kind),
+                WIDTH,
+                initial_indent=" " * 6,
+                subsequent_indent=" " * 6,
+                break_long_words=False,
+                break_on_hyphens=False,
             )
     return "\n".join(lines) + "\n"

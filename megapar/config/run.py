@@ -71,9 +71,7 @@ class Optimizer:
     adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
     adam_eps: float = flag(1e-8, "AdamW epsilon", above=0)
-    override_opt_param_scheduler: bool = flag(
-        False, "take the schedule from the flags, not from the checkpoint", aliases=("override-opt_param-scheduler",)
-    )
+    override_opt_param_scheduler: bool = flag(False, "take the schedule from the flags, not from the checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

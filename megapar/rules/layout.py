@@ -5,47 +5,40 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from megapar.rules.rule import Facts, Rule, divisors, either, near_divisors, near_multiples
+from megapar.rules.rule import Facts, Rule, Test, always, divisors, either, near_divisors, near_multiples, spell
 
 DESIGN = "axes and ranks"
 SEED_0 = "seed 000"
 MOE = ("moe",)
 
-_DEGREES = ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree", "hybrid_dp")
-_NAMES = ("sharding_degree", "mp_degree", "pp_degree", "cp_degree")
-
-
-def _rest(f: Facts) -> int:
-    """Ranks of one data parallel replica, without the sharding axis."""
-    return int(f.mp_degree * f.pp_degree * f.cp_degree)
+_NAMES = ("sharding_asked", "mp_degree", "pp_degree", "cp_degree")
 
 
 def _factors(f: Facts) -> bool:
-    used = _rest(f) * max(1, f.sharding_degree)
+    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
     if f.world_size % used:
         return False
-    return bool(f.hybrid_dp or f.sharding_degree == -1 or f.world_size == used)
+    return bool(f.hybrid_dp or f.sharding_asked == -1 or f.world_size == used)
 
 
 def _near_layouts(f: Facts) -> str:
     """Up to three legal sets of degrees, nearest in ratio; an axis of size 1 stays off."""
-    free = [n for n in _NAMES if getattr(f, n) > 1 or (n == "sharding_degree" and f.sharding_degree > 0)]
-    near = {
-        n: sorted(divisors(f.world_size), key=lambda v, n=n: _distance(v, getattr(f, n)))[:12]  # type: ignore[misc]
-        for n in free
-    }
+    free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_asked"]
     found = []
-    for values in product(*(near[n] for n in free)):
+    for values in product(*(_near(f.world_size, getattr(f, name)) for name in free)):
         used = math.prod(values)
-        if f.world_size % used or (f.sharding_degree == -1 and not f.hybrid_dp and used > f.world_size):
+        if f.world_size % used:
             continue
-        replicas = f.world_size // used
-        hybrid = replicas > 1 and f.sharding_degree != -1
-        distance = sum(_distance(value, getattr(f, n)) for n, value in zip(free, values, strict=True))
-        text = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in zip(free, values, strict=True))
+        hybrid = f.world_size > used and f.sharding_asked != -1
+        distance = sum(_distance(value, getattr(f, name)) for name, value in zip(free, values, strict=True))
+        text = " ".join(f"{spell(name)} {value}" for name, value in zip(free, values, strict=True))
+        # Half a factor of e: keep what was said of --hybrid-dp unless the degrees are clearly nearer without it.
         found.append((distance + (hybrid != f.hybrid_dp) * 0.5, text + (" --hybrid-dp" if hybrid else "")))
-    chosen = [text for _, text in sorted(found)[:3]]
-    return f"Nearest legal: {'; '.join(chosen)}." if chosen else f"Degrees divide {f.world_size}."
+    return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}."
+
+
+def _near(world: int, wanted: int) -> list[int]:
+    return sorted(divisors(world), key=lambda value: _distance(value, wanted))[:12]
 
 
 def _distance(value: int, wanted: int) -> float:
@@ -71,11 +64,13 @@ def _ep_choices(f: Facts) -> str:
     return f"Choose --ep-degree {either(near)}."
 
 
-def _divides(id: str, part: str, whole: str, message: str, passing: str, failing: str, **more: object) -> Rule:
+def _divides(
+    id: str, part: str, whole: str, message: str, passing: str, failing: str, when: Test = always, **more: object
+) -> Rule:
     """The row `part divides whole`."""
     return Rule(
         id=id,
-        reads=(part, whole),
+        when=when,
         requires=lambda f: getattr(f, whole) % getattr(f, part) == 0,
         message=message,
         fix=lambda f: (
@@ -84,14 +79,14 @@ def _divides(id: str, part: str, whole: str, message: str, passing: str, failing
         ),
         passing=passing,
         failing=failing,
-        **{"source": DESIGN, **more},  # type: ignore[arg-type]
+        **{"source": DESIGN, "reads": (part, whole), **more},  # type: ignore[arg-type]
     )
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         id="world-size",
-        reads=_DEGREES,
+        reads=("world_size", *_NAMES, "hybrid_dp"),
         requires=_factors,
         message="world = [N x] sharding x mp x pp x cp must hold exactly, N > 1 only with --hybrid-dp",
         fix=_near_layouts,
@@ -115,9 +110,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hybrid-dp-degree",
-        reads=("hybrid_dp", "asked", "world_size"),
+        reads=("hybrid_dp", "sharding_asked", "world_size"),
         when=lambda f: f.hybrid_dp,
-        requires=lambda f: f.asked.get("sharding_degree") != -1,
+        requires=lambda f: f.sharding_asked != -1,
         message="--hybrid-dp needs --sharding-degree said: -1 would leave no ranks to replicate over",
         fix=lambda f: f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}.",
         source=DESIGN,
@@ -126,8 +121,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="sharding-degree-zero",
-        reads=("sharding_degree",),
-        requires=lambda f: f.sharding_degree != 0,
+        reads=("sharding_asked",),
+        requires=lambda f: f.sharding_asked != 0,
         message="--sharding-degree is at least 1, or -1 for every rank that the other degrees leave",
         source=DESIGN,
         passing="--sharding-degree 1",
@@ -228,6 +223,8 @@ RULES: tuple[Rule, ...] = (
         "--mp-degree must divide --num-query-groups (a key/value head is not split)",
         "--world-size 2 --mp-degree 2 --num-query-groups 2",
         "--world-size 4 --mp-degree 4 --num-query-groups 2",
+        when=lambda f: f.num_query_groups != f.num_attention_heads,  # else mp-heads has said it
+        reads=("mp_degree", "num_query_groups", "num_attention_heads"),
         models=MOE,
     ),
     _divides(

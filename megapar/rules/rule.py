@@ -14,7 +14,7 @@ NOT_BUILT = "not-built"
 MODELS = ("moe", "ernie")
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "dp_degree", "data_ranks", "changed", "asked", "launched_size")
+FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size")
 _SILENT = ("kind", "changed", "asked")
 
 
@@ -22,8 +22,8 @@ class Facts:
     """Read-only values by attribute, only those that a row declares; another name raises AttributeError.
 
     Beside the flags: ``kind`` (moe or ernie), ``dp_degree``, ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the
-    environment, or 1), ``changed`` (names whose asked value is not the default) and ``asked`` (values before any was
-    derived).
+    environment, or 1), ``sharding_asked`` (-1 before it is resolved), ``changed`` (names whose asked value is not the
+    default) and ``asked`` (values before any was derived).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -90,7 +90,12 @@ class Rule:
 
 def spell(name: str) -> str:
     """A fact as a person reads it: a flag with its hyphens, anything else in words."""
-    words = {"dp_degree": "dp", "data_ranks": "data ranks", "launched_size": "WORLD_SIZE"}
+    words = {
+        "dp_degree": "dp",
+        "sharding_asked": "--sharding-degree",
+        "data_ranks": "data ranks",
+        "launched_size": "WORLD_SIZE",
+    }
     return words.get(name) or "--" + name.replace("_", "-").replace("broadcast-mb", "broadcast-MB")
 
 

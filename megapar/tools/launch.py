@@ -1,0 +1,228 @@
+"""``megapar launch``: one validation, one report, then torch's elastic agent in this process.
+
+torchrun turns every failure into status 1. Here a refusal stays 2, and a run that was asked to stop and saved is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megapar.config.flag import SCRIPTS
+
+REFUSED = 2
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start. environment: variables for the workers beside this process' own."""
+
+    nproc_per_node: int
+    nnodes: int
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_id: str
+    rdzv_conf: Mapping[str, str]
+    stop_timeout: float
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.nproc_per_node * self.nnodes
+
+
+def main(argv: Sequence[str]) -> int:
+    """Validate, run, and give the job's status: 0 done, 2 refused, 1 anything else."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    script = Path(options.script)
+    if not script.is_file():
+        parser.error(f"script {script} does not exist")
+    if options.nnodes > 1 and not options.rdzv_endpoint:
+        parser.error("several nodes need --rdzv-endpoint HOST:PORT of one of them")
+    launch = _launch(options)
+    _validate(script, options.flags, launch.world_size, options.node_rank)
+    for name, value in launch.environment.items():
+        os.environ[name] = value
+        print(f"megapar launch: {name}={value}", file=sys.stderr)
+    return run(launch)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megapar launch",
+        description="Check the configuration once, then start the ranks of this node.",
+        epilog="Exit status: 0 done (also after SIGTERM once the checkpoint is safe), 2 refused, 1 anything else.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=_count, default=1, metavar="N", help="ranks on this node (default: 1)")
+    add("--nnodes", type=_count, default=1, metavar="N", help="nodes (default: 1)")
+    add("--node-rank", type=int, metavar="N", help="this node's number; only node 0 prints the report")
+    add("--rdzv-backend", default="c10d", help="rendezvous backend of torch's elastic agent (default: c10d)")
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet (default: a free local port)")
+    add("--rdzv-id", default="", help="name of the job, the same on every node (default: megapar, one node: random)")
+    add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
+    add(
+        "--stop-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time the ranks get to save after SIGTERM before they are killed (default: 300)",
+    )
+    add("script", help="pretrain_moe.py, pretrain_ernie.py, or a script of your own")
+    add("flags", nargs=argparse.REMAINDER, help="the script's flags")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
+    return value
+
+
+def _launch(options: argparse.Namespace) -> Launch:
+    settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
+    if options.rdzv_backend == "static" and options.node_rank is not None:
+        settings["rank"] = options.node_rank
+    environment = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, _cores() // options.nproc_per_node))
+    return Launch(
+        nproc_per_node=options.nproc_per_node,
+        nnodes=options.nnodes,
+        rdzv_backend=options.rdzv_backend,
+        rdzv_endpoint=options.rdzv_endpoint or "localhost:0",
+        rdzv_id=options.rdzv_id or ("megapar" if options.nnodes > 1 else uuid.uuid4().hex),
+        rdzv_conf=settings,
+        stop_timeout=options.stop_timeout,
+        command=(options.script, *options.flags),
+        environment=environment,
+    )
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: int | None) -> None:
+    """Refuse, help or validate once for all ranks; scripts other than the two trainers speak for themselves."""
+    kinds = [kind for kind, name in SCRIPTS.items() if name == script.name]
+    if not kinds:
+        return
+    from megapar.arguments import parse_or_exit
+
+    environ = {"WORLD_SIZE": str(world_size), "RANK": str(node_rank or 0)}
+    parse_or_exit(kinds[0], flags, environ)
+
+
+def run(launch: Launch) -> int:
+    """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=launch.nnodes,
+        max_nodes=launch.nnodes,
+        nproc_per_node=launch.nproc_per_node,
+        run_id=launch.rdzv_id,
+        rdzv_backend=launch.rdzv_backend,
+        rdzv_endpoint=launch.rdzv_endpoint,
+        rdzv_configs=dict(launch.rdzv_conf),
+        max_restarts=0,
+        local_addr="localhost" if launch.nnodes == 1 else None,
+        # The agent would end at once on a signal and forget how its ranks ended: the Stopper passes it on instead.
+        signals_to_handle="SIGHUP",
+    )
+    stopper = Stopper(launch.stop_timeout)
+    stopper.install()
+    try:
+        elastic_launch(config, sys.executable)("-u", *launch.command)
+    except ChildFailedError as error:
+        return _status(error.failures)
+    finally:
+        stopper.close()
+    return 0
+
+
+def _status(failures: Mapping[int, Any]) -> int:
+    """2 where the earliest failure is a refusal (the agent kills the ranks that are left), else 1."""
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    refused = any(f.exitcode == REFUSED for f in failures.values()) and first.exitcode in (REFUSED, -signal.SIGTERM)
+    if refused:
+        return REFUSED
+    for rank, failure in sorted(failures.items()):
+        how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"status {failure.exitcode}"
+        print(f"megapar launch: rank {rank} ended with {how}", file=sys.stderr)
+    return 1
+
+
+class Stopper:
+    """Passes SIGTERM and SIGINT on to the ranks, which save and end; the second signal or the time-out kills them."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._asked = False
+        self._timer: threading.Timer | None = None
+
+    def install(self) -> None:
+        """Handle the signals of this process from now on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            self._kill()
+            return
+        self._asked = True
+        _signal_children(signal.SIGTERM)
+        self._timer = threading.Timer(self.timeout_seconds, self._kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _kill(self) -> None:
+        _signal_children(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Forget the time-out: the ranks have ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _signal_children(number: signal.Signals) -> None:
+    """Send a signal to the ranks: each leads a session of its own, unlike other children of this process."""
+    for pid in _children(os.getpid()):
+        try:
+            if os.getsid(pid) == pid:
+                os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _children(parent: int) -> list[int]:
+    """Direct children by /proc; ranks are started by the agent, which does not show their numbers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The second field is the command in parentheses, which may hold anything; the state and parent follow it.
+            state_and_parent = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(state_and_parent[1]) == parent:
+            found.append(int(entry.name))
+    return found

@@ -1,0 +1,69 @@
+"""The ``megapar`` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from megapar import __version__
+
+
+def _rules(argv: Sequence[str]) -> int:
+    from megapar.tools.rules import main
+
+    return main(argv)
+
+
+def _docs(argv: Sequence[str]) -> int:
+    from megapar.tools.docs import main
+
+    return main(argv)
+
+
+def _launch(argv: Sequence[str]) -> int:
+    from megapar.tools.launch import main
+
+    return main(argv)
+
+
+COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProxyType(
+    {
+        "launch": (_launch, "check the configuration once, then start the ranks of this node"),
+        "rules": (_rules, "print the compatibility matrix"),
+        "docs": (_docs, "write docs/compatibility.md and docs/flags.md"),
+    }
+)
+
+
+def usage() -> str:
+    """The page of ``megapar --help``."""
+    lines = [f"  {name:8} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([f"megapar {__version__}", "usage: megapar COMMAND ...", "", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status: 0 done, 2 refused, 1 anything else."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        near = get_close_matches(argv[0], list(COMMANDS), 1)
+        hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+        print(f"megapar: {argv[0]} is no command. {hint}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[argv[0]][0](argv[1:])
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The four 32-GPU examples of seed 000, and what every grid must hold."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
+
+
+def steps(first: int, step: int, count: int) -> tuple[int, ...]:
+    return tuple(range(first, first + step * count, step))
+
+
+def test_pure_sharding_among_32() -> None:
+    grid = Grid(sharding=32)
+    assert grid.groups("sharding") == (tuple(range(32)),)
+    assert grid.groups("mp") == tuple((rank,) for rank in range(32))
+    assert grid.groups("dp") == tuple((rank,) for rank in range(32))
+    assert grid.data_ranks == 32
+
+
+def test_sharding_in_a_node_with_4_replicas() -> None:
+    grid = Grid(dp=4, sharding=8)
+    assert grid.groups("sharding") == (tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 24)), tuple(range(24, 32)))
+    assert grid.groups("dp") == tuple(steps(first, 8, 4) for first in range(8))
+    assert grid.data_ranks == 32
+
+
+def test_megatron_in_a_node_with_sharding_over_nodes() -> None:
+    grid = Grid(sharding=4, mp=8)
+    assert grid.groups("mp") == (tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 24)), tuple(range(24, 32)))
+    assert grid.groups("sharding") == tuple(steps(first, 8, 4) for first in range(8))
+    assert grid.groups("dp") == tuple((rank,) for rank in range(32))
+    assert grid.data_ranks == 4
+
+
+def test_megatron_2_sharding_4_in_a_node_with_4_replicas() -> None:
+    grid = Grid(dp=4, sharding=4, mp=2)
+    assert grid.groups("mp") == tuple((first, first + 1) for first in range(0, 32, 2))
+    assert grid.groups("sharding") == (
+        (0, 2, 4, 6),
+        (1, 3, 5, 7),
+        (8, 10, 12, 14),
+        (9, 11, 13, 15),
+        (16, 18, 20, 22),
+        (17, 19, 21, 23),
+        (24, 26, 28, 30),
+        (25, 27, 29, 31),
+    )
+    assert grid.groups("dp") == tuple(steps(first, 8, 4) for first in range(8))
+    assert grid.data_ranks == 16
+
+
+def test_sharding_outermost_as_ernie_4_5_orders_it() -> None:
+    grid = Grid(pp=2, sharding=2, order=("sharding", "pp", "dp", "cp", "mp"))
+    assert grid.groups("pp") == ((0, 1), (2, 3))
+    assert grid.groups("sharding") == ((0, 2), (1, 3))
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
+    dense = {axis: draw(st.integers(1, 3)) for axis in DENSE_AXES}
+    order = tuple(draw(st.permutations(DENSE_AXES)))
+    stage = dense["dp"] * dense["sharding"] * dense["cp"] * dense["mp"]
+    emp = draw(st.sampled_from(sorted({1, dense["mp"]})))
+    ep = draw(st.sampled_from([n for n in range(1, stage // emp + 1) if stage // emp % n == 0]))
+    return Grid(**dense, ep=ep, emp=emp, order=order)
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids())
+def test_groups_of_each_axis_partition_the_world(grid: Grid) -> None:
+    for axis in {*DENSE_AXES, *EXPERT_AXES}:
+        groups = grid.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+        assert {len(group) for group in groups} == {grid.size(axis)}
+
+
+@settings(deadline=None, max_examples=20)
+@given(grids())
+def test_two_axes_of_a_view_meet_in_at_most_one_rank(grid: Grid) -> None:
+    for view in (DENSE_AXES, EXPERT_AXES):
+        for one, other in combinations(view, 2):
+            for group in grid.groups(one):
+                for crossing in grid.groups(other):
+                    assert len(set(group) & set(crossing)) <= 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids())
+def test_rank_and_coordinates_are_inverse(grid: Grid) -> None:
+    seen = set()
+    for rank in range(grid.world_size):
+        at = grid.dense(rank)
+        assert grid.rank(**at) == rank
+        seen.add(tuple(at[axis] for axis in DENSE_AXES))
+    assert len(seen) == grid.world_size
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids())
+def test_dense_rank_is_the_positional_number_of_its_coordinates(grid: Grid) -> None:
+    for rank in range(grid.world_size):
+        at = grid.dense(rank)
+        number, weight = 0, 1
+        for axis in reversed(grid.order):
+            number += weight * at[axis]
+            weight *= grid.size(axis)
+        assert number == rank
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids())
+def test_expert_view_flattens_dp_sharding_cp_mp_whatever_the_order(grid: Grid) -> None:
+    for rank in range(grid.world_size):
+        at, expert = grid.dense(rank), grid.expert(rank)
+        flat = at["mp"] + grid.mp * (at["cp"] + grid.cp * (at["sharding"] + grid.sharding * at["dp"]))
+        assert expert["pp"] == at["pp"]
+        assert flat == expert["emp"] + grid.emp * (expert["ep"] + grid.ep * expert["edp"])
+        assert 0 <= expert["emp"] < grid.emp
+        assert 0 <= expert["ep"] < grid.ep
+        assert 0 <= expert["edp"] < grid.edp
+
+
+@settings(deadline=None, max_examples=60)
+@given(grids())
+def test_a_rank_is_in_its_own_group_at_its_own_coordinate(grid: Grid) -> None:
+    for rank in range(grid.world_size):
+        at = grid.coordinates(rank)
+        for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):
+            assert grid.group(axis, rank)[at[axis]] == rank
+
+
+def test_combined_axes_run_the_last_one_fastest() -> None:
+    grid = Grid(sharding=2, cp=2, mp=2)
+    assert grid.group(("sharding", "cp"), 1) == (1, 3, 5, 7)
+    assert grid.group(("cp", "sharding"), 1) == (1, 5, 3, 7)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp": 0},
+        {"sharding": 2, "ep": 4},
+        {"order": ("dp", "pp", "sharding", "cp", "tp")},
+        {"mp": 2, "emp": 2, "ep": 2},
+    ],
+)
+def test_impossible_grids_are_refused(sizes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"at least one rank|does not divide|no permutation"):
+        Grid(**sizes)  # type: ignore[arg-type]
+
+
+def test_axes_of_two_views_have_no_common_group() -> None:
+    with pytest.raises(ValueError, match="not of one view"):
+        Grid(sharding=2, ep=2).group(("sharding", "ep"), 0)

@@ -1,0 +1,468 @@
+"""The door: names, values, files, origins, derived values, reports and statuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megapar.arguments import FLAGS, GROUPS, SCRIPTS, Config, parse, parse_or_exit
+from megapar.config.help import help_text
+from megapar.config.read import normal, spellings
+from megapar.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+
+def accept(line: str, kind: str = "moe", world: int = 1) -> Config:
+    return parse(kind, line.split(), {"WORLD_SIZE": str(world)})
+
+
+def rules(line: str | list[str], kind: str = "moe", world: int = 1) -> dict[str, str]:
+    argv = line.split() if isinstance(line, str) else line
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, argv, {"WORLD_SIZE": str(world)})
+    return {complaint.rule: str(complaint) for complaint in caught.value.complaints}
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# Names
+
+
+def test_every_field_of_every_group_is_a_flag_or_a_fact_and_names_are_unique() -> None:
+    names = [item.name for cls in GROUPS.values() for item in fields(cls)]
+    assert len(set(names)) == len(names)
+    assert set(names) - set(FLAGS) == {"dp_degree", "data_ranks"}
+
+
+def test_no_spelling_means_two_things() -> None:
+    written = [normal(flag.spelling[2:]) for flag in FLAGS.values()]
+    written += [normal(alias.name) for flag in FLAGS.values() for alias in flag.aliases]
+    assert len(set(written)) == len(written)
+    for flag in FLAGS.values():
+        assert spellings()[normal(flag.spelling[2:])].flag is flag
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "name", "value"),
+    [
+        ("--tensor-model-parallel-size 1", "parallel", "mp_degree", 1),
+        ("--expert-tensor-parallel-size 1", "parallel", "expert_mp_degree", 1),
+        ("--swiglu", "model", "activation", "swiglu"),
+        ("--bf16", "training", "dtype", "bf16"),
+        ("--disable-bias-linear", "model", "add_bias_linear", False),
+        ("--use-distributed-optimizer", "sharding", "sharding_stage", 1),
+        ("--num-moe-experts 4", "moe", "num_experts", 4),
+        ("--norm-epsilon 1e-6", "model", "layernorm_epsilon", 1e-6),
+        ("--normalization RMSNorm", "model", "normalization", "rmsnorm"),
+        ("--overlap-grad-reduce", "sharding", "overlap_grad_reduce", "on"),
+        ("--no-overlap-grad-reduce", "sharding", "overlap_grad_reduce", "off"),
+        ("--overlap-param-gather off", "sharding", "overlap_param_gather", "off"),
+        ("--no-use-flash-attn", "model", "use_flash_attn", False),
+        ("--hidden_size=64", "model", "hidden_size", 64),
+        ("--ampipe-degree 1", "ampipe", "ampipe_degree", 1),
+        ("--rank-order sharding,dp,pp,cp,mp", "parallel", "rank_order", ("sharding", "dp", "pp", "cp", "mp")),
+        ("--rampup-batch-size 4 4 100 --global-batch-size 8", "training", "rampup_batch_size", (4, 4, 100)),
+        ("--sharding-degree -1", "parallel", "sharding_degree", 1),
+        ("--train-iters 1e3", "training", "train_iters", 1000),
+    ],
+)
+def test_spellings_set_their_field(line: str, group: str, name: str, value: Any) -> None:
+    config = accept(line)
+    assert getattr(getattr(config, group), name) == value
+
+
+def test_standard_negative_names_are_primary() -> None:
+    config = accept(f"--load {ROOT} --no-load-optim --no-load-rng")
+    assert config.checkpoint.no_load_optim
+    assert config.checkpoint.no_load_rng
+    assert accept(f"--load {ROOT} --no-load-optim --load-optim").checkpoint.no_load_optim is False
+
+
+def test_old_name_works_with_a_note() -> None:
+    config = parse("moe", ["--fuse-broadcast-MB", "32"], {})
+    assert config.sharding.segment_broadcast_mb == 32
+    assert any("old name" in warning for warning in config.warnings)
+
+
+def test_last_of_repeated_flags_wins_and_contradicting_names_do_not() -> None:
+    assert accept("--lr 1e-3 --lr 1e-4").optimizer.lr == 1e-4
+    assert accept("--hybrid-dp --no-hybrid-dp").parallel.hybrid_dp is False
+    assert "contradiction" in rules("--bf16 --fp16")
+    assert "contradiction" in rules("--micro-batch-size 1 --mp-degree 1 --tensor-model-parallel-size 2")
+
+
+def test_unknown_flag_names_the_nearest_ones() -> None:
+    found = rules("--micro-batchsize 2")
+    assert "--micro-batch-size" in found["unknown-flag"]
+
+
+def test_flags_of_the_other_trainer_are_refused_unless_they_change_nothing() -> None:
+    assert "pretrain_moe.py" in rules("--num-experts 4", kind="ernie")["wrong-model"]
+    assert accept("--num-experts 0", kind="ernie").moe.num_experts == 0
+    assert "pretrain_ernie.py" in rules("--mlm-probability 0.3")["wrong-model"]
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("--lr fast", "value"),
+        ("--lr nan", "value"),
+        ("--lr 0", "bound"),
+        ("--num-layers 2.5", "value"),
+        ("--num-layers", "missing-value"),
+        ("--num-layers --lr 1", "missing-value"),
+        ("--sharding-stage 4", "choice"),
+        ("--hidden-dropout 1.5", "bound"),
+        ("--rampup-batch-size 4 4", "value"),
+        ("--bf16=yes", "value"),
+        ("stray", "unexpected"),
+        ("-x", "unexpected"),
+        ("--hybrid-dp=maybe", "value"),
+    ],
+)
+def test_bad_values(line: str, rule: str) -> None:
+    assert rule in rules(line)
+
+
+def test_bad_world_size_in_the_environment() -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
+        parse("moe", [], {"WORLD_SIZE": "many"})
+
+
+def test_all_complaints_at_once_and_good_inputs_still_judged() -> None:
+    found = rules(
+        "--micro-batchsize 2 --lr x --num-experts 4 --moe-router-topk 5 --data-path /no/such.txt --sharding-stage 9"
+    )
+    assert {"unknown-flag", "value", "choice", "topk", "file-missing"} <= set(found)
+
+
+def test_rows_with_a_bad_input_stay_silent() -> None:
+    found = rules("--hidden-size x --num-attention-heads 7")
+    assert set(found) == {"value"}
+
+
+# Files
+
+
+def test_yaml_takes_the_same_names_and_the_line_wins(tmp_path: Path) -> None:
+    path = write(tmp_path, "num-layers: 2\nhidden_size: 128\nlr: 1e-4\nbf16: true\nhybrid_dp: false\nhead_dim: null\n")
+    config = accept(f"--config {path} --hidden-size 64")
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (2, 64, 1e-4)
+    assert config.training.dtype == "bf16"
+    assert config.model.head_dim == 16
+    assert [config.origins[n] for n in ("num_layers", "hidden_size", "head_dim", "seed")] == [
+        "file",
+        "flag",
+        "derived",
+        "default",
+    ]
+
+
+def test_yaml_lists_switches_and_aliases(tmp_path: Path) -> None:
+    data = tmp_path / "a.txt"
+    data.write_text("text", encoding="utf-8")
+    path = write(tmp_path, f"data_path: [{data}]\noverlap_grad_reduce: off\ndisable_bias_linear: false\nfp16: false\n")
+    config = accept(f"--config {path}")
+    assert config.data.data_path == (str(data),)
+    assert config.sharding.overlap_grad_reduce == "off"
+    assert config.model.add_bias_linear is True
+    assert config.training.dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("num_layrs: 2", "unknown-flag"),
+        ("num_layers: 2\nnum-layers: 3", "duplicate-key"),
+        ("num_layers: 2\nnum_layers: 3", "duplicate-key"),
+        ("num_layers: [2", "config-file"),
+        ("- 1\n- 2", "config-file"),
+        ("!!python/object/apply:os.system ['true']", "config-file"),
+        ("lr: !!python/name:os.system ''", "config-file"),
+        ("validate_only: true", "config-file"),
+        ("num_layers: true", "value"),
+        ("num_layers: [1, 2]", "value"),
+        ("lr: {a: 1}", "value"),
+        ("swiglu: 3", "value"),
+    ],
+)
+def test_bad_yaml_is_a_complaint(tmp_path: Path, text: str, rule: str) -> None:
+    assert rule in rules(["--config", write(tmp_path, text)])
+
+
+def test_missing_files_are_complaints_but_notes_under_validate_only(tmp_path: Path) -> None:
+    line = f"--data-path {tmp_path}/no.jsonl --tokenizer-model {tmp_path}/no.model --load {tmp_path}/no"
+    with pytest.raises(ConfigError) as caught:
+        parse("moe", line.split(), {})
+    assert [complaint.rule for complaint in caught.value.complaints] == ["file-missing"] * 3
+    assert len(parse("moe", [*line.split(), "--validate-only"], {}).notes) == 3
+
+
+def test_missing_config_file(tmp_path: Path) -> None:
+    assert "config-file" in rules(f"--config {tmp_path}/none.yaml")
+    assert "missing-value" in rules("--config")
+
+
+def test_save_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("", encoding="utf-8")
+    assert "file" in rules(f"--save {blocker}/run")
+    assert accept(f"--save {tmp_path}/a/b/c").checkpoint.save == f"{tmp_path}/a/b/c"
+    assert not (tmp_path / "a").exists()
+
+
+def test_megatron_prefix_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").write_bytes(b"")
+    assert "not-built-data-path" in rules(f"--data-path {tmp_path}/corpus")
+    assert "not-built-data-path" in rules(f"--data-path 0.7 {tmp_path}/corpus")
+
+
+# Derived values
+
+
+def test_sharding_takes_what_the_others_leave() -> None:
+    config = accept("", world=6)
+    assert (config.parallel.sharding_degree, config.parallel.dp_degree, config.runtime.world_size) == (6, 1, 6)
+    assert config.origins["sharding_degree"] == "derived"
+
+
+def test_hybrid_dp_layout() -> None:
+    config = accept("--sharding-degree 2 --hybrid-dp", world=6)
+    assert (config.grid.dp, config.grid.sharding, config.runtime.data_ranks) == (3, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "batch", "steps"),
+    [
+        ("--micro-batch-size 2", 4, 8, 1),
+        ("--micro-batch-size 2 --gradient-merge-acc-step 3", 4, 24, 3),
+        ("--micro-batch-size 2 --global-batch-size 24", 4, 24, 3),
+        ("--micro-batch-size 2 --global-batch-size 24 --gradient-merge-acc-step 3", 4, 24, 3),
+    ],
+)
+def test_batch_and_accumulation_derive_each_other(line: str, world: int, batch: int, steps: int) -> None:
+    config = accept(line, world=world)
+    assert (config.training.global_batch_size, config.sharding.gradient_merge_acc_step) == (batch, steps)
+
+
+def test_sizes_derive() -> None:
+    config = accept("--hidden-size 128 --num-attention-heads 8 --gradient-merge-acc-step 2")
+    assert (config.model.head_dim, config.model.num_query_groups) == (16, 8)
+    assert config.model.ffn_hidden_size == 320
+    assert config.moe.moe_ffn_hidden_size == 320
+    assert accept("--hidden-size 128", kind="ernie").model.ffn_hidden_size == 512
+    assert config.model.max_position_embeddings == config.model.seq_length
+    assert config.optimizer.lr_decay_iters == config.training.train_iters
+    assert accept("--sharding-stage 3").sharding.gradient_merge_mode == "micro_batch"
+
+
+def test_nothing_is_left_open() -> None:
+    for kind in SCRIPTS:
+        config = accept("", kind=kind)
+        optional = {n for cls in GROUPS.values() for n, t in cls.__annotations__.items() if t.endswith("None")}
+        for name, group in config.to_dict().items():
+            if name != "kind":
+                assert {key for key, value in group.items() if value is None} <= optional
+
+
+def test_config_is_frozen_and_plain() -> None:
+    config = accept("")
+    with pytest.raises(FrozenInstanceError):
+        config.model.hidden_size = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.origins["lr"] = "flag"  # type: ignore[index]
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+# The process
+
+
+def run(script: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    probe = (
+        "import atexit, runpy, sys\n"
+        "heavy = {'torch', 'numpy', 'yaml'}\n"
+        "atexit.register(lambda: print('heavy:', sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
+        f"sys.argv = [{script!r}, *{list(argv)!r}]\n"
+        f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
+    )
+    env = {"PATH": "", "PYTHONPATH": str(ROOT), **environ}
+    return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=env, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values())
+def test_refusal_needs_no_torch(script: str) -> None:
+    done = run(script, "--no-such-flag", "--lr", "x")
+    assert done.returncode == 2
+    assert "unknown-flag" in done.stderr
+    assert "2 complaints" in done.stderr
+    assert "heavy: []" in done.stderr
+    assert done.stdout == ""
+
+
+def test_validate_only_prints_groups_without_torch() -> None:
+    flags = ["--validate-only", "--world-size", "32", "--sharding-degree", "4", "--mp-degree", "2", "--hybrid-dp"]
+    done = run("pretrain_moe.py", *flags)
+    assert done.returncode == 0
+    assert "heavy: []" in done.stderr
+    assert "dp 4: 8 groups: 0 8 16 24 | 1 9 17 25" in done.stdout
+    assert "sharding 4: 8 groups: 0 2 4 6 | 1 3 5 7" in done.stdout
+    assert "mp 2: 16 groups: 0 1 | 2 3" in done.stdout
+    assert "not-built-mp-degree" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.startswith("  --mp-degree"))
+    assert row.split() == ["--mp-degree", "2", "flag"]
+
+
+def test_validate_only_of_a_bad_layout_is_refused() -> None:
+    done = run(
+        "pretrain_moe.py", *["--validate-only", "--world-size", "32", "--mp-degree", "3", "--sharding-degree", "5"]
+    )
+    assert done.returncode == 2
+    assert "world-size" in done.stderr
+
+
+def test_only_rank_0_speaks() -> None:
+    first = run("pretrain_moe.py", "--no-such-flag", RANK="0", WORLD_SIZE="2")
+    second = run("pretrain_moe.py", "--no-such-flag", RANK="1", WORLD_SIZE="2")
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "unknown-flag" in first.stderr
+    assert "unknown-flag" not in second.stderr
+
+
+def test_help_has_every_flag_with_its_default_and_unit() -> None:
+    for kind in SCRIPTS:
+        page = help_text(kind)
+        for flag in FLAGS.values():
+            assert (f"  {flag.spelling}" in page) == (kind in flag.models)
+        assert page.count("(default:") == sum(kind in flag.models for flag in FLAGS.values())
+    done = run("pretrain_moe.py", "--help")
+    assert done.returncode == 0
+    assert "heavy: []" in done.stderr
+    assert "--hidden-size INT" in done.stdout
+    assert "[features]" in done.stdout
+
+
+def test_groups_of_a_huge_world_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--validate-only --world-size 100000 --sharding-degree 500 --mp-degree 4 --hybrid-dp --ep-degree 4"
+    with pytest.raises(SystemExit) as left:
+        parse_or_exit("moe", line.split(), {})
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    assert "dp 50: 2000 groups: 0 2000 4000 ... 98000 | 1 2001" in printed
+    assert "ep 4: 25000 groups: 0 4 8 12 | 1 5 9 13" in printed
+    assert max(len(row) for row in printed.splitlines()) < 400
+
+
+def test_shortened_groups_are_the_grid_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--validate-only --world-size 32 --sharding-degree 4 --mp-degree 2 --hybrid-dp --ep-degree 4"
+    order = "--rank-order sharding,pp,dp,mp,cp"
+    for extra in ("", order):
+        config = parse("moe", f"{line} {extra}".split(), {})
+        with pytest.raises(SystemExit):
+            parse_or_exit("moe", f"{line} {extra}".split(), {})
+        printed = capsys.readouterr().out
+        for axis in ("dp", "sharding", "mp", "edp", "ep", "emp"):
+            row = next(r for r in printed.splitlines() if r.startswith(f"  {axis} {config.grid.size(axis)}:"))
+            groups = {tuple(map(int, text.split())) for text in row.split(": ", 2)[2].split(" | ")}
+            assert groups == set(config.grid.groups(axis))
+
+
+def words() -> st.SearchStrategy[str]:
+    names = [flag.spelling for flag in FLAGS.values()] + ["--bf16", "--no-such", "--no-hybrid-dp", "-h1", "--"]
+    values = [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "-1",
+        "7",
+        "64",
+        "1e-3",
+        "x",
+        "",
+        "on",
+        "builtin",
+        "uniform",
+        "1f1b",
+        "nan",
+        "inf",
+    ]
+    choices = sorted({str(choice) for flag in FLAGS.values() for choice in flag.choices})
+    return st.one_of(st.sampled_from(names), st.sampled_from(names), st.sampled_from(values), st.sampled_from(choices))
+
+
+@st.composite
+def plausible(draw: st.DrawFn) -> list[str]:
+    """Few flags with values of their own type: most of these lines reach the rows, many are accepted."""
+    argv = ["--validate-only"]
+    for flag in draw(st.lists(st.sampled_from(list(FLAGS.values())), max_size=6, unique_by=lambda flag: flag.name)):
+        if flag.name in ("config", "world_size", "validate_only"):
+            continue
+        number = draw(st.sampled_from([1, 1, 2, 2, 3, 4, 8, 64]))
+        typed = {
+            "int": [number],
+            "float": [number / 8],
+            "str": ["text"],
+            "strings": ["builtin"],
+            "integers": [4] * flag.count,
+        }
+        if flag.comma:
+            typed["strings"] = [draw(st.permutations(["dp", "pp", "sharding", "cp", "mp"]))]
+            typed["strings"] = [",".join(typed["strings"][0])]
+        values = [draw(st.sampled_from(flag.choices))] if flag.choices else typed.get(flag.type, [])
+        argv += [flag.spelling, *(str(value) for value in values)]
+    return argv
+
+
+def judge(kind: str, argv: list[str], world: int) -> Config | ConfigError:
+    try:
+        return parse(kind, argv, {"WORLD_SIZE": str(world)})
+    except ConfigError as error:
+        return error
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(list(SCRIPTS)), st.lists(words(), max_size=24), st.sampled_from([1, 2, 6, 8, 32]))
+def test_any_line_is_accepted_or_refused_with_reasons(kind: str, argv: list[str], world: int) -> None:
+    outcome = judge(kind, argv, world)
+    if isinstance(outcome, Config):
+        assert outcome.grid.world_size == outcome.runtime.world_size
+    else:
+        assert outcome.complaints
+        assert all(complaint.rule and complaint.message for complaint in outcome.complaints)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(list(SCRIPTS)), plausible(), st.sampled_from([1, 2, 4, 6, 8, 32]))
+def test_plausible_lines_resolve_whole_or_are_refused(kind: str, argv: list[str], world: int) -> None:
+    outcome = judge(kind, argv, world)
+    if isinstance(outcome, Config):
+        assert outcome.grid.world_size == world
+        batch = outcome.training.micro_batch_size * outcome.sharding.gradient_merge_acc_step * outcome.grid.data_ranks
+        assert outcome.training.global_batch_size == batch
+    else:
+        assert outcome.complaints
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(alphabet=st.sampled_from("num_layers: \n[]{}-!&*'\"#|>lr1e0?,"), max_size=60))
+def test_any_text_as_yaml_is_accepted_or_refused(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    outcome = judge("moe", ["--config", path], 1)
+    assert isinstance(outcome, Config) or outcome.complaints

@@ -1,0 +1,165 @@
+"""Every row's two examples, and how rows are evaluated."""
+
+from __future__ import annotations
+
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.arguments import FLAGS, parse, resolved_values
+from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, RULES, Rule, check
+from megapar.errors import ConfigError
+from megapar.rules.rule import FACTS, Facts, either, near_divisors, near_multiples
+from megapar.tools.docs import stale
+
+MATRIX = [pytest.param(rule, id=rule.id) for rule in RULES]
+STRICT = {LIFTED: ["--strict-seed-rules"]}
+
+
+def values_of(rule: Rule, example: str) -> dict[str, Any]:
+    return resolved_values(rule.models[0], shlex.split(example), {})
+
+
+def refused(kind: str, line: str, environ: dict[str, str] | None = None) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, shlex.split(line), environ or {})
+    return {complaint.rule: str(complaint) for complaint in caught.value.complaints}
+
+
+@pytest.mark.parametrize("rule", MATRIX)
+def test_passing_example_keeps_its_row(rule: Rule) -> None:
+    values = values_of(rule, rule.passing)
+    assert set(rule.reads) <= set(values)
+    assert not rule.broken(values)
+
+
+@pytest.mark.parametrize("rule", MATRIX)
+def test_failing_example_breaks_its_row_and_is_explained(rule: Rule) -> None:
+    values = values_of(rule, rule.failing)
+    assert rule.broken(values)
+    verdict = check(values, strict=True)
+    assert rule.id in " ".join([*map(str, (*verdict.refused, *verdict.not_built)), *verdict.warnings])
+    assert rule.message in rule.text(values)
+    assert rule.advice(values).strip() == rule.advice(values)
+
+
+@pytest.mark.parametrize("rule", MATRIX)
+def test_row_is_well_formed(rule: Rule) -> None:
+    known = {*FLAGS, *FACTS}
+    assert set(rule.reads) <= known
+    assert set(dict(rule.sets)) <= set(FLAGS)
+    assert rule.source
+    assert bool(rule.reason) == (rule.kind == LIFTED)
+    assert bool(rule.sets) <= (rule.kind == DOWNGRADE)
+    for name in set(rule.reads) & set(FLAGS):
+        assert (
+            set(rule.models) <= set(FLAGS[name].models)
+            or FLAGS[name].defaults["ernie"] is not None
+            or name
+            in (
+                "num_query_groups",
+                "head_dim",
+                "moe_ffn_hidden_size",
+                "expert_mp_degree",
+            )
+        )
+
+
+def test_ids_are_unique() -> None:
+    ids = [rule.id for rule in RULES]
+    assert sorted(set(ids)) == sorted(ids)
+
+
+def test_order_of_rows_does_not_matter() -> None:
+    values = resolved_values(
+        "moe", shlex.split("--world-size 32 --mp-degree 3 --sharding-degree 5 --lr 1 --min-lr 2"), {}
+    )
+    rows = list(RULES)
+    before = check(values, rules=rows)
+    random.Random(1).shuffle(rows)
+    after = check(values, rules=rows)
+    assert set(before.refused) == set(after.refused)
+    assert len(before.refused) >= 3
+
+
+def test_a_row_reads_only_what_it_declares() -> None:
+    facts = Facts({"mp_degree": 2, "lr": 1.0}, ("mp_degree",))
+    assert facts.mp_degree == 2
+    with pytest.raises(AttributeError, match="without declaring it"):
+        _ = facts.lr
+
+
+def test_downgrade_switches_the_feature_off_with_a_warning() -> None:
+    line = (
+        "--validate-only --world-size 4 --ep-degree 4 --num-experts 4 --moe-model-type deepspeed_moe --use-pipe-experts"
+    )
+    config = parse("moe", shlex.split(line), {})
+    assert config.ampipe.use_pipe_experts is False
+    assert config.origins["use_pipe_experts"] == "derived"
+    assert any("pipe-experts-nothing" in warning for warning in config.warnings)
+
+
+def test_lifted_row_sleeps_until_strict_seed_rules() -> None:
+    line = ["--moe-model-type", "deepspeed_moe", "--moe-router-topk", "4"]
+    assert parse("moe", line, {}).moe.moe_router_topk == 4
+    assert "deepspeed-topk" in refused("moe", "--strict-seed-rules " + shlex.join(line))
+
+
+def test_not_built_refuses_a_run_and_is_a_note_under_validate_only() -> None:
+    assert "not-built-mp-degree" in refused("moe", "--mp-degree 2", {"WORLD_SIZE": "2"})
+    config = parse("moe", ["--validate-only", "--world-size", "2", "--mp-degree", "2"], {})
+    assert any("not-built-mp-degree" in note for note in config.notes)
+    assert config.grid.mp == 2
+
+
+def test_not_built_row_is_silent_about_the_default() -> None:
+    assert parse("moe", ["--mp-degree", "1", "--recompute-interval", "0"], {}).notes == ()
+
+
+def test_every_not_built_row_reads_one_flag_first() -> None:
+    rows = [rule for rule in RULES if rule.kind == NOT_BUILT]
+    assert len({rule.reads[0] for rule in rows}) == len(rows)
+
+
+def test_nearest_degrees_at_32_ranks() -> None:
+    found = refused("moe", "--validate-only --world-size 32 --mp-degree 3 --sharding-degree 5")
+    assert "--sharding-degree 8 --mp-degree 4" in found["world-size"]
+    assert "--sharding-degree 5" in found["world-size"]
+
+
+def test_rank_count_that_no_degree_fits_is_refused_without_a_sharding_degree() -> None:
+    assert "--mp-degree 2" in refused("moe", "--validate-only --world-size 32 --mp-degree 3")["world-size"]
+
+
+def test_replicas_without_hybrid_dp_are_refused_with_the_sizes() -> None:
+    found = refused("moe", "--sharding-degree 2", {"WORLD_SIZE": "8"})["world-size"]
+    assert "--world-size 8" in found
+    assert "--hybrid-dp" in found
+
+
+def test_six_heads_at_mp_4() -> None:
+    line = "--mp-degree 4 --num-attention-heads 6 --hidden-size 192 --validate-only --world-size 4"
+    assert "2 or 3" in refused("moe", line)["mp-heads"].replace("1, 2, 3 or 6", "2 or 3")
+
+
+def test_hugging_face_form() -> None:
+    assert {"hf-decoder-variety"} == set(refused("moe", "--save-hf out --qk-norm"))
+    assert {"hf-moe-head-dim"} == set(refused("moe", "--save-hf out --head-dim 32"))
+    assert parse("moe", shlex.split("--save-hf out --num-experts 0 --head-dim 32"), {}).checkpoint.save_hf == "out"
+    assert parse("ernie", shlex.split("--save-hf out"), {}).checkpoint.save_hf == "out"
+
+
+def test_sentences_of_values() -> None:
+    assert either([1]) == "1"
+    assert either([1, 2, 4]) == "1, 2 or 4"
+    assert near_divisors(12, 5, count=3) == "3, 4 or 6"
+    assert near_multiples(4, 10) == "8 or 12"
+    assert near_multiples(4, 8) == "8"
+    assert near_multiples(4, 2) == "4"
+
+
+def test_generated_pages_are_fresh() -> None:
+    assert stale(Path(__file__).parents[1] / "docs") == [], "run megapar docs"

@@ -1,0 +1,68 @@
+"""Every shipped configuration goes through the real command line at its rank count."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megapar.arguments import SCRIPTS, Config, parse
+
+FOLDER = Path(__file__).parents[1] / "configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+RUNNABLE = ("quickstart", "ernie-quickstart")
+
+
+def header(path: Path) -> dict[str, str]:
+    found = dict(re.findall(r"^# (source|script|ranks): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(found) == {"source", "script", "ranks"}, (
+        f"{path.name} does not say where it comes from and how to start it"
+    )
+    return found
+
+
+def load(path: Path) -> Config:
+    said = header(path)
+    kind = {script: kind for kind, script in SCRIPTS.items()}[said["script"]]
+    return parse(kind, ["--config", str(path), "--validate-only", "--world-size", said["ranks"]], {})
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_config_is_accepted_at_its_rank_count(path: Path) -> None:
+    config = load(path)
+    assert config.grid.world_size == int(header(path)["ranks"])
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_quickstart_runs_on_what_is_built(name: str) -> None:
+    assert load(FOLDER / f"{name}.yaml").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "steps"),
+    [
+        ("sharding-32", (1, 32, 1), 1),
+        ("sharding-8-dp-4", (4, 8, 1), 4),
+        ("mp-8-sharding-4", (1, 4, 8), 1),
+        ("mp-2-sharding-4-dp-4", (4, 4, 2), 1),
+    ],
+)
+def test_the_seed_examples_have_the_seed_layouts(name: str, sizes: tuple[int, int, int], steps: int) -> None:
+    config = load(FOLDER / f"{name}.yaml")
+    assert (config.grid.dp, config.grid.sharding, config.grid.mp) == sizes
+    assert config.sharding.gradient_merge_acc_step == steps
+    assert config.sharding.segment_broadcast_mb == 32
+
+
+def test_presets_by_name() -> None:
+    names = {path.stem for path in FILES}
+    assert {"quickstart", "ernie-3.0-base", "gpt-117m", "ernie-4.5-21b-a3b", "ernie-4.5-0.3b"} <= names
+
+
+def test_published_sizes_of_the_21b_model() -> None:
+    config = load(FOLDER / "ernie-4.5-21b-a3b.yaml")
+    assert config.model.head_dim == 128
+    assert config.training.global_batch_size == 128
+    assert config.grid.ep == 8
