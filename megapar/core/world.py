@@ -104,9 +104,14 @@ class World:
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
     def close(self) -> None:
-        """Wait for all ranks and leave. After a failure do not call it: the others may never come."""
+        """Wait for all ranks and leave. After a failure ``abandon`` is the way out."""
         if self.grid.world_size > 1 and dist.is_initialized():
             dist.barrier()
+            dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave after a failure, without waiting for ranks that may be gone."""
+        if self.grid.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def _make_axis(self, name: str) -> Axis:

@@ -18,7 +18,7 @@ class FullSharding:
     """Parameters, gradients and optimizer state cut over the shard axis, replicated over dp.
 
     model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
-    here, uninitialised. units: forward order; ``together`` names units that share parameters (a tied embedding and its
+    here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share parameters (a tied embedding and its
     head) and form one group. Gradients are sums over data ranks, never means.
     """
 
@@ -26,7 +26,7 @@ class FullSharding:
         self,
         world: World,
         model: nn.Module,
-        units: Mapping[str, nn.Module],
+        units: Mapping[str, Sequence[nn.Module]],
         specs: Sequence[Described],
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
@@ -42,12 +42,11 @@ class FullSharding:
             # Parameters that compute in fp32 keep a group, and a gather, of their own.
             for name in sorted({spec.name.rpartition(".")[0] for spec in specs if spec.fp32}):
                 self._wrap(model.get_submodule(name), _policy(None, master_dtype))
-        shared = [units[name] for name in units if name in together]
-        for name, module in units.items():
-            if name not in together:
-                self._wrap(module, policy)
-        if shared:
-            self._wrap(shared if len(shared) > 1 else shared[0], policy)
+        groups = [modules for name, modules in units.items() if name not in together]
+        groups.append([module for name in units if name in together for module in units[name]])
+        for modules in groups:
+            if modules:
+                self._wrap(list(modules) if len(modules) > 1 else modules[0], policy)
         self._wrap(model, policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
+from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, shard_dim
+from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 
 # (description, local parameter, this rank's master box, whether this rank counts it in the global norm)
 Entry = tuple[Described, nn.Parameter, Box, bool]
@@ -31,13 +33,15 @@ Entry = tuple[Described, nn.Parameter, Box, bool]
 class Member:
     """One parameter of a segment.
 
-    counted: whether this rank counts it in the global norm. dim: along which sharding cuts it. piece: shape of one
+    counted: whether this rank counts it in the global norm. parts, dim: sharding cuts it in
+    ``parts`` along ``dim``. piece: shape of one
     rank's padded piece. offset: where the piece starts in a row. box: this rank's real piece of the global tensor.
     """
 
     spec: Described
     parameter: nn.Parameter
     counted: bool
+    parts: int
     dim: int
     piece: tuple[int, ...]
     offset: int
@@ -52,8 +56,7 @@ class Member:
     def rows(self, tensor: Tensor) -> Tensor:
         """A whole local tensor as [n, *piece]; a view unless it must be padded."""
         if self.padded:
-            length = self.piece[self.dim] * -(-tensor.shape[self.dim] // self.piece[self.dim])
-            tensor = _pad(tensor, self.dim, length)
+            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.parts)
         cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
         return cut.movedim(self.dim, 0)
 
@@ -73,7 +76,7 @@ def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
         dim = shard_dim(sizes, parts)
         piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
         padded = piece[dim] * parts != sizes[dim]
-        members.append(Member(spec, parameter, counted, dim, piece, offset, box, padded))
+        members.append(Member(spec, parameter, counted, parts, dim, piece, offset, box, padded))
         offset += prod(piece)
     return tuple(members)
 
@@ -104,8 +107,10 @@ class Segment:
         master_dtype: torch.dtype,
         *,
         whole_gradients: bool,
+        meter: WaitMeter,
     ) -> None:
         self.name = name
+        self._meter = meter
         self.shard = shard
         self.replica = replica
         self.members = make_members(parameters, shard.size)
@@ -201,7 +206,7 @@ class Segment:
             self._reduced = flat[0]
         else:
             self._reduced = torch.empty(self.row, dtype=flat.dtype, device=flat.device)
-            work = dist.reduce_scatter_tensor(self._reduced, flat.view(-1), group=self.shard.group, async_op=overlap)
+            work = reduce_scatter_single(self._reduced, flat.view(-1), group=self.shard.group, async_op=overlap)
             if work is not None:
                 # The input must live until the collective is done.
                 self._flat = flat
@@ -231,7 +236,7 @@ class Segment:
 
     def _wait(self) -> None:
         for work in self._work:
-            work.wait()
+            self._meter.wait(work)
         self._work.clear()
 
     # Parameters: publish (after the optimizer) -> receive (before the forward)
@@ -245,7 +250,7 @@ class Segment:
             self._fill(row.unsqueeze(0))
             return
         flat = torch.empty(self.shard.size, self.row, dtype=self.dtype, device=row.device)
-        work = dist.all_gather_into_tensor(flat.view(-1), row, group=self.shard.group, async_op=overlap)
+        work = all_gather_single(flat.view(-1), row, group=self.shard.group, async_op=overlap)
         if work is None:
             self._fill(flat)
         else:
@@ -256,7 +261,7 @@ class Segment:
         if self._gather is not None:
             flat, work = self._gather
             self._gather = None
-            work.wait()
+            self._meter.wait(work)
             self._fill(flat)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, is_primary, master_box
 from megapar.core.sharding.part import Part, View
 from megapar.core.sharding.segment import Segment
@@ -29,7 +30,7 @@ from megapar.core.world import World
 class ZeroSharding:
     """Optimizer-state sharding (stage 1), and gradient sharding (stage 2: reduced in every micro-batch).
 
-    units: forward order of the model's units, each a module whose forward needs its parameters.
+    units: the model's units in forward order, each the modules whose forward needs its parameters.
     parameters: (description, local parameter) of every trainable parameter.
     reduce_every_micro_batch: stage 2's way: only a row of gradients is kept over the micro-batches.
     overlap_reduce: reduce-scatter inside the backward. overlap_gather: gather inside the next forward.
@@ -38,18 +39,19 @@ class ZeroSharding:
     def __init__(
         self,
         world: World,
-        units: Mapping[str, nn.Module],
+        units: Mapping[str, Sequence[nn.Module]],
         parameters: Sequence[tuple[Described, nn.Parameter]],
         master_dtype: torch.dtype,
         *,
         reduce_every_micro_batch: bool,
         overlap_reduce: bool,
         overlap_gather: bool,
+        meter: WaitMeter,
     ) -> None:
         self._reduce_every = reduce_every_micro_batch
         self._overlap_reduce = overlap_reduce
         self._overlap_gather = overlap_gather
-        self.segments = _plan(world, tuple(units), parameters, master_dtype, not reduce_every_micro_batch)
+        self.segments = _plan(world, tuple(units), parameters, master_dtype, not reduce_every_micro_batch, meter)
         self._last = False
         self._running = False  # a micro-batch's backward may have left segments to launch
         self._ready: set[int] = set()
@@ -57,9 +59,10 @@ class ZeroSharding:
         for number, segment in enumerate(self.segments):
             for index, member in enumerate(segment.members):
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
-        for name, module in units.items():
+        for name, modules in units.items():
             mine = [segment for segment in self.segments if segment.name == name]
-            module.register_forward_pre_hook(_receiver(mine))
+            for module in modules:
+                module.register_forward_pre_hook(_receiver(mine))
         self.parts: list[Part] = []
         for segment in self.segments:
             for part in segment.ranges:
@@ -152,6 +155,7 @@ def _plan(
     parameters: Sequence[tuple[Described, nn.Parameter]],
     master_dtype: torch.dtype,
     whole_gradients: bool,
+    meter: WaitMeter,
 ) -> list[Segment]:
     """One segment per unit, dtype and pair of axes, in forward order."""
     buckets: dict[tuple[Any, ...], list[tuple[Described, nn.Parameter]]] = {}
@@ -164,7 +168,7 @@ def _plan(
         grid, rank = world.grid, world.rank
         boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
-        segments.append(Segment(unit, boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients))
+        segments.append(Segment(unit, boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients, meter=meter))
     return segments
 
 

@@ -1,0 +1,44 @@
+"""What a device could compute at best, for MFU."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megapar.core.device.base import Device
+
+# Dense matrix FLOP/s from the vendors' data sheets: (part of the device's name, dtype) -> FLOP/s. First hit counts.
+_TABLE: tuple[tuple[str, torch.dtype, float], ...] = (
+    ("H200", torch.bfloat16, 989e12),
+    ("H100", torch.bfloat16, 989e12),
+    ("H800", torch.bfloat16, 989e12),
+    ("A100", torch.bfloat16, 312e12),
+    ("A800", torch.bfloat16, 312e12),
+    ("V100", torch.float16, 125e12),
+    ("910B", torch.bfloat16, 376e12),
+)
+
+
+def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s of the device in ``dtype`` and where the figure comes from: ``table`` or ``measured``.
+
+    Measured is the best of a few square GEMMs on this machine with this process's threads.
+    """
+    for name, kind, flops in _TABLE:
+        if name in device.name and kind == dtype:
+            return flops, "table"
+    return _measure(device, dtype), "measured"
+
+
+def _measure(device: Device, dtype: torch.dtype) -> float:
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
+    best = float("inf")
+    for _ in range(4):
+        device.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, a)
+        device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

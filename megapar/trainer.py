@@ -1,0 +1,340 @@
+"""The monolithic trainer: build, loop, step.
+
+``train(config)`` is the Python way in, and all that the entry scripts call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.arguments import Config
+from megapar.core.device.base import Device
+from megapar.core.device.peak import peak_flops
+from megapar.core.device.pick import pick
+from megapar.core.optimizer import clip, global_norm
+from megapar.core.random import seed_micro_batch
+from megapar.core.world import World
+from megapar.data.batches import Loader, MicroBatch
+from megapar.data.corpus import Corpus
+from megapar.errors import MegaparError
+from megapar.model.decoder import Decoder
+from megapar.model.flops import flops_per_token
+from megapar.training import build, export, state
+from megapar.training.evaluate import evaluate
+from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
+from megapar.training.monitor import Monitor, Step
+from megapar.training.record import Logger, Record
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. records: of every iteration run, in order. evaluation: the last one's means, if there was one."""
+
+    iteration: int
+    records: tuple[Record, ...]
+    evaluation: dict[str, float] | None
+    checkpoint: Path | None
+    exported: Path | None
+
+
+def main(config: Config) -> NoReturn:
+    """Train and end the process: 0 done, 2 configuration refused, 1 anything else.
+
+    Several ranks leave without the interpreter's own shutdown, in which gloo's threads at times abort a finished run.
+    """
+    status = 0
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        train(config)
+    except MegaparError as error:
+        status = error.exit_status
+        if rank == 0 or status != 2:
+            where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+            sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
+    except BaseException:
+        status = 1
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def train(config: Config, rendezvous_url: str | None = None) -> Outcome:
+    """Train as the configuration says.
+
+    rendezvous_url: where several ranks meet, by default as torchrun sets the environment. Raises MegaparError.
+    """
+    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    corpus = build.make_corpus(config)
+    world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
+    try:
+        trainer = Trainer(config, world, corpus)
+        outcome = trainer.run()
+    except BaseException:
+        # The other ranks may be gone: nobody waits for anybody on this way out.
+        world.abandon()
+        raise
+    world.close()
+    return outcome
+
+
+class Trainer:
+    """One run on this rank: everything built, the loop and the step."""
+
+    def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
+        self.config = config
+        self.world = world
+        self.data = world.axis("data")
+        self.corpus = corpus
+        self.job = build.make_job(config, world)
+        self.objective = build.make_objective(config)
+        self.learning_rate = build.make_learning_rate(config)
+        self.batch_size = build.make_batch_size(config)
+        self.progress = state.Progress(dropout_seed=config.training.seed)
+        self._load()
+        self.terminal = self._make_terminal()
+        self.monitor = self._make_monitor(world.device)
+        self.loader = Loader(
+            corpus.train,
+            corpus.collate,
+            micro_batch_size=config.training.micro_batch_size,
+            data_rank=self.data.rank,
+            data_ranks=self.data.size,
+        )
+        self._records: list[Record] = []
+        self._evaluation: dict[str, float] | None = None
+        self._checkpoint: Path | None = None
+
+    # The loop
+
+    def run(self) -> Outcome:
+        """Train to ``--train-iters``, evaluating and saving on the way and at the end."""
+        training, checkpoint = self.config.training, self.config.checkpoint
+        self._greet()
+        try:
+            while self.progress.iteration < training.train_iters:
+                self.monitor.add(self.step())
+                iteration = self.progress.iteration
+                final = iteration == training.train_iters
+                if training.eval_interval and (iteration % training.eval_interval == 0 or final):
+                    self.monitor.evaluated(self._evaluate()["loss"])
+                if iteration % self.config.logging.log_interval == 0 or final:
+                    self._records += self.monitor.flush()
+                if checkpoint.save and (final or _due(iteration, checkpoint.save_interval)):
+                    self._save(Path(checkpoint.save))
+            exported = self._export()
+        finally:
+            self.loader.close()
+            self.monitor.close()
+        self._tell_end(exported)
+        return Outcome(self.progress.iteration, tuple(self._records), self._evaluation, self._checkpoint, exported)
+
+    # The step
+
+    def step(self) -> Step:
+        """One optimizer step: forward and backward of every micro-batch, reduce, clip, update, publish."""
+        start = time.perf_counter()
+        job, progress = self.job, self.progress
+        global_batch = self.batch_size.at(progress.consumed_samples)
+        share = global_batch // (self.config.training.micro_batch_size * self.data.size)
+        batches = self.loader.step(progress.consumed_samples, share)
+        items, tokens = self._count(batches)
+        totals = _Totals()
+        job.sharding.begin_step()
+        for number, batch in enumerate(batches):
+            job.sharding.begin_micro_batch(last=number == share - 1)
+            seed_micro_batch(progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank)
+            tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
+            terms = job.model(tensors, batch.valid_tokens)
+            self.objective.of(terms, items, share * self.data.size).backward()
+            totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
+        job.sharding.finish()
+        norm = global_norm(job.sharding.parts, self.world.axis("world"))
+        if self.config.optimizer.clip_grad > 0:
+            clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
+        lr = self.learning_rate.at(progress.iteration)
+        job.optimizer.step(lr)
+        job.sharding.publish()
+        self._move_router_bias(totals.load)
+        progress.iteration += 1
+        progress.consumed_samples += global_batch
+        progress.consumed_tokens += tokens
+        progress.micro_batches += share * self.data.size
+        return Step(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            tokens=tokens,
+            lr=lr,
+            sums=totals.sums,
+            items=items,
+            num_micro_batches=share * self.data.size,
+            aux=totals.aux,
+            z=totals.z,
+            load=totals.load,
+            dropped=totals.dropped,
+            norm=norm,
+            seconds=time.perf_counter() - start,
+            exposed_seconds=job.meter.take() if job.metered else None,
+        )
+
+    def _count(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int]:
+        """Denominators and tokens of the global batch, from the labels, before the first forward."""
+        names = sorted(batches[0].counts)
+        own = [sum(batch.counts[name] for batch in batches) for name in names]
+        counts = torch.tensor([*own, sum(batch.tokens for batch in batches)], dtype=torch.int64)
+        if self.data.group is not None:
+            dist.all_reduce(counts, group=self.data.group)
+        *items, tokens = counts.tolist()
+        return dict(zip(names, items, strict=True)), tokens
+
+    def _move_router_bias(self, load: Tensor) -> None:
+        """Raise the correction bias of experts that got less than their share of the global batch."""
+        rate = self.config.moe.moe_router_bias_update_rate
+        if rate and isinstance(self.job.model, Decoder):
+            total = load.clone()
+            if self.data.group is not None:
+                dist.all_reduce(total, group=self.data.group)
+            self.job.model.update_router_bias(total, rate)
+
+    # Around the step
+
+    def _evaluate(self) -> dict[str, float]:
+        training = self.config.training
+        self._evaluation = evaluate(
+            self.job.model,
+            self.corpus.heldout,
+            self.corpus.collate,
+            self.objective,
+            num_samples=min(len(self.corpus.heldout), training.eval_iters * training.global_batch_size),
+            micro_batch_size=training.micro_batch_size,
+            data=self.data,
+            device=self.world.device.torch_device,
+        )
+        self.monitor.resume_clock()
+        return self._evaluation
+
+    def _load(self) -> None:
+        checkpoint = self.config.checkpoint
+        if not checkpoint.load:
+            return
+        root = Path(checkpoint.load)
+        if checkpoint.save and root == Path(checkpoint.save) and not state.exists(root):
+            return  # the usual script names one folder for both; its first run starts from scratch
+        options = state.LoadOptions(
+            iteration=checkpoint.ckpt_step,
+            finetune=checkpoint.finetune,
+            optimizer=not checkpoint.no_load_optim,
+            random=not checkpoint.no_load_rng,
+            override_schedule=self.config.optimizer.override_opt_param_scheduler,
+        )
+        self.progress = state.load(root, self.job, self.progress, self.learning_rate.to_dict(), options)
+
+    def _save(self, root: Path) -> None:
+        self._checkpoint = state.save(root, self.job, self.progress, self.learning_rate.to_dict())
+        self.monitor.resume_clock()
+
+    def _export(self) -> Path | None:
+        if not self.config.checkpoint.save_hf:
+            return None
+        folder = Path(self.config.checkpoint.save_hf)
+        export.save_hf(folder, self.job, self.corpus.tokenizer, build.compute_dtype(self.config, self.world.device))
+        return folder
+
+    # What people see; one rank speaks
+
+    def _make_terminal(self) -> PlainTerminal | None:
+        if self.world.rank != 0:
+            return None
+        iterations, interval = self.config.training.train_iters, self.config.logging.log_interval
+        if sys.stdout.isatty():
+            return ProgressTerminal(iterations, interval, self.progress.iteration)
+        return PlainTerminal(iterations, interval)
+
+    def _make_monitor(self, device: Device) -> Monitor:
+        logging = self.config.logging
+        loggers: list[Logger] = []
+        if self.terminal is not None:
+            loggers.append(self.terminal)
+            first = self.progress.iteration + 1
+            if logging.metrics_jsonl:
+                loggers.append(JsonLinesLogger(Path(logging.metrics_jsonl), first))
+            if logging.tensorboard_dir:
+                loggers.append(TensorBoardLogger(Path(logging.tensorboard_dir), first))
+        self.peak, self.peak_source = peak_flops(device, build.compute_dtype(self.config, device))
+        return Monitor(
+            self.data,
+            device,
+            self.objective,
+            loggers,
+            world_size=self.world.grid.world_size,
+            flops_per_token=flops_per_token(self.job.sizes, self.config.model.seq_length),
+            peak=self.peak,
+        )
+
+    def _greet(self) -> None:
+        if self.terminal is not None:
+            total = sum(spec.numel for spec in self.job.table if spec.trainable)
+            self.terminal.say(f"{self.world.grid.describe()}, {self.world.num_groups} communicators")
+            self.terminal.say(
+                f"{type(self.job.model).__name__}: {total:,} parameters, {self.world.device.name}, "
+                f"{str(build.compute_dtype(self.config, self.world.device)).removeprefix('torch.')}, "
+                f"peak {self.peak / 1e12:.3g} TFLOP/s ({self.peak_source})"
+            )
+            if self.progress.iteration:
+                self.terminal.say(f"resumed at iteration {self.progress.iteration} from {self.config.checkpoint.load}")
+
+    def _tell_end(self, exported: Path | None) -> None:
+        if self.terminal is not None:
+            for what, where in (
+                ("checkpoint", self._checkpoint),
+                ("TensorBoard files", self.config.logging.tensorboard_dir),
+                ("Hugging Face model", exported),
+            ):
+                if where:
+                    self.terminal.say(f"{what}: {where}")
+
+
+class _Totals:
+    """Sums over this rank's micro-batches of a step, on the device."""
+
+    sums: dict[str, Tensor]
+    aux: Tensor
+    z: Tensor
+    load: Tensor
+    dropped: Tensor
+
+    def __init__(self) -> None:
+        self._empty = True
+
+    def add(self, sums: dict[str, Tensor], aux: Tensor, z: Tensor, load: Tensor, dropped: Tensor) -> None:
+        """One micro-batch's terms."""
+        sums = {name: value.detach() for name, value in sums.items()}
+        if self._empty:
+            self.sums, self.aux, self.z, self.load, self.dropped = sums, aux.detach(), z.detach(), load, dropped
+            self._empty = False
+            return
+        self.sums = {name: value + sums[name] for name, value in self.sums.items()}
+        self.aux = self.aux + aux.detach()
+        self.z = self.z + z.detach()
+        self.load = self.load + load
+        self.dropped = self.dropped + dropped
+
+
+def _due(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0

@@ -1,0 +1,229 @@
+"""From a configuration to the objects that train: the one place where flags meet constructors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from megapar.arguments import Config
+from megapar.core.device.base import Device
+from megapar.core.meter import WaitMeter
+from megapar.core.optimizer import Optimizer
+from megapar.core.schedule import BatchSize, LearningRate
+from megapar.core.sharding.fsdp import FullSharding
+from megapar.core.sharding.part import Sharding
+from megapar.core.sharding.zero import ZeroSharding
+from megapar.core.world import World
+from megapar.data import corpus
+from megapar.data.corpus import Corpus
+from megapar.model.decoder import Decoder
+from megapar.model.ernie import Ernie
+from megapar.model.initialize import fill
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.table import ParameterSpec, table_of
+from megapar.moe.sizes import MoeSizes
+from megapar.training.objective import Objective
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+Sizes = DecoderSizes | ErnieSizes
+Model = Decoder | Ernie
+
+
+def compute_dtype(config: Config, device: Device) -> torch.dtype:
+    """``--dtype``, or what the device likes best."""
+    return DTYPES.get(config.training.dtype, device.default_dtype)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of master weights, main gradients and norms: max(fp32, compute dtype)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def timeout(config: Config) -> timedelta:
+    """How long ranks wait for each other."""
+    return timedelta(minutes=config.parallel.distributed_timeout_minutes)
+
+
+def make_sizes(config: Config) -> Sizes:
+    """The numbers of the model."""
+    model = config.model
+    common: dict[str, Any] = {
+        name: getattr(model, name)
+        for name in (
+            *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "seq_length"),
+            *("max_position_embeddings", "layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_std"),
+            "use_flash_attn",
+        )
+    }
+    if config.kind == "ernie":
+        return ErnieSizes(
+            **common,
+            type_vocab_size=model.type_vocab_size,
+            task_type_vocab_size=model.task_type_vocab_size,
+        )
+    return DecoderSizes(
+        **common,
+        num_query_groups=model.num_query_groups,
+        head_dim=model.head_dim,
+        normalization=model.normalization,
+        position_embedding_type=model.position_embedding_type,
+        activation=model.activation,
+        add_bias_linear=model.add_bias_linear,
+        qk_norm=model.qk_norm,
+        rope_theta=model.rope_theta,
+        tie_embeddings=not model.untie_embeddings_and_output_weights,
+        first_k_dense=config.moe.first_k_dense,
+        moe=_moe_sizes(config),
+    )
+
+
+def _moe_sizes(config: Config) -> MoeSizes | None:
+    moe = config.moe
+    if moe.num_experts == 0:
+        return None
+    return MoeSizes(
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=moe.moe_ffn_hidden_size,
+        num_experts=moe.num_experts,
+        topk=moe.moe_router_topk,
+        shared_experts=moe.moe_shared_experts,
+        kind=moe.moe_model_type,
+        capacity_factor=moe.moe_capacity_factor,
+        min_capacity=moe.moe_min_capacity,
+        drop_policy=moe.moe_drop_policy,
+        capacity_scope=moe.moe_capacity_scope,
+        activation=config.model.activation,
+        add_bias=config.model.add_bias_linear,
+    )
+
+
+def make_corpus(config: Config) -> Corpus:
+    """Samples, tokenizer and held-out samples; before any process group. Raises DataError or ConfigError."""
+    data = config.data
+    return corpus.build(
+        config.kind,
+        data_path=data.data_path,
+        eval_data_path=data.eval_data_path or None,
+        tokenizer_model=data.tokenizer_model,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        mlm_probability=data.mlm_probability,
+    )
+
+
+def make_objective(config: Config) -> Objective:
+    """The weights of the loss terms."""
+    if config.kind == "ernie":
+        return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
+    return Objective({"lm": 1.0}, config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff)
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    """The schedule over optimizer steps."""
+    optimizer = config.optimizer
+    return LearningRate(
+        peak=optimizer.lr,
+        floor=optimizer.min_lr,
+        style=optimizer.lr_decay_style,
+        warmup_iters=optimizer.lr_warmup_iters,
+        decay_iters=optimizer.lr_decay_iters,
+        wsd_decay_iters=optimizer.lr_wsd_decay_iters,
+    )
+
+
+def make_batch_size(config: Config) -> BatchSize:
+    """The global batch size over consumed samples."""
+    training = config.training
+    if not training.rampup_batch_size:
+        return BatchSize(training.global_batch_size)
+    start, increment, samples = training.rampup_batch_size
+    return BatchSize(training.global_batch_size, start, increment, samples)
+
+
+@dataclass
+class Job:
+    """A model with what holds its parameters, gradients and optimizer state."""
+
+    world: World
+    sizes: Sizes
+    table: tuple[ParameterSpec, ...]
+    model: Model
+    sharding: Sharding
+    optimizer: Optimizer
+    meter: WaitMeter
+    metered: bool
+
+
+def make_job(config: Config, world: World) -> Job:
+    """Build and initialise the model as this rank holds it."""
+    sizes = make_sizes(config)
+    table = table_of(sizes)
+    dtype = compute_dtype(config, world.device)
+    meter = WaitMeter()
+    cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
+    model = _make_model(sizes, world, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters)
+    trainable = [spec for spec in table if spec.trainable]
+    sharding: Sharding
+    if cut_parameters:
+        tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings
+        together = ("embedding", "head") if tied else ()
+        units = model.units()
+        sharding = FullSharding(world, model, units, trainable, dtype, master_dtype(dtype), together=together)
+    else:
+        sharding = _zero(config, world, model.units(), trainable, dict(model.named_parameters()), dtype, meter)
+    rows = {spec.name: spec for spec in table}
+    for view in sharding.views([part.master for part in sharding.parts]):
+        fill(view.tensor, rows[view.spec.name], view.box, seed=config.training.seed, init_std=sizes.init_std)
+    _zero_buffers(model, table)
+    sharding.publish()
+    optimizer = Optimizer(
+        sharding.parts,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_eps,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    return Job(world, sizes, table, model, sharding, optimizer, meter, metered=not cut_parameters)
+
+
+def _make_model(sizes: Sizes, world: World, dtype: torch.dtype, *, meta: bool) -> Model:
+    device = torch.device("meta") if meta else world.device.torch_device
+    mp, ep, emp = (world.axis(name) for name in ("mp", "ep", "emp"))
+    if isinstance(sizes, ErnieSizes):
+        return Ernie(sizes, mp=mp, dtype=dtype, device=device)
+    return Decoder(sizes, mp=mp, ep=ep, emp=emp, dtype=dtype, device=device)
+
+
+def _zero(
+    config: Config,
+    world: World,
+    units: Mapping[str, Sequence[nn.Module]],
+    specs: list[ParameterSpec],
+    named: dict[str, nn.Parameter],
+    dtype: torch.dtype,
+    meter: WaitMeter,
+) -> ZeroSharding:
+    return ZeroSharding(
+        world,
+        units,
+        [(spec, named[spec.name]) for spec in specs],
+        master_dtype(dtype),
+        reduce_every_micro_batch=config.sharding.sharding_stage >= 2,
+        overlap_reduce=config.sharding.overlap_grad_reduce != "off",
+        overlap_gather=config.sharding.overlap_param_gather != "off",
+        meter=meter,
+    )
+
+
+def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
+    """Buffers of the table (the router's correction bias) start at zero; memory may come uninitialised."""
+    buffers = dict(model.named_buffers())
+    for spec in table:
+        if not spec.trainable:
+            buffers[spec.name].zero_()

@@ -1,0 +1,39 @@
+"""The trained model as a Hugging Face folder, from any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapar.data.tokenizer import Tokenizer
+from megapar.model import hf
+from megapar.training.build import Job
+from megapar.training.collect import collect_all
+
+
+def save_hf(folder: Path, job: Job, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
+    """Write weights, configuration and tokenizer so that ``transformers`` loads them; every rank must call it.
+
+    Whole parameters pass rank 0 one at a time. tokenizer: None where the run had none (mock data).
+    """
+    tensors = _whole(job)
+    if job.world.rank == 0:
+        special = {} if tokenizer is None else asdict(tokenizer.special)
+        ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if special.get(role) is not None}
+        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids)
+        if tokenizer is not None:
+            tokenizer.save_hf(folder)
+    else:
+        for _ in tensors:
+            pass
+
+
+def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
+    yield from collect_all(job.world, job.sharding.views([part.master for part in job.sharding.parts]))
+    if job.world.rank == 0:
+        buffers = dict(job.model.named_buffers())
+        yield from ((spec.name, buffers[spec.name].cpu()) for spec in job.table if not spec.trainable)

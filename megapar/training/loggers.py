@@ -1,0 +1,151 @@
+"""Where records go: a JSON lines file, TensorBoard, the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from megapar.training.record import Record
+
+
+class JsonLinesLogger:
+    """Appends one object per iteration; iterations that a resumed run repeats are dropped from the file first."""
+
+    def __init__(self, path: Path, first_iteration: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if path.exists():
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if line.strip() and json.loads(line)["iteration"] < first_iteration]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a")
+
+    def log(self, record: Record) -> None:
+        """One line."""
+        self._file.write(json.dumps(record.to_dict()) + "\n")
+
+    def flush(self) -> None:
+        """To the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more lines."""
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Scalars by their names with units, and the experts' load as percentiles per layer."""
+
+    def __init__(self, folder: Path, first_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)  # type: ignore[no-untyped-call]
+
+    def log(self, record: Record) -> None:
+        """One point on every curve."""
+        scalars = {
+            "loss/total": record.loss,
+            "loss/lm": record.lm_loss,
+            "loss/sop": record.sop_loss,
+            "loss/aux": record.aux_loss,
+            "loss/z": record.z_loss,
+            "loss/eval": record.eval_loss,
+            "optimizer/lr": record.lr,
+            "optimizer/grad_norm": record.grad_norm,
+            "speed/tokens_per_second": record.tokens_per_second,
+            "speed/model_tflops_per_device": record.model_tflops_per_device,
+            "speed/mfu": record.mfu,
+            "speed/exposed_communication_seconds": record.exposed_communication_seconds,
+            "memory/peak_bytes": record.peak_memory_bytes,
+            "experts/dropped_tokens": record.dropped_tokens,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, record.iteration)
+        for layer, percentiles in enumerate(record.expert_load):
+            for name, value in percentiles.items():
+                self._writer.add_scalar(f"expert_load/layer_{layer}/{name}", value, record.iteration)
+
+    def flush(self) -> None:
+        """To the event file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """No more points."""
+        self._writer.close()
+
+
+class PlainTerminal:
+    """One line per log interval, for files and pipes."""
+
+    def __init__(self, train_iters: int, interval: int, stream: TextIO = sys.stdout) -> None:
+        self._train_iters = train_iters
+        self._interval = interval
+        self._stream = stream
+
+    def say(self, text: str) -> None:
+        """A line that is no iteration."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def log(self, record: Record) -> None:
+        """A line every interval, and wherever an evaluation took place."""
+        if record.iteration % self._interval == 0 or record.eval_loss is not None:
+            self.say(describe(record, self._train_iters))
+
+    def flush(self) -> None:
+        """To the reader."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ProgressTerminal(PlainTerminal):
+    """A progress bar with loss and time left, for people at a terminal; lines scroll above it."""
+
+    def __init__(self, train_iters: int, interval: int, start: int) -> None:
+        super().__init__(train_iters, interval)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def log(self, record: Record) -> None:
+        """Moves the bar."""
+        super().log(record)
+        self._progress.update(self._task, completed=record.iteration, loss=f"{record.loss:.4f}")
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._progress.stop()
+
+
+def describe(record: Record, train_iters: int) -> str:
+    """One iteration on one line."""
+    parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}", f"lm {record.lm_loss:.4f}"]
+    parts += [f"sop {record.sop_loss:.4f}"] if record.sop_loss is not None else []
+    parts += [f"aux {record.aux_loss:.3f}"] if record.aux_loss is not None else []
+    parts += [f"dropped {record.dropped_tokens}"] if record.dropped_tokens else []
+    parts += [
+        f"grad norm {record.grad_norm:.3f}",
+        f"lr {record.lr:.2e}",
+        f"{record.tokens_per_second:,.0f} tokens/s",
+        f"MFU {100 * record.mfu:.1f} %",
+        f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",
+    ]
+    parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []
+    return " | ".join(parts)

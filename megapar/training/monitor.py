@@ -1,0 +1,182 @@
+"""Keeps what iterations report on the device, and turns it into records once per log interval.
+
+Nothing here looks at a value on the device between two flushes, so that training is not held up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.axis import Axis
+from megapar.core.device.base import Device
+from megapar.errors import TrainingError
+from megapar.training.objective import Objective
+from megapar.training.record import Logger, Record
+
+
+@dataclass
+class Step:
+    """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
+
+    sums: term -> sum over own items. items: term -> denominators over the global batch. aux, z: sums over own
+    micro-batches. load: [layers, experts] own counts. norm: the global gradient norm.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    tokens: int
+    lr: float
+    sums: dict[str, Tensor]
+    items: dict[str, int]
+    num_micro_batches: int
+    aux: Tensor
+    z: Tensor
+    load: Tensor
+    dropped: Tensor
+    norm: Tensor
+    seconds: float
+    exposed_seconds: float | None
+    eval_loss: float | None = None
+
+
+class Monitor:
+    """Collects steps and tells loggers; every rank has one (sums need all data ranks), only one has loggers.
+
+    flops_per_token: of the model, forward and backward. peak: FLOP/s of one device.
+    """
+
+    def __init__(
+        self,
+        data: Axis,
+        device: Device,
+        objective: Objective,
+        loggers: Sequence[Logger],
+        *,
+        world_size: int,
+        flops_per_token: float,
+        peak: float,
+    ) -> None:
+        self._data = data
+        self._device = device
+        self._objective = objective
+        self._loggers = loggers
+        self._world_size = world_size
+        self._flops_per_token = flops_per_token
+        self._peak = peak
+        self._steps: list[Step] = []
+        self._since = time.perf_counter()
+
+    def add(self, step: Step) -> None:
+        """Keep a step for the next flush."""
+        self._steps.append(step)
+
+    def evaluated(self, loss: float) -> None:
+        """The newest step was followed by an evaluation."""
+        self._steps[-1] = replace(self._steps[-1], eval_loss=loss)
+
+    def flush(self) -> list[Record]:
+        """Reduce what was kept over the data ranks and tell the loggers; the records, on every rank.
+
+        Raises TrainingError where a loss or a norm is not finite, after the loggers have been told.
+        """
+        if not self._steps:
+            return []
+        values = self._reduce()
+        now = time.perf_counter()
+        if self._device.type != "cpu":
+            # A host that runs ahead of its device knows the interval, not the single step.
+            share = (now - self._since) / len(self._steps)
+            self._steps = [replace(step, seconds=share) for step in self._steps]
+        records = [self._record(step, row) for step, row in zip(self._steps, values, strict=True)]
+        self._steps, self._since = [], now
+        for logger in self._loggers:
+            for record in records:
+                logger.log(record)
+            logger.flush()
+        for record in records:
+            if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
+                raise TrainingError(
+                    f"iteration {record.iteration}: loss {record.loss}, gradient norm {record.grad_norm} "
+                    f"after {record.consumed_samples} samples. Lower --lr, or resume from an earlier checkpoint."
+                )
+        return records
+
+    def resume_clock(self) -> None:
+        """Time since the last flush was not training (an evaluation, a checkpoint)."""
+        self._since = time.perf_counter()
+
+    def close(self) -> None:
+        """Tell the loggers that the run is over."""
+        for logger in self._loggers:
+            logger.close()
+
+    def _reduce(self) -> list[list[float]]:
+        """Per step: its sums, aux, z, dropped, load (summed over data ranks) and its norm, on the host."""
+        rows = []
+        for step in self._steps:
+            scalars = [*step.sums.values(), step.aux, step.z, step.dropped]
+            rows.append(torch.cat([torch.stack([_wide(value) for value in scalars]), _wide(step.load).flatten()]))
+        stacked = torch.stack(rows)
+        if self._data.group is not None:
+            dist.all_reduce(stacked, group=self._data.group)
+        norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)
+        values: list[list[float]] = torch.cat([stacked, norms], dim=1).tolist()
+        return values
+
+    def _record(self, step: Step, row: list[float]) -> Record:
+        names = list(step.sums)
+        means = {name: row[i] / max(1, step.items[name]) for i, name in enumerate(names)}
+        aux, z = (value / step.num_micro_batches for value in row[len(names) : len(names) + 2])
+        layers, experts = step.load.shape
+        objective = self._objective
+        loss = sum(objective.weights[name] * mean for name, mean in means.items())
+        loss += objective.aux_coefficient * aux + objective.z_coefficient * z
+        rate = step.tokens / step.seconds
+        flops = rate * self._flops_per_token / self._world_size
+        return Record(
+            iteration=step.iteration,
+            consumed_samples=step.consumed_samples,
+            consumed_tokens=step.consumed_tokens,
+            lm_loss=means["lm"],
+            sop_loss=means.get("sop"),
+            aux_loss=aux if layers else None,
+            z_loss=z if layers else None,
+            loss=loss,
+            grad_norm=row[-1],
+            lr=step.lr,
+            loss_scale=1.0,
+            skipped=False,
+            dropped_tokens=round(row[len(names) + 2]),
+            iteration_seconds=step.seconds,
+            tokens_per_second=rate,
+            model_tflops_per_device=flops / 1e12,
+            mfu=flops / self._peak,
+            peak_memory_bytes=self._device.peak_memory_bytes(),
+            exposed_communication_seconds=step.exposed_seconds,
+            eval_loss=step.eval_loss,
+            expert_load=_percentiles(row[len(names) + 3 : -1], layers, experts),
+        )
+
+
+def _wide(value: Tensor) -> Tensor:
+    # Counts and sums of a global batch outgrow fp32's integers; Ascend has no fp64.
+    return value.detach().to(torch.float32 if value.device.type == "npu" else torch.float64)
+
+
+def _percentiles(flat: list[float], layers: int, experts: int) -> list[dict[str, float]]:
+    """Per layer how much of a fair share (1.0) the least, the median, the 90th percentile and the most loaded got."""
+    found = []
+    for layer in range(layers):
+        counts = sorted(flat[layer * experts : (layer + 1) * experts])
+        fair = sum(counts) / experts or 1.0
+        at = {"min": 0, "p50": (experts - 1) // 2, "p90": math.ceil(0.9 * (experts - 1)), "max": experts - 1}
+        found.append({name: counts[index] / fair for name, index in at.items()})
+    return found

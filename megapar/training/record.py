@@ -1,0 +1,59 @@
+"""What is known of one iteration, as people and machines read it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass
+class Record:
+    """One iteration. Losses are unweighted means over the global batch, except ``loss``, which is differentiated.
+
+    dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
+    time the host waited for collectives; None where it is not metered. expert_load: percentiles of an expert's share
+    of the routed pairs, times the number of experts, per mixture-of-experts layer.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lm_loss: float
+    sop_loss: float | None
+    aux_loss: float | None
+    z_loss: float | None
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    skipped: bool
+    dropped_tokens: int
+    iteration_seconds: float
+    tokens_per_second: float
+    model_tflops_per_device: float
+    mfu: float
+    peak_memory_bytes: int
+    exposed_communication_seconds: float | None
+    eval_loss: float | None = None
+    expert_load: list[dict[str, float]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--metrics-jsonl`` writes it: ``eval_loss`` only where evaluated, no expert load."""
+        values = asdict(self)
+        del values["expert_load"]
+        if self.eval_loss is None:
+            del values["eval_loss"]
+        return values
+
+
+class Logger(Protocol):
+    """Something that is told of iterations on the rank that reports."""
+
+    def log(self, record: Record) -> None:
+        """One iteration, in order."""
+
+    def flush(self) -> None:
+        """Everything told so far is to be safe and visible."""
+
+    def close(self) -> None:
+        """The run is over."""

@@ -1,0 +1,145 @@
+"""A run's state as checkpoints hold it: master weights, moments, counters; saved and loaded on any layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megapar.core.box import Box
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import store
+from megapar.core.checkpoint.shard import Shard
+from megapar.core.optimizer import MOMENTS
+from megapar.core.sharding.cut import is_primary
+from megapar.errors import CheckpointError
+from megapar.training.build import Job
+
+
+@dataclass
+class Progress:
+    """How far a run is. iteration: optimizer steps done. consumed_samples, consumed_tokens: read so far.
+
+    micro_batches: run so far by all data ranks together. dropout_seed: of the random streams.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    micro_batches: int = 0
+    dropout_seed: int = 0
+
+
+def model_facts(job: Job) -> dict[str, Any]:
+    """What must agree for a checkpoint to be one of this model: everything that decides names, shapes or meaning."""
+    facts = asdict(job.sizes)
+    for name in ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "use_flash_attn"):
+        facts.pop(name)
+    if facts.get("moe"):
+        for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind"):
+            facts["moe"].pop(name)
+    return {"kind": type(job.sizes).__name__, **facts}
+
+
+def weights(job: Job) -> dict[str, Shard]:
+    """Master weights and the router's correction biases."""
+    state = _shards(job, "model", [part.master for part in job.sharding.parts])
+    buffers = dict(job.model.named_buffers())
+    for spec in job.table:
+        if not spec.trainable:
+            box = Box.whole(spec.shape)
+            name = f"model/{spec.name}"
+            state[name] = Shard(name, spec.shape, box, buffers[spec.name], primary=job.world.rank == 0)
+    return state
+
+
+def moments(job: Job) -> dict[str, Shard]:
+    """The optimizer's moments of every parameter."""
+    state: dict[str, Shard] = {}
+    for name in MOMENTS:
+        state |= _shards(job, f"optimizer/{name}", job.optimizer.moments(name))
+    return state
+
+
+def _shards(job: Job, prefix: str, tensors: list[Any]) -> dict[str, Shard]:
+    grid, rank = job.world.grid, job.world.rank
+    found = {}
+    for view in job.sharding.views(tensors):
+        name = f"{prefix}/{view.spec.name}"
+        primary = is_primary(view.spec, grid, rank)
+        found[name] = Shard(name, view.spec.shape, view.box, view.tensor, primary=primary)
+    return found
+
+
+def exists(root: Path) -> bool:
+    """Whether a run has published a checkpoint under ``root``."""
+    return folders.latest(root) is not None
+
+
+def save(root: Path, job: Job, progress: Progress, schedule: dict[str, Any]) -> Path:
+    """Write a checkpoint of this iteration under ``root`` and make it the latest; the folder."""
+    world = job.world
+    folder = folders.iteration_folder(root, progress.iteration)
+    scalars = {**asdict(progress), "optimizer_steps": job.optimizer.num_steps, "schedule": schedule}
+    layout = {"grid": _grid_facts(job), "model": model_facts(job)}
+    store.save(folder, {**weights(job), **moments(job)}, scalars, layout=layout, group=world.axis("world").group)
+    if world.rank == 0:
+        folders.publish(root, progress.iteration)
+    return folder
+
+
+def _grid_facts(job: Job) -> dict[str, int]:
+    grid = job.world.grid
+    return {name: grid.size(name) for name in ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What of a checkpoint is taken. iteration: one saved under the root, by default the latest.
+
+    finetune: weights only, counters start anew. optimizer: moments and step count. random: the dropout seed.
+    override_schedule: keep this run's schedule where the checkpoint's differs, which is otherwise refused.
+    """
+
+    iteration: int | None = None
+    finetune: bool = False
+    optimizer: bool = True
+    random: bool = True
+    override_schedule: bool = False
+
+
+def load(root: Path, job: Job, progress: Progress, schedule: dict[str, Any], options: LoadOptions) -> Progress:
+    """Fill weights (and moments) from a checkpoint, on whatever layout it was saved; where the run stands then.
+
+    progress: where this run stands without it. Raises CheckpointError where there is no checkpoint, it is damaged, of
+    another model, or was trained on another schedule.
+    """
+    folder = folders.find(root, options.iteration)
+    with_moments = options.optimizer and not options.finetune
+    targets = {**weights(job), **(moments(job) if with_moments else {})}
+    saved = store.load(
+        folder,
+        targets,
+        expect_model=model_facts(job),
+        ignore=() if with_moments else ("optimizer/",),
+        group=job.world.axis("world").group,
+    )
+    job.sharding.publish()
+    if options.finetune:
+        return progress
+    if options.optimizer:
+        job.optimizer.num_steps = saved["optimizer_steps"]
+        _check_schedule(folder, saved["schedule"], schedule, options)
+    fields = {name: saved[name] for name in asdict(progress)}
+    if not options.random:
+        fields["dropout_seed"] = progress.dropout_seed
+    return Progress(**fields)
+
+
+def _check_schedule(folder: Path, saved: dict[str, Any], now: dict[str, Any], options: LoadOptions) -> None:
+    different = [f"{name}: {saved.get(name)} saved, {now[name]} now" for name in now if saved.get(name) != now[name]]
+    if different and not options.override_schedule:
+        raise CheckpointError(
+            f"{folder} was trained on another learning-rate schedule ({'; '.join(different)}). "
+            "Give the same flags, or --override-opt-param-scheduler to go on with the new ones."
+        )

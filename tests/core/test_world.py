@@ -1,0 +1,82 @@
+"""Groups: made for every axis, shared where ranks are equal, and a missing rank is named."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.device.base import Device
+from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
+from megapar.core.world import World, roll_call
+from megapar.errors import DistributedError
+from tests.support.ranks import run_ranks
+
+TIMEOUT = timedelta(seconds=30)
+
+
+def start(rank: int, world_size: int, rendezvous: str, grid: Grid, timeout: timedelta = TIMEOUT) -> World:
+    with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        return World.start(grid, Device(), timeout, f"file://{rendezvous}")
+
+
+def sum_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Grid) -> dict[str, float]:
+    world = start(rank, world_size, rendezvous, grid)
+    sums = {}
+    for name in (*DENSE_AXES, *EXPERT_AXES, "data", "shard", "replica", "expert_shard", "expert_replica", "world"):
+        axis = world.axis(name)
+        value = torch.tensor([float(rank)])
+        if axis.group is not None:
+            dist.all_reduce(value, group=axis.group)
+        assert value.item() == sum(axis.ranks)
+        assert axis.ranks[axis.rank] == rank
+        sums[name] = value.item()
+    sums["groups"] = world.num_groups
+    world.close()
+    return sums
+
+
+def test_every_axis_reduces_over_its_own_ranks() -> None:
+    grid = Grid(dp=2, sharding=2)
+    results = run_ranks(4, sum_over_every_axis, grid, group=False)
+    assert [r["sharding"] for r in results] == [1.0, 1.0, 5.0, 5.0]
+    assert [r["dp"] for r in results] == [2.0, 4.0, 2.0, 4.0]
+    assert all(r["data"] == 6.0 for r in results)
+    # dp and replica, sharding and shard, data and edp have the same ranks: 3 groups and the world's
+    assert all(r["groups"] == 4 for r in results)
+
+
+def test_one_process_needs_no_group() -> None:
+    world = World.start(Grid(), Device(), TIMEOUT)
+    assert world.axis("sharding").group is None
+    assert world.num_groups == 0
+    world.close()
+
+
+def call_without_rank_two(rank: int, world_size: int, rendezvous: str) -> str:
+    store = dist.FileStore(rendezvous, world_size)
+    if rank == 2:
+        return ""
+    with pytest.raises(DistributedError) as caught:
+        roll_call(store, "sharding", (0, 1, 2), rank, timedelta(seconds=1))
+    return str(caught.value)
+
+
+def test_a_silent_rank_is_named_with_its_group() -> None:
+    first, second, _ = run_ranks(3, call_without_rank_two, group=False)
+    for message in (first, second):
+        assert "group sharding of ranks [0, 1, 2]: ranks [2] did not answer within 1 s" in message
+
+
+def wrong_world(rank: int, world_size: int, rendezvous: str) -> str:
+    with pytest.raises(DistributedError) as caught:
+        start(rank, world_size, rendezvous, Grid(dp=4))
+    return str(caught.value)
+
+
+def test_a_grid_of_another_size_is_refused() -> None:
+    assert "the grid has 4 ranks, WORLD_SIZE is 2" in run_ranks(2, wrong_world, group=False)[0]

@@ -1,0 +1,48 @@
+"""The tolerances of equivalence: fp64 against one process, bf16 against what bf16 costs one process."""
+
+from __future__ import annotations
+
+from tests.equivalence.run import Trace, relative
+
+
+def differences(got: Trace, want: Trace) -> list[str]:
+    """Everything in fp64 that is further from one process than rounding explains; empty where nothing is."""
+    found = []
+    for name in ("losses", "lm_losses", "aux_losses", "norms"):
+        for step, (a, b) in enumerate(zip(getattr(got, name), getattr(want, name), strict=True)):
+            if abs(a - b) > 1e-10 * max(abs(b), 1e-30):
+                found.append(f"{name}, step {step}: {a!r} instead of {b!r}")
+    if got.dropped != want.dropped:
+        found.append(f"dropped: {got.dropped} instead of {want.dropped}")
+    for step, (mine, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True)):
+        if mine.keys() != theirs.keys():
+            found.append(f"gradients, step {step}: of {sorted(mine.keys() ^ theirs.keys())} on one side only")
+            continue
+        floor = 1e-6 * want.norms[step]
+        for name, b in theirs.items():
+            error, scale = float((mine[name] - b).abs().max()), float(b.abs().max())
+            if not error <= 1e-9 * max(scale, floor):
+                found.append(f"gradient of {name}, step {step}: off by {error:.3g}, its largest is {scale:.3g}")
+    for name, b in want.parameters.items():
+        error, scale = float((got.parameters[name] - b).abs().max()), float(b.abs().max())
+        if not error <= 1e-9 * scale:
+            found.append(f"parameter {name}: off by {error:.3g}, its largest is {scale:.3g}")
+    return found
+
+
+def excess(got: Trace, alone: Trace, exact: Trace) -> list[str]:
+    """Where a layout's bf16 gradients are worse than those of one bf16 process, both against fp64, first step."""
+    errors, allowed = ({n: relative(t.gradients[0][n], g) for n, g in exact.gradients[0].items()} for t in (got, alone))
+    found = [
+        f"bf16 gradient of {name}: error {error:.3g} against {allowed[name]:.3g} on one process"
+        for name, error in errors.items()
+        if not error <= 3 * allowed[name]
+    ]
+    mine, theirs = (_rms(list(values.values())) for values in (errors, allowed))
+    if not mine <= 1.2 * theirs:
+        found.append(f"bf16 gradients together: error {mine:.3g} against {theirs:.3g} on one process")
+    return found
+
+
+def _rms(values: list[float]) -> float:
+    return (sum(value * value for value in values) / len(values)) ** 0.5

@@ -1,0 +1,153 @@
+"""Runs the real trainer for a few steps on this rank and keeps everything that must not depend on the layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import megapar.trainer
+from megapar.arguments import parse
+from megapar.core.device.base import Device
+from megapar.core.device.pick import pick
+from megapar.core.world import World
+from megapar.moe.router import Router
+from megapar.trainer import Trainer
+from megapar.training import build
+from megapar.training.collect import collect_all
+from tests.support import late
+
+# (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
+Routing = dict[tuple[int, int], Tensor]
+
+
+@dataclass
+class Trace:
+    """What one run computed.
+
+    losses, lm_losses, aux_losses, norms, dropped: per step. gradients: per step, of every parameter, before clipping.
+    parameters: every master and buffer after the last step. routing: the experts that were chosen.
+    """
+
+    losses: list[float]
+    lm_losses: list[float]
+    aux_losses: list[float]
+    norms: list[float]
+    dropped: list[int]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+    routing: Routing = field(default_factory=dict)
+
+
+def trace(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    kind: str,
+    flags: Sequence[str],
+    steps: int,
+    replay: Routing | None = None,
+    backend: str = "gloo",
+) -> Trace | None:
+    """Train ``steps`` steps; the Trace on rank 0, None elsewhere.
+
+    rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
+    or reuses a buffer in flight.
+    """
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with patch.dict(os.environ, place), ExitStack() as stack:
+        # One log line would be printed per flush; an interval beyond the end keeps the terminal quiet.
+        more = ("--train-iters", str(steps), "--log-interval", str(steps + 1))
+        config = parse(kind, [*flags, *more], dict(os.environ))
+        corpus = build.make_corpus(config)
+        world = World.start(config.grid, _device(backend), timedelta(seconds=60), f"file://{rendezvous}")
+        trainer = Trainer(config, world, corpus)
+        routing = _follow_routing(stack, trainer, replay)
+        gradients = _keep_gradients(trainer)
+        for _ in range(steps):
+            trainer.monitor.add(trainer.step())
+        records = trainer.monitor.flush()
+        parameters = _parameters(trainer)
+        trainer.loader.close()
+        world.close()
+    if rank:
+        return None
+    return Trace(
+        losses=[record.loss for record in records],
+        lm_losses=[record.lm_loss for record in records],
+        aux_losses=[record.aux_loss or 0.0 for record in records],
+        norms=[record.grad_norm for record in records],
+        dropped=[record.dropped_tokens for record in records],
+        gradients=gradients,
+        parameters=parameters,
+        routing=routing,
+    )
+
+
+def _device(backend: str) -> Device:
+    device = pick("cpu")
+    if backend == "late":
+        late.register()
+        device.backend = backend
+    return device
+
+
+def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+    job = trainer.job
+    whole = collect_all(trainer.world, job.sharding.views([part.master for part in job.sharding.parts]))
+    buffers = dict(job.model.named_buffers())
+    found = {name: value.clone() for name, value in whole}
+    return found | {spec.name: buffers[spec.name].clone() for spec in job.table if not spec.trainable}
+
+
+def _keep_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """Collect every whole gradient on rank 0 each time the sharding has finished a step's reductions."""
+    kept: list[dict[str, Tensor]] = []
+    sharding = trainer.job.sharding
+    finish = sharding.finish
+
+    def finish_and_keep() -> None:
+        finish()
+        grads = [part.grad for part in sharding.parts]
+        whole = collect_all(trainer.world, sharding.views([grad for grad in grads if grad is not None]))
+        kept.append({name: value.clone() for name, value in whole})
+
+    sharding.finish = finish_and_keep  # type: ignore[method-assign]
+    return kept
+
+
+def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) -> Routing:
+    """Record every router's choices, or repeat recorded ones, by micro-batch and router."""
+    chosen: Routing = {}
+    current = [0]
+    seed = megapar.trainer.seed_micro_batch
+    numbers = {
+        id(module): n for n, module in enumerate(m for m in trainer.job.model.modules() if isinstance(m, Router))
+    }
+    choose = Router.choose
+
+    def seed_and_note(base: int, number: int) -> None:
+        current[0] = number
+        seed(base, number)
+
+    def choose_and_note(router: Router, probs: Tensor) -> Tensor:
+        key = (current[0], numbers[id(router)])
+        if replay is not None:
+            return replay[key]
+        chosen[key] = choose(router, probs)
+        return chosen[key]
+
+    stack.enter_context(patch.object(megapar.trainer, "seed_micro_batch", seed_and_note))
+    stack.enter_context(patch.object(Router, "choose", choose_and_note))
+    return chosen
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm of ``b``."""
+    return float(torch.linalg.vector_norm(a.double() - b.double()) / torch.linalg.vector_norm(b.double()))

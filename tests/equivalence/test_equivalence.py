@@ -1,0 +1,61 @@
+"""Every row of the table gives the numbers of one process, in fp64 exactly and in bf16 as well as bf16 can."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.equivalence.compare import differences, excess
+from tests.equivalence.run import Routing, Trace, trace
+from tests.equivalence.table import ROWS, Row
+from tests.support.ranks import run_ranks
+
+STEPS = 3
+
+
+@functools.lru_cache(maxsize=None)
+def reference(kind: str, flags: tuple[str, ...], dtype: str) -> Trace:
+    """One process; in bf16 it repeats the choices of the fp64 run, so that only rounding differs."""
+    replay: Routing | None = None
+    if dtype == "bf16":
+        replay = reference(kind, flags, "fp64").routing
+    return _run(kind, 1, (*flags, "--dtype", dtype), STEPS if dtype == "fp64" else 1, replay)
+
+
+def _run(
+    kind: str,
+    world_size: int,
+    flags: tuple[str, ...],
+    steps: int,
+    replay: Routing | None = None,
+    backend: str = "gloo",
+) -> Trace:
+    result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, group=False)[0]
+    assert isinstance(result, Trace)
+    return result
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_fp64(row: Row) -> None:
+    """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops."""
+    want = reference(row.kind, row.reference_flags(), "fp64")
+    got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "fp64"), STEPS)
+    assert differences(got, want) == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_bf16(row: Row) -> None:
+    """Casts, fp32 reductions and sums over slices, which fp64 cannot see."""
+    flags = row.reference_flags()
+    exact, alone = reference(row.kind, flags, "fp64"), reference(row.kind, flags, "bf16")
+    got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "bf16"), 1, exact.routing)
+    assert excess(got, alone, exact) == []
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.overlaps], ids=lambda row: row.name)
+def test_late(row: Row) -> None:
+    """Nothing is read before its wait or reused in flight."""
+    want = reference(row.kind, row.reference_flags(), "fp64")
+    got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "fp64"), STEPS, backend="late")
+    assert differences(got, want) == []
