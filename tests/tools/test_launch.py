@@ -1,0 +1,136 @@
+"""``megapar launch`` with real processes and a script of four lines: statuses, signals, environment, one report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megapar.tools.launch import main
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]
+PATIENCE_SECONDS = 120
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "job.py"
+    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n", encoding="utf-8")
+    return str(path)
+
+
+def environ(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": str(ROOT), **extra}
+
+
+def launch(*argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *argv], capture_output=True, text=True, env=environ(**extra), cwd=ROOT, timeout=PATIENCE_SECONDS
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("sys.exit(0)", 0), ("sys.exit(1)", 1), ("sys.exit(2)", 2), ("sys.exit(3 if rank else 0)", 1)],
+)
+def test_status_of_the_job(tmp_path: Path, body: str, status: int) -> None:
+    assert launch("--nproc-per-node", "2", script(tmp_path, body)).returncode == status
+
+
+def test_refusal_of_one_rank_while_others_work_is_a_refusal(tmp_path: Path) -> None:
+    body = "sys.exit(2) if rank == 0 else time.sleep(60)"
+    started = time.monotonic()
+    assert launch("--nproc-per-node", "2", script(tmp_path, body)).returncode == 2
+    assert time.monotonic() - started < 60
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    done = launch("--nproc-per-node", "2", script(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"))
+    assert done.returncode == 1
+    assert "rank 1 ended with signal 9" in done.stderr
+
+
+def test_ranks_get_flags_environment_and_threads(tmp_path: Path) -> None:
+    body = "print('got', rank, os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
+    done = launch("--nproc-per-node", "2", script(tmp_path, body), "--lr", "1", OMP_NUM_THREADS="7")
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("got"))
+    assert lines == [f"got {rank} 2 7 ['--lr', '1']" for rank in range(2)]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.05)
+
+
+def start(tmp_path: Path, body: str, *options: str) -> subprocess.Popen[str]:
+    job = subprocess.Popen(
+        [*LAUNCH, *options, script(tmp_path, body), str(tmp_path)], env=environ(), cwd=ROOT, text=True
+    )
+    for rank in range(2):
+        wait_for(tmp_path / f"ready{rank}")
+    return job
+
+
+READY = "open(f'{sys.argv[1]}/ready{rank}', 'w').close()\n"
+
+
+def test_sigterm_lets_the_ranks_save_and_ends_well(tmp_path: Path) -> None:
+    body = (
+        "def save(*_):\n"
+        "    time.sleep(0.5); open(f'{sys.argv[1]}/saved{rank}', 'w').close(); os._exit(0)\n"
+        f"signal.signal(signal.SIGTERM, save)\n{READY}time.sleep(100)"
+    )
+    job = start(tmp_path, body, "--nproc-per-node", "2")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS) == 0
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_time_out(tmp_path: Path) -> None:
+    body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(100)"
+    job = start(tmp_path, body, "--nproc-per-node", "2", "--stop-timeout", "1")
+    started = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS) == 1
+    assert time.monotonic() - started < 60
+
+
+def test_configuration_is_refused_once_before_any_rank() -> None:
+    done = launch("--nproc-per-node", "4", "pretrain_moe.py", "--no-such-flag", "--sharding-degree", "3")
+    assert done.returncode == 2
+    assert done.stderr.count("unknown-flag") == 1
+    assert done.stderr.count("[world-size]") == 1
+    assert "--world-size 4" in done.stderr
+
+
+def test_validate_only_knows_the_ranks_of_all_nodes() -> None:
+    done = launch(
+        *("--nproc-per-node", "4", "--nnodes", "2", "--rdzv-endpoint", "host:1", "pretrain_moe.py", "--validate-only")
+    )
+    assert done.returncode == 0
+    assert "accepted for 8 ranks" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--nproc-per-node", "0", "job.py"], ["no-such-script.py"], ["--nnodes", "2", "pretrain_moe.py"]],
+)
+def test_bad_launcher_options_are_refused(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+
+
+def test_restarts_are_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "restart" not in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""The ``megapar`` command: its commands, and only those that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapar.compatibility import RULES
+from megapar.tools.docs import PAGES
+from megapar.tools.main import COMMANDS, main
+
+
+def test_commands_of_this_version() -> None:
+    assert set(COMMANDS) == {"launch", "rules", "docs"}
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name}" in printed for name in COMMANDS)
+    assert main([]) == 2
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lanch"]) == 2
+    assert "Did you mean launch?" in capsys.readouterr().err
+    assert main(["zzz"]) == 2
+    assert "Commands: launch, rules, docs." in capsys.readouterr().err
+
+
+def test_rules_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rules"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines if line.startswith("  ") and line[2] != " "] == [
+        rule.id for kind in ("refuse", "downgrade", "lifted", "not-built") for rule in RULES if rule.kind == kind
+    ]
+
+
+def test_rules_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rules", "--kind", "lifted"]) == 0
+    printed = capsys.readouterr().out
+    assert "deepspeed-topk" in printed
+    assert "mp-heads" not in printed
+
+
+def test_docs_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "--folder", str(tmp_path), "--check"]) == 1
+    assert main(["docs", "--folder", str(tmp_path)]) == 0
+    assert main(["docs", "--folder", str(tmp_path), "--check"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == set(PAGES)
+    (tmp_path / "flags.md").write_text("old", encoding="utf-8")
+    assert main(["docs", "--folder", str(tmp_path), "--check"]) == 1
+    assert "flags.md is stale" in capsys.readouterr().err
