@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,7 +141,12 @@ class _Text(NamedTuple):
         )
 
         def make(path: Path) -> None:
-            path.write_bytes(train(self.training_documents(), vocab_size))
+            documents = self.training_documents()
+            first = next(documents, None)
+            if first is None:
+                names = ", ".join(source.name for source in self.train)
+                raise DataError(f"{names}: the corpus holds no documents to train on")
+            path.write_bytes(train(chain([first], documents), vocab_size))
 
         path = made_once(f"tokenizers/{key}.model", make)
         return SentencePieceTokenizer(path.read_bytes(), name=str(path))

@@ -1,0 +1,163 @@
+"""Whole corpora: built once by many processes, quickly the second time, refused before training where broken."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapar.data import Corpus, build
+from megapar.data.sentencepiece_tokenizer import train
+from megapar.data.source import all_documents, open_sources
+from megapar.data.store import Split, open_stores
+from megapar.errors import ConfigError, DataError
+
+SMALL: dict[str, Any] = {"vocab_size": 600, "seq_length": 16, "seed": 1}
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import megapar.data, sys; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_the_second_build_takes_no_time(decoder_corpus: Corpus) -> None:
+    start = time.perf_counter()
+    again = build("moe", vocab_size=2048, seq_length=64, seed=7)
+    assert time.perf_counter() - start < 2
+    assert again.tokenizer.fingerprint() == decoder_corpus.tokenizer.fingerprint()
+    assert np.array_equal(again.train[17]["tokens"], decoder_corpus.train[17]["tokens"])
+
+
+def test_no_text_is_on_both_sides(decoder_corpus: Corpus) -> None:
+    stores = decoder_corpus._stores
+    assert stores is not None
+
+    def texts(store: Any) -> set[bytes]:
+        return {store.tokens[a:b].tobytes() for a, b in zip(store.offsets[:-1], store.offsets[1:], strict=True)}
+
+    train_texts, heldout_texts = map(texts, stores)
+    assert not train_texts & heldout_texts
+    total = stores.train.documents + stores.heldout.documents
+    assert 0.02 < stores.heldout.documents / total < 0.09
+    ends = stores.train.tokens[np.asarray(stores.train.offsets[1:]) - 1]
+    assert (ends == decoder_corpus.tokenizer.special.eos).all()
+
+
+def test_unigram_entropy(decoder_corpus: Corpus) -> None:
+    unigram = decoder_corpus.unigram_entropy()
+    assert 4.5 < unigram.train < math.log(2048)
+    assert abs(unigram.train - unigram.heldout) < 0.3
+
+
+def test_unigram_entropy_by_hand(tmp_path: Path, fresh_cache: Path) -> None:
+    from megapar.data.mock import MockTokenizer
+
+    (tmp_path / "train.txt").write_text("t7 t7 t8\n")
+    (tmp_path / "eval.txt").write_text("t9\n")
+    train_source, eval_source = (open_sources([str(tmp_path / name)]) for name in ("train.txt", "eval.txt"))
+    tokenizer = MockTokenizer(10)
+    stores = open_stores(train_source, eval_source, Split(0.5, 0.5), tokenizer)
+    unigram = Corpus([], [], tokenizer, 10, lambda samples: None, stores).unigram_entropy()  # type: ignore[arg-type, return-value]
+    assert unigram.train == pytest.approx(1.5 * math.log(2))  # 7 7 8 end: 1/2, 1/4, 1/4
+    assert unigram.heldout == pytest.approx(-(math.log(1 / 14) + math.log(2 / 14)) / 2)  # 9 end
+
+
+def test_mock_needs_no_text() -> None:
+    for kind in ("moe", "ernie"):
+        corpus = build(kind, data_path=["mock"], **{**SMALL, "vocab_size": 100})
+        sample, same = corpus.train[5], build(kind, data_path=["mock"], **{**SMALL, "vocab_size": 100}).train[5]
+        assert all(np.array_equal(sample[name], same[name]) for name in sample)
+        assert len(sample["tokens"]) == 16
+        assert not np.array_equal(sample["tokens"], corpus.train[6]["tokens"])
+        assert corpus.heldout_samples(1000) == 1000
+        assert corpus.unigram_entropy().train == pytest.approx(math.log(93))
+    with pytest.raises(DataError, match="leave --eval-data-path out"):
+        build("moe", data_path=["mock"], eval_data_path=["builtin"], **SMALL)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tmp_path: Path, small_jsonl: Path) -> None:
+    path = str(small_jsonl)
+    model = tmp_path / "t.model"
+    model.write_bytes(train(all_documents(open_sources([path])), 700))
+    with pytest.raises(ConfigError) as caught:
+        build("moe", data_path=[path], tokenizer_model=str(model), **SMALL)
+    (complaint,) = caught.value.complaints
+    assert complaint.rule == "vocabulary"
+    assert "700 ids" in complaint.message
+    assert "600 rows" in complaint.message
+    assert build("moe", data_path=[path], tokenizer_model=str(model), **{**SMALL, "vocab_size": 700}).vocab_size == 700
+
+
+def test_eval_data_apart_and_splits(tmp_path: Path, small_jsonl: Path) -> None:
+    path, other = str(small_jsonl), tmp_path / "b.txt"
+    other.write_text("Held out apart, a sentence of some words.\n\nAnd a second document of words that are held out.\n")
+    apart = build("moe", data_path=[path], eval_data_path=[str(other)], **SMALL)
+    assert apart._stores is not None
+    assert (apart._stores.train.documents, apart._stores.heldout.documents) == (200, 2)
+    assert apart.heldout_samples(10_000) == len(apart.heldout) < 10
+    three = build("moe", data_path=[path], split="50,30,20", **SMALL)
+    assert three._stores is not None
+    assert 70 < three._stores.train.documents < 130
+    assert 40 < three._stores.heldout.documents < 80
+    for wrong in ("100", "1,0", "a,b", "1,2,3,4", "-1,2"):
+        with pytest.raises(DataError, match="is not two or three weights"):
+            Split.parse(wrong)
+
+
+def test_what_cannot_be_split_or_used_is_refused(tmp_path: Path, small_jsonl: Path) -> None:
+    single, blank = tmp_path / "single.txt", tmp_path / "blank.txt"
+    single.write_text("One document only, of words enough.\n" * 3 + "\n")
+    blank.write_text("\n \n\n")
+    model = tmp_path / "t.model"
+    model.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
+    with_model = {**SMALL, "tokenizer_model": str(model)}
+    with pytest.raises(DataError, match=r"single.txt: .*both need at least one; give --eval-data-path"):
+        build("moe", data_path=[str(single)], split="999999,1", **with_model)
+    with pytest.raises(DataError, match=r"blank.txt: the corpus holds no documents"):
+        build("moe", data_path=[str(blank)], **with_model)
+    with pytest.raises(DataError, match=r"blank.txt: the corpus holds no documents"):
+        build("moe", data_path=[str(blank)], **SMALL)
+    with pytest.raises(DataError, match="fewer than one sample"):
+        build("moe", data_path=[str(single)], eval_data_path=[str(single)], **{**with_model, "seq_length": 4096})
+    with pytest.raises(DataError, match="at least 6, not 5"):
+        build("ernie", data_path=["mock"], **{**SMALL, "seq_length": 5})
+    with pytest.raises(ValueError, match="'gpt'"):
+        build("gpt", **SMALL)
+
+
+def test_a_broken_line_is_found_before_training_and_leaves_nothing(
+    tmp_path: Path, fresh_cache: Path, small_jsonl: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(small_jsonl.read_text() + '{"text": "cut off\n')
+    with pytest.raises(DataError, match=r"a.jsonl, line 201: not a JSON record"):
+        build("moe", data_path=[str(path)], **SMALL)
+    left = [entry for kind in ("tokenizers", "tokens") for entry in (fresh_cache / kind).glob("[!.]*")]
+    assert left == []
+
+
+def _build_and_report(path: str, queue: Any) -> None:
+    corpus = build("ernie", data_path=[path], **SMALL)
+    queue.put((corpus.tokenizer.fingerprint(), corpus.train[3]["tokens"].tolist()))
+
+
+def test_processes_that_build_at_once_agree(fresh_cache: Path, small_jsonl: Path) -> None:
+    path = str(small_jsonl)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_build_and_report, args=(path, queue)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    reports = [queue.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(20)
+    assert reports[0] == reports[1] == reports[2]
+    assert len(list((fresh_cache / "tokens").glob("[!.]*"))) == 1
+    assert len(list((fresh_cache / "tokenizers").glob("*.model"))) == 1
