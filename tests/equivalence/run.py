@@ -63,8 +63,7 @@ def trace(
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
         # One log line would be printed per flush; an interval beyond the end keeps the terminal quiet.
-        more = ("--train-iters", str(steps), "--log-interval", str(steps + 1))
-        config = parse(kind, [*flags, *more], dict(os.environ))
+        config = parse(kind, [*flags, "--log-interval", str(steps + 1)], dict(os.environ))
         corpus = build.make_corpus(config)
         world = World.start(config.grid, _device(backend), timedelta(seconds=60), f"file://{rendezvous}")
         trainer = Trainer(config, world, corpus)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMMON = ("--data-path", "mock", "--seed", "7", "--global-batch-size", "8", "--lr", "1e-2", "--lr-warmup-iters", "1")
+COMMON = ("--train-iters", "10", "--data-path", "mock", "--seed", "7", "--global-batch-size", "8", "--lr", "1e-2")
 MODELS: dict[str, tuple[str, ...]] = {
     "moe": (
         *("--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4", "--num-query-groups", "2"),

@@ -26,7 +26,7 @@ from megapar.errors import CheckpointError
 Numbers: TypeAlias = NDArray[np.int64]
 Json: TypeAlias = Any
 
-MAX_PIECES = 1 << 24  # per tensor; what a layout file claims is checked before memory is taken for it
+MAX_PIECES = 1 << 22  # per tensor; what a layout file claims is checked before memory is taken for it
 MAX_NUMBER = 1 << 60
 
 
@@ -144,7 +144,7 @@ def from_json(name: str, shape: tuple[int, ...], value: dict[str, Json], num_fil
     if len(files) != (0 if empty else prod(len(s) for s in starts)):
         raise CheckpointError(f"{name}: {len(files)} files are named for {[len(s) for s in starts]} cells")
     for first, size in zip(starts, shape, strict=True):
-        if not empty and not (first[0] == 0 and (np.diff(first) > 0).all() and first[-1] < size):
+        if not empty and not (len(first) and first[0] == 0 and (np.diff(first) > 0).all() and first[-1] < size):
             raise CheckpointError(f"{name}: starts do not rise from 0 to below {size}")
     _check_files(name, files, num_files)
     return Grid(shape, starts, files)

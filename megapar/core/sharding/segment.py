@@ -245,7 +245,7 @@ class Segment:
         """Send this rank's row to the others in the compute dtype; ``receive`` puts it into the parameters."""
         if self.aliased:
             return
-        row = self.master.to(self.dtype)
+        row = self.master.to(self.dtype, copy=True)  # the optimizer may step while the row still travels
         if self.shard.group is None:
             self._fill(row.unsqueeze(0))
             return
