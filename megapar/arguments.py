@@ -53,10 +53,12 @@ def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) 
     return _resolved(kind, argv, environ)[1]
 
 
-def parse_or_exit(kind: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+def parse_or_exit(
+    kind: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None, *, warn: bool = True
+) -> Config:
     """``parse`` for a script: answers --help (status 0), --validate-only (0) and refusals (2) by ending the process.
 
-    Only rank 0, or a process without RANK, prints.
+    Only rank 0, or a process without RANK, prints; warnings only with ``warn``.
     """
     argv = sys.argv[1:] if argv is None else argv
     environ = os.environ if environ is None else environ
@@ -72,7 +74,7 @@ def parse_or_exit(kind: str, argv: Sequence[str] | None = None, environ: Mapping
     if config.runtime.validate_only:
         _say(effective(config), speaks)
         raise SystemExit(0)
-    _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks, error=True)
+    _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks and warn, error=True)
     return config
 
 

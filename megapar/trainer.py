@@ -38,7 +38,7 @@ from megapar.training.record import Logger, Record
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. records: of every iteration run, in order. evaluation: the last one's means, if there was one."""
+    """How a run ended. records: of every iteration, in order. evaluation: the last one's means, if there was one."""
 
     iteration: int
     records: tuple[Record, ...]

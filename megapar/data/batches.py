@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megapar.data.samples import NO_LOSS, Sample, Samples, without_loss
+from megapar.data.samples import NO_LOSS, Sample, Samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,9 +21,9 @@ class MicroBatch:
     tensors: what the model's forward takes, int64 unless said.
         Decoder: tokens, labels (NO_LOSS: none), positions [B, S].
         ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
-        masked_labels [M]; sop_labels [B] (NO_LOSS only where an evaluation was filled up).
+        masked_labels [M]; sop_labels [B].
         Both: valid [B, S] bool, only where some position is padding.
-    counts: items of each loss term in it: {"lm": ..} for a decoder, {"lm": M, "sop": ..} for ERNIE.
+    counts: items of each loss term in it: {"lm": ..} for a decoder, {"lm": M, "sop": B} for ERNIE.
     valid_tokens: positions that are not padding. tokens: all positions, B * S.
     """
 
@@ -66,7 +66,7 @@ def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
         "masked_labels": labels[masked],
         "sop_labels": stacked["order"],
     }
-    return _batch(arrays, valid, {"lm": len(masked), "sop": int((stacked["order"] != NO_LOSS).sum())})
+    return _batch(arrays, valid, {"lm": len(masked), "sop": len(samples)})
 
 
 def _batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, int]) -> MicroBatch:
@@ -147,18 +147,6 @@ class Loader:
             for k in range(request.num_micro_batches)
         )
         return [self._collate([self._samples[start + i] for i in range(self._size)]) for start in starts]
-
-    def heldout(self, samples: Samples, count: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of held-out samples 0 to ``count`` - 1, cut and dealt as in a training step.
-
-        Every rank gets equally many, because a forward may need all of them; where ``count`` does not divide,
-        the places left over hold a sample without labels, which enters no sum and no count.
-        """
-        micro_batches = -(-count // self._size)
-        for k in range(-(-micro_batches // self._ranks)):
-            start = (k * self._ranks + self._rank) * self._size
-            numbers = range(start, start + self._size)
-            yield self._collate([samples[n] if n < count else without_loss(samples[0]) for n in numbers])
 
     def close(self) -> None:
         """End the thread; what it was making is dropped. Steps asked for later are made without it."""

@@ -48,10 +48,6 @@ class Corpus:
     collate: Collate
     _stores: Stores | None
 
-    def heldout_samples(self, wanted: int) -> int:
-        """How many held-out samples an evaluation of ``wanted`` uses: those, or all there are."""
-        return min(wanted, len(self.heldout))
-
     def unigram_entropy(self) -> Unigram:
         """Counted over all tokens of both sides, end tokens included; of random tokens it is known."""
         import numpy as np

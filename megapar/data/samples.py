@@ -116,12 +116,3 @@ class DecoderSamples:
             "labels": np.pad(ids[1:], (0, short), constant_values=NO_LOSS),
             "valid": np.arange(self._seq_length) < len(ids) - 1,
         }
-
-
-def without_loss(sample: Sample) -> Sample:
-    """The sample with nothing asked of the model; fills up an evaluation that does not divide."""
-    import numpy as np
-
-    return {
-        name: np.full_like(array, NO_LOSS) if name in ("labels", "order") else array for name, array in sample.items()
-    }

@@ -135,7 +135,7 @@ def _encode(folder: Path, documents: Iterable[tuple[int, str]], tokenizer: Token
     if train == 0 or heldout == 0:
         raise DataError(
             f"{names}: {train + heldout} documents are {train} to train on and {heldout} held out, and both need "
-            "at least one; give --eval-data-path, another --split, or a corpus of more documents"
+            "at least one; give --eval-data-path or a corpus of more documents"
         )
 
 

@@ -191,12 +191,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="data-alone",
         reads=("data_path",),
-        when=lambda f: "mock" in f.data_path or "builtin" in f.data_path,
+        when=lambda f: "mock" in f.data_path,
         requires=lambda f: len(f.data_path) == 1,
-        message="mock and builtin stand alone in --data-path",
+        message="mock stands alone in --data-path",
         source="command line",
-        passing="--data-path builtin",
-        failing="--data-path builtin corpus.jsonl",
+        passing="--data-path mock",
+        failing="--data-path mock corpus.jsonl",
     ),
     Rule(
         id="fp64-device",

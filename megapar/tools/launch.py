@@ -126,7 +126,7 @@ def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: in
     from megapar.arguments import parse_or_exit
 
     environ = {"WORLD_SIZE": str(world_size), "RANK": str(node_rank or 0)}
-    parse_or_exit(kinds[0], flags, environ)
+    parse_or_exit(kinds[0], flags, environ, warn=False)  # rank 0 will print the warnings
 
 
 def run(launch: Launch) -> int:

@@ -148,20 +148,6 @@ def test_a_closed_loader_still_answers_without_a_thread() -> None:
     assert _threads() == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_heldout_samples_that_do_not_divide_are_filled_up(ernie_corpus: Corpus, ranks: int) -> None:
-    loaders = [Loader(ernie_corpus.train, collate_ernie, 4, r, ranks, prefetch=False) for r in range(ranks)]
-    per_rank = [list(loader.heldout(ernie_corpus.heldout, 10)) for loader in loaders]
-    assert len({len(batches) for batches in per_rank}) == 1
-    counted = [batch for batches in per_rank for batch in batches]
-    expected = [int((ernie_corpus.heldout[i]["labels"] != NO_LOSS).sum()) for i in range(10)]
-    assert sum(batch.counts["sop"] for batch in counted) == 10
-    assert sum(batch.counts["lm"] for batch in counted) == sum(expected)
-    assert sum(int((batch.tensors["sop_labels"] != NO_LOSS).sum()) for batch in counted) == 10
-    third = per_rank[2 % ranks][2 // ranks]
-    assert third.tensors["sop_labels"].tolist()[2:] == [NO_LOSS] * 2
-
-
 def test_a_batch_moves() -> None:
     batch = collate_decoder([Numbered()[1]])
     moved = batch.to("meta")

@@ -76,7 +76,7 @@ def test_mock_needs_no_text() -> None:
         assert all(np.array_equal(sample[name], same[name]) for name in sample)
         assert len(sample["tokens"]) == 16
         assert not np.array_equal(sample["tokens"], corpus.train[6]["tokens"])
-        assert corpus.heldout_samples(1000) == 1000
+        assert len(corpus.heldout) >= 1000
         assert corpus.unigram_entropy().train == pytest.approx(math.log(93))
     with pytest.raises(DataError, match="leave --eval-data-path out"):
         build("moe", data_path=["mock"], eval_data_path=["builtin"], **SMALL)
@@ -101,7 +101,7 @@ def test_eval_data_apart_and_splits(tmp_path: Path, small_jsonl: Path) -> None:
     apart = build("moe", data_path=[path], eval_data_path=[str(other)], **SMALL)
     assert apart._stores is not None
     assert (apart._stores.train.documents, apart._stores.heldout.documents) == (200, 2)
-    assert apart.heldout_samples(10_000) == len(apart.heldout) < 10
+    assert 1 <= len(apart.heldout) < 10
     three = build("moe", data_path=[path], split="50,30,20", **SMALL)
     assert three._stores is not None
     assert 70 < three._stores.train.documents < 130

@@ -8,7 +8,7 @@ import pytest
 from megapar.data import Corpus
 from megapar.data.draws import Draws
 from megapar.data.permutation import Permutation
-from megapar.data.samples import NO_LOSS, DecoderSamples, Order, Windows, without_loss
+from megapar.data.samples import NO_LOSS, DecoderSamples, Order, Windows
 from megapar.data.store import TokenStore
 from megapar.errors import DataError
 
@@ -100,10 +100,3 @@ def test_samples_are_functions_of_seed_and_number(decoder_corpus: Corpus) -> Non
     for number in numbers:
         assert np.array_equal(decoder_corpus.train[number]["tokens"], again[number]["tokens"])
     assert not all(np.array_equal(again[n]["tokens"], other[n]["tokens"]) for n in numbers)
-
-
-def test_without_loss_asks_nothing() -> None:
-    sample = without_loss({"tokens": np.arange(3), "labels": np.arange(3), "order": np.array(1)})
-    assert sample["tokens"].tolist() == [0, 1, 2]
-    assert sample["labels"].tolist() == [NO_LOSS] * 3
-    assert int(sample["order"]) == NO_LOSS

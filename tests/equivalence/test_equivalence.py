@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 STEPS = 3
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference(kind: str, flags: tuple[str, ...], dtype: str) -> Trace:
     """One process; in bf16 it repeats the choices of the fp64 run, so that only rounding differs."""
     replay: Routing | None = None

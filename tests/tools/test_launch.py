@@ -111,6 +111,12 @@ def test_configuration_is_refused_once_before_any_rank() -> None:
     assert "--world-size 4" in done.stderr
 
 
+def test_warnings_are_printed_once(tmp_path: Path) -> None:
+    flags = ["--fuse-broadcast-MB", "32", "--train-iters", "0", "--data-path", "mock"]
+    done = launch("--nproc-per-node", "2", "pretrain_moe.py", *flags)
+    assert done.stderr.count("old name") == 1, done.stderr
+
+
 def test_validate_only_knows_the_ranks_of_all_nodes() -> None:
     done = launch(
         *("--nproc-per-node", "4", "--nnodes", "2", "--rdzv-endpoint", "host:1", "pretrain_moe.py", "--validate-only")

@@ -18,8 +18,8 @@ class FullSharding:
     """Parameters, gradients and optimizer state cut over the shard axis, replicated over dp.
 
     model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
-    here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share parameters (a tied embedding and its
-    head) and form one group. Gradients are sums over data ranks, never means.
+    here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share
+    parameters (a tied embedding and its head) and form one group. Gradients are sums over data ranks, never means.
     """
 
     def __init__(

@@ -100,12 +100,12 @@ def test_every_bit_of_the_layout_counts(folder: Path) -> None:
     whole = path.read_bytes()
     for position in range(0, len(whole), 37):
         flip_bit(path, position)
-        with pytest.raises(CheckpointError, match="layout.json"):
+        with pytest.raises(CheckpointError, match=r"layout\.json"):
             store.read_layout(folder)
         path.write_bytes(whole)
     for size in range(0, len(whole), 41):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="layout.json"):
+        with pytest.raises(CheckpointError, match=r"layout\.json"):
             store.read_layout(folder)
 
 
