@@ -135,6 +135,19 @@ def test_a_rank_is_in_its_own_group_at_its_own_coordinate(grid: Grid) -> None:
             assert grid.group(axis, rank)[at[axis]] == rank
 
 
+@settings(deadline=None, max_examples=40)
+@given(grids())
+def test_a_parameter_s_shards_and_replicas_meet_in_one_rank(grid: Grid) -> None:
+    for rank in range(grid.world_size):
+        dense = grid.shard_group(rank, expert=False), grid.replica_group(rank, expert=False)
+        expert = grid.shard_group(rank, expert=True), grid.replica_group(rank, expert=True)
+        for shards, replicas in (dense, expert):
+            assert set(shards) & set(replicas) == {rank}
+        assert len(dense[0]) * len(dense[1]) == grid.dp * grid.shards
+        assert len(expert[0]) * len(expert[1]) == grid.edp
+        assert all(grid.replica_group(rank, expert=True) == grid.replica_group(r, expert=True) for r in expert[1])
+
+
 def test_combined_axes_run_the_last_one_fastest() -> None:
     grid = Grid(sharding=2, cp=2, mp=2)
     assert grid.group(("sharding", "cp"), 1) == (1, 3, 5, 7)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megapar.arguments import parse_or_exit
 from megapar.tools.launch import main
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +112,13 @@ def test_configuration_is_refused_once_before_any_rank() -> None:
     assert "--world-size 4" in done.stderr
 
 
-def test_warnings_are_printed_once(tmp_path: Path) -> None:
-    flags = ["--fuse-broadcast-MB", "32", "--train-iters", "0", "--data-path", "mock"]
-    done = launch("--nproc-per-node", "2", "pretrain_moe.py", *flags)
-    assert done.stderr.count("old name") == 1, done.stderr
+def test_warnings_are_left_to_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--fuse-broadcast-MB", "32"]
+    parse_or_exit("moe", line, {"WORLD_SIZE": "2"}, warn=False)
+    assert capsys.readouterr().err == ""
+    for rank in ("0", "1"):
+        parse_or_exit("moe", line, {"WORLD_SIZE": "2", "RANK": rank})
+    assert capsys.readouterr().err.count("old name") == 1
 
 
 def test_validate_only_knows_the_ranks_of_all_nodes() -> None:
