@@ -1,0 +1,47 @@
+"""Whole runs of the trainer for tests: flags in, what the run reported out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from unittest.mock import patch
+
+from megapar.arguments import parse
+from megapar.trainer import Outcome, train
+from tests.support.ranks import run_ranks
+
+SMALL = {
+    "moe": (
+        *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--num-query-groups", "2"),
+        *("--ffn-hidden-size", "48", "--seq-length", "16", "--vocab-size", "101", "--num-experts", "4"),
+        *("--moe-ffn-hidden-size", "24", "--moe-router-topk", "2", "--first-k-dense", "1"),
+        *("--moe-router-bias-update-rate", "0.01", "--init-std", "0.1"),
+    ),
+    "ernie": (
+        *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "64"),
+        *("--seq-length", "32", "--vocab-size", "101", "--init-std", "0.1"),
+    ),
+}
+COMMON = (
+    *("--data-path", "mock", "--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-2"),
+    *("--train-iters", "6", "--eval-interval", "0", "--log-interval", "100"),
+)
+
+
+def run(world_size: int, kind: str, *flags: str) -> Outcome:
+    """Train a small model; what rank 0 returned. Flags come after the small model's own and win over them."""
+    outcome = run_ranks(world_size, _train, kind, _last_wins((*SMALL[kind], *COMMON), flags), group=False)[0]
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+def _train(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str]) -> Outcome:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with patch.dict(os.environ, place):
+        return train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}")
+
+
+def _last_wins(base: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """``base`` (pairs of name and value) without the names that ``flags`` give."""
+    pairs = zip(base[::2], base[1::2], strict=True)
+    return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)

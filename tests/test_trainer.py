@@ -1,0 +1,162 @@
+"""The trainer: resumed, moved to other layouts, evaluated and reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.ranks import RanksFailed
+from tests.support.training import run
+
+FP64 = ("--dtype", "fp64")
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+LAYOUTS = {
+    "1 process": (1, ()),
+    "sharding 2": (2, ("--sharding-degree", "2")),
+    "sharding 4, stage 3": (4, ("--sharding-degree", "4", "--sharding-stage", "3")),
+    "sharding 2 x dp 2, stage 2": (4, ("--sharding-degree", "2", "--sharding-stage", "2", "--hybrid-dp")),
+    "sharding 2, stage 3": (2, ("--sharding-degree", "2", "--sharding-stage", "3")),
+}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every stored tensor of a checkpoint, by file and name."""
+    return {f"{f.name}/{k}": v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+@pytest.mark.parametrize("layout", ["1 process", "sharding 2", "sharding 2, stage 3"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind: str, layout: str, tmp_path: Path) -> None:
+    world_size, flags = LAYOUTS[layout]
+    flags = (*flags, *DROPOUT, "--dtype", "bf16")
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    whole = run(world_size, kind, *flags, "--save", str(straight))
+    run(world_size, kind, *flags, "--save", str(broken), "--save-interval", "3")
+    (broken / "latest").write_text("iter_0000003")
+    resumed = run(world_size, kind, *flags, "--save", str(tmp_path / "new"), "--load", str(broken))
+    assert [r.iteration for r in resumed.records] == [4, 5, 6]
+    assert [r.loss for r in resumed.records] == [r.loss for r in whole.records[3:]]
+    assert [r.consumed_tokens for r in resumed.records] == [r.consumed_tokens for r in whole.records[3:]]
+    want, got = weights(straight / "iter_0000006"), weights(tmp_path / "new" / "iter_0000006")
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+def test_a_checkpoint_goes_on_on_every_layout(kind: str, tmp_path: Path) -> None:
+    """Save on sharding 2, continue elsewhere, dropout on: the losses are those of the run that never stopped."""
+    straight = run(1, kind, *FP64, *DROPOUT)
+    run(2, kind, *FP64, *DROPOUT, *LAYOUTS["sharding 2"][1], "--save", str(tmp_path), "--save-interval", "3")
+    for world_size, flags in LAYOUTS.values():
+        moved = run(world_size, kind, *FP64, *DROPOUT, *flags, "--load", str(tmp_path), "--ckpt-step", "3")
+        for got, want in zip(moved.records, straight.records[3:], strict=True):
+            assert got.loss == pytest.approx(want.loss, rel=1e-10)
+            assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-10)
+
+
+def test_evaluation_is_the_same_on_every_layout() -> None:
+    """Also with a number of held-out samples that no layout divides, in a smaller last micro-batch."""
+    evaluate = (*FP64, "--train-iters", "1", "--eval-interval", "1", "--eval-iters", "3", "--micro-batch-size", "2")
+    want = run(1, "ernie", *evaluate).evaluation
+    assert want is not None
+    for world_size, flags in (LAYOUTS["sharding 2"], LAYOUTS["sharding 4, stage 3"]):
+        assert run(world_size, "ernie", *evaluate, *flags).evaluation == pytest.approx(want, rel=1e-10)
+
+
+def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
+    base = (*FP64, *DROPOUT)
+    straight = run(1, "moe", *base, "--save", str(tmp_path), "--save-interval", "3")
+    load = (*base, "--load", str(tmp_path), "--ckpt-step", "3")
+    tuned = run(1, "moe", *load, "--finetune")
+    assert [r.iteration for r in tuned.records] == [1, 2, 3, 4, 5, 6]
+    assert tuned.records[0].loss < straight.records[0].loss
+    fresh = run(1, "moe", *load, "--no-load-optim")
+    assert fresh.records[0].loss == straight.records[3].loss
+    assert fresh.records[1].loss != straight.records[4].loss
+    other = run(1, "moe", *load, "--no-load-rng", "--seed", "99")
+    same = run(1, "moe", *load, "--seed", "99")
+    assert other.records[0].loss != same.records[0].loss
+
+
+def test_another_schedule_is_refused_unless_it_is_wanted(tmp_path: Path) -> None:
+    run(1, "moe", *FP64, "--save", str(tmp_path), "--save-interval", "3")
+    load = (*FP64, "--load", str(tmp_path), "--ckpt-step", "3", "--lr", "5e-3")
+    with pytest.raises(RanksFailed, match=r"peak: 0.01 saved, 0.005 now.*--override-opt-param-scheduler"):
+        run(1, "moe", *load)
+    assert run(1, "moe", *load, "--override-opt-param-scheduler").records[0].lr < 5e-3
+
+
+@pytest.mark.parametrize("damage", ["another model", "a deleted shard", "no checkpoint"])
+def test_what_cannot_be_loaded_is_refused(damage: str, tmp_path: Path) -> None:
+    run(2, "moe", *LAYOUTS["sharding 2"][1], "--train-iters", "1", "--save", str(tmp_path))
+    more: tuple[str, ...] = ()
+    expected = "CheckpointError"
+    if damage == "another model":
+        more, expected = ("--hidden-size", "64"), "CheckpointError.*hidden_size"
+    elif damage == "a deleted shard":
+        victim = sorted((tmp_path / "iter_0000001").glob("*.safetensors"))[-1]
+        victim.unlink()
+        expected = f"CheckpointError.*{victim.name}"
+    else:
+        (tmp_path / "latest").unlink()
+    with pytest.raises(RanksFailed, match=f"(?s){expected}"):
+        run(1, "moe", "--train-iters", "2", "--load", str(tmp_path), *more)
+
+
+def test_one_folder_for_save_and_load_starts_and_goes_on(tmp_path: Path) -> None:
+    flags = ("--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", "6")
+    assert len(run(1, "moe", *flags, "--train-iters", "2").records) == 2
+    assert [r.iteration for r in run(1, "moe", *flags, "--train-iters", "3").records] == [3]
+
+
+def test_every_iteration_is_an_object_of_the_metrics_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    board = tmp_path / "board"
+    outcome = run(
+        *(2, "moe", "--sharding-degree", "2", "--metrics-jsonl", str(path), "--tensorboard-dir", str(board)),
+        *("--eval-interval", "3", "--eval-iters", "1", "--log-interval", "4"),
+    )
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["iteration"] for line in lines if "eval_loss" in line] == [3, 6]
+    assert lines[-1]["consumed_samples"] == 48
+    assert lines[-1]["consumed_tokens"] == 48 * 16
+    assert lines[0].keys() >= {
+        *("lm_loss", "sop_loss", "aux_loss", "z_loss", "loss", "grad_norm", "lr", "loss_scale", "skipped"),
+        *("dropped_tokens", "iteration_seconds", "tokens_per_second", "model_tflops_per_device", "mfu"),
+        *("peak_memory_bytes", "exposed_communication_seconds"),
+    }
+    assert outcome.records[-1].loss == lines[-1]["loss"]
+    assert list(board.glob("events*"))
+
+
+def test_the_batch_ramps_up() -> None:
+    outcome = run(1, "moe", "--rampup-batch-size", "2", "2", "20", "--train-iters", "8")
+    consumed = [record.consumed_samples for record in outcome.records]
+    sizes = [b - a for a, b in zip([0, *consumed], consumed, strict=False)]
+    assert sizes[0] == 2
+    assert sizes[-1] == 8
+    assert sizes == sorted(sizes)
+
+
+def test_an_export_loads_in_transformers_from_any_layout(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    logits = []
+    for name, (world_size, flags) in LAYOUTS.items():
+        folder = tmp_path / name
+        run(world_size, "moe", *flags, "--train-iters", "1", "--save-hf", str(folder), "--dtype", "fp32")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(model(torch.arange(10, 20).unsqueeze(0)).logits)
+    for other in logits[1:]:
+        assert torch.allclose(other, logits[0], atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run() -> None:
+    with pytest.raises(RanksFailed, match="TrainingError: iteration [0-9]+: loss .*(nan|inf)"):
+        run(1, "moe", "--lr", "1e30", "--clip-grad", "0", "--dtype", "fp32")
