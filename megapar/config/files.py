@@ -20,7 +20,9 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
             yield from _data(name, path)
     for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file"):
         path = values.get(name)
-        if path is not None and not Path(path).exists():
+        # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
+        first_run = name == "load" and path == values.get("save")
+        if path is not None and not Path(path).exists() and not first_run:
             yield _missing(name, path)
     if values.get("load") and Path(values["load"]).is_file():
         yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
