@@ -132,7 +132,7 @@ class Trainer:
                 iteration = self.progress.iteration
                 final = iteration == training.train_iters
                 if training.eval_interval and (iteration % training.eval_interval == 0 or final):
-                    self.monitor.evaluated(self._evaluate()["loss"])
+                    self.monitor.evaluated(self._evaluate())
                 if iteration % self.config.logging.log_interval == 0 or final:
                     self._records += self.monitor.flush()
                 if checkpoint.save and (final or _due(iteration, checkpoint.save_interval)):

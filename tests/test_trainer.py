@@ -122,7 +122,7 @@ def test_every_iteration_is_an_object_of_the_metrics_file(tmp_path: Path) -> Non
     )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert [line["iteration"] for line in lines if "eval_loss" in line] == [3, 6]
+    assert [line["iteration"] for line in lines if "eval_loss" in line and "eval_lm_loss" in line] == [3, 6]
     assert lines[-1]["consumed_samples"] == 48
     assert lines[-1]["consumed_tokens"] == 48 * 16
     assert lines[0].keys() >= {

@@ -21,12 +21,16 @@ from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
 
 
+_EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"))
+
+
 @dataclass
 class Step:
     """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
 
     sums: term -> sum over own items. items: term -> denominators over the global batch. aux, z: sums over own
     micro-batches. load: [layers, experts] own counts. norm: the global gradient norm.
+    evaluation: means of an evaluation that followed the step.
     """
 
     iteration: int
@@ -44,7 +48,7 @@ class Step:
     norm: Tensor
     seconds: float
     exposed_seconds: float | None
-    eval_loss: float | None = None
+    evaluation: dict[str, float] | None = None
 
 
 class Monitor:
@@ -78,9 +82,9 @@ class Monitor:
         """Keep a step for the next flush."""
         self._steps.append(step)
 
-    def evaluated(self, loss: float) -> None:
-        """The newest step was followed by an evaluation."""
-        self._steps[-1] = replace(self._steps[-1], eval_loss=loss)
+    def evaluated(self, means: dict[str, float]) -> None:
+        """The newest step was followed by an evaluation; ``means`` of the terms and their ``loss``."""
+        self._steps[-1] = replace(self._steps[-1], evaluation=means)
 
     def flush(self) -> list[Record]:
         """Reduce what was kept over the data ranks and tell the loggers; the records, on every rank.
@@ -141,6 +145,7 @@ class Monitor:
         loss += objective.aux_coefficient * aux + objective.z_coefficient * z
         rate = step.tokens / step.seconds
         flops = rate * self._flops_per_token / self._world_size
+        evaluation = step.evaluation or {}
         return Record(
             iteration=step.iteration,
             consumed_samples=step.consumed_samples,
@@ -161,7 +166,7 @@ class Monitor:
             mfu=flops / self._peak,
             peak_memory_bytes=self._device.peak_memory_bytes(),
             exposed_communication_seconds=step.exposed_seconds,
-            eval_loss=step.eval_loss,
+            **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
             expert_load=_percentiles(row[len(names) + 3 : -1], layers, experts),
         )
 

@@ -35,15 +35,15 @@ class Record:
     peak_memory_bytes: int
     exposed_communication_seconds: float | None
     eval_loss: float | None = None
+    eval_lm_loss: float | None = None
+    eval_sop_loss: float | None = None
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``--metrics-jsonl`` writes it: ``eval_loss`` only where evaluated, no expert load."""
+        """As ``--metrics-jsonl`` writes it: evaluated losses only where there are any, no expert load."""
         values = asdict(self)
         del values["expert_load"]
-        if self.eval_loss is None:
-            del values["eval_loss"]
-        return values
+        return {name: value for name, value in values.items() if value is not None or not name.startswith("eval_")}
 
 
 class Logger(Protocol):
