@@ -51,7 +51,16 @@ class DecoderBlock(nn.Module):
         self.moe: MoeLayer | None = None
         if sizes.moe is not None and layer in sizes.moe_layers:
             shared = _shared(sizes, sizes.moe, mp, sequence_parallel, dtype, device)
-            self.moe = MoeLayer(sizes.moe, shared=shared, ep=ep, emp=emp, dtype=dtype, device=device)
+            self.moe = MoeLayer(
+                sizes.moe,
+                shared=shared,
+                ep=ep,
+                emp=emp,
+                mp=mp,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
         else:
             self.mlp = Mlp(
                 H,

@@ -19,6 +19,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megapar.core.axis import Axis
+from megapar.core.collectives import gather
+from megapar.moe.sizes import MoeSizes
+
+
+def capacity_on_device(sizes: MoeSizes, tokens: Tensor) -> Tensor:
+    """``sizes.capacity`` for numbers of tokens that the host does not know. tokens: int64, any shape."""
+    ratio = sizes.capacity_per_token
+    room = -torch.div(-tokens * ratio.numerator, ratio.denominator, rounding_mode="floor")
+    return room.clamp(min=sizes.min_capacity)
+
 
 def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
     """[k, E] int64: the pairs that stand before this piece's c-th choices in each expert's queue.
@@ -37,11 +48,12 @@ def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
 
 
 def keep_by_order(
-    experts_Tk: Tensor, valid_T: Tensor | None, starts_kE: Tensor, *, capacity: int, policy: str
+    experts_Tk: Tensor, valid_T: Tensor | None, starts_kE: Tensor, *, capacity: int | Tensor, policy: str
 ) -> Tensor:
     """[T, k] bool: the pairs that policy ``token`` or ``choice`` keeps.
 
     valid_T: bool, padding takes no place and is not kept; None is no padding. starts_kE: ``queue_starts``.
+    capacity: a number, or a scalar where the host does not know it.
     """
     num_experts = starts_kE.shape[1]
     choice_k = torch.arange(experts_Tk.shape[1], device=experts_Tk.device)
@@ -54,14 +66,38 @@ def keep_by_order(
     return kept_Tk if valid_T is None else kept_Tk & valid_T[:, None]
 
 
-def keep_by_probability(experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int) -> Tensor:
+def keep_by_probability(
+    experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int | Tensor
+) -> Tensor:
     """[T, k] bool: each expert's C most probable pairs (policy ``probs``), over a whole micro-batch.
 
     probs_TE: the full scores, from which the chosen ones are read; no gradient passes.
     """
-    num_experts = probs_TE.shape[1]
-    score = probs_TE.detach().gather(1, experts_Tk).flatten()
-    by_score = torch.sort(score, descending=True, stable=True).indices
+    score_Tk = probs_TE.detach().gather(1, experts_Tk)
+    return _keep_by_score(experts_Tk, valid_T, score_Tk, probs_TE.shape[1], capacity)
+
+
+def keep_by_probability_over(
+    axis: Axis, experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int
+) -> Tensor:
+    """``keep_by_probability`` of a micro-batch that is cut over an axis into pieces of T tokens, in token order.
+
+    Returns what is kept of this rank's piece. One all-gather of [T, 2 k + 1].
+    """
+    tokens, topk = experts_Tk.shape
+    score_Tk = probs_TE.detach().gather(1, experts_Tk)
+    ok_T1 = torch.ones_like(score_Tk[:, :1]) if valid_T is None else valid_T[:, None].to(score_Tk.dtype)
+    # Experts travel as floating point numbers, exact below 2^24.
+    whole = gather(torch.cat([score_Tk, experts_Tk.to(score_Tk.dtype), ok_T1], dim=1), axis, 0)
+    score_Tk, experts_Tk, ok_T = whole[:, :topk], whole[:, topk:-1].long(), whole[:, -1] > 0
+    kept_Tk = _keep_by_score(experts_Tk, ok_T, score_Tk, probs_TE.shape[1], capacity)
+    return kept_Tk.narrow(0, axis.rank * tokens, tokens)
+
+
+def _keep_by_score(
+    experts_Tk: Tensor, valid_T: Tensor | None, score_Tk: Tensor, num_experts: int, capacity: int | Tensor
+) -> Tensor:
+    by_score = torch.sort(score_Tk.flatten(), descending=True, stable=True).indices
     queue_Tk = experts_Tk if valid_T is None else torch.where(valid_T[:, None], experts_Tk, num_experts)
     place_sorted = _places(queue_Tk.flatten()[by_score], num_experts)
     place = torch.empty_like(place_sorted).scatter_(0, by_score, place_sorted)

@@ -6,6 +6,7 @@
     combine         each token adds up its rows; the experts' weights have been multiplied in before
 
 Dispatch and combine are adjoint: the backward of each is the forward of the other. Only indices are saved.
+Here all experts live on this rank; ``expert_parallel`` has them on many.
 
 Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.tickets import AllToAll
 from megapar.moe.stats import count_pairs
 
 
@@ -36,17 +38,38 @@ class Permutation(NamedTuple):
     row_kept: Tensor | None
 
 
+class Plan(NamedTuple):
+    """How the rows of one piece of a micro-batch travel; made once, used there, back, and in backward.
+
+    permutation: pairs to rows as they are sent, sorted by expert and with that by rank.
+    exchange: the all-to-all over ep. received: rows it brings this rank.
+    room: rows this rank has in what is gathered over emp, the most that any of its ranks received.
+    order: rows as received (or gathered) to rows sorted by expert; None where they are sorted.
+    counts: [E] int64, rows of each expert of this rank, after the gathering.
+    """
+
+    permutation: Permutation
+    exchange: AllToAll
+    received: int
+    room: int
+    order: Permutation | None
+    counts: Tensor
+
+
 class Dispatched(NamedTuple):
     """What the experts of this rank work on.
 
-    rows: [R, H] sorted by expert. weights: [R], to multiply the expert outputs with; 0 beyond the kept pairs.
-    counts: [E] int64 rows of each expert, which sum to R. permutation: the way back.
+    rows: [R, H] sorted by expert. counts: [E] int64 rows of each expert, which sum to R.
+    weights: one per row that came from a token, to multiply its expert output with; 0 beyond the kept pairs. They
+    stand in the order in which the rows go back, which is that of ``rows`` where nothing travels.
+    permutation: the way back to the tokens. plan: the way over the ranks; None where nothing travels.
     """
 
     rows: Tensor
     weights: Tensor
     counts: Tensor
     permutation: Permutation
+    plan: Plan | None = None
 
 
 class Dispatcher(Protocol):
@@ -55,11 +78,11 @@ class Dispatcher(Protocol):
     def dispatch(
         self, x_TH: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool
     ) -> Dispatched:
-        """Send every kept pair's token and weight to its expert."""
+        """Send every kept pair's token and weight to its expert. rows: room to make, exact: all of it is needed."""
         ...
 
     def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
-        """[T, H]: the weighted expert outputs summed per token."""
+        """[T, H]: the expert outputs times their weights, summed per token."""
         ...
 
 
@@ -83,8 +106,13 @@ class LocalDispatcher:
         return Dispatched(permute(x_TH, permutation), weights_R, counts_E, permutation)
 
     def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
-        """[T, H]: the weighted expert outputs summed per token, in fp32 at least; 0 where none was kept."""
-        return unpermute(rows_RH, sent.permutation)
+        """[T, H]: the expert outputs times their weights, summed per token in fp32 at least; 0 where none was kept."""
+        return unpermute(weigh(rows_RH, sent.weights), sent.permutation)
+
+
+def weigh(rows_RH: Tensor, weights_R: Tensor) -> Tensor:
+    """[R, H]: each row times its weight, rounded to the rows' dtype first."""
+    return rows_RH * weights_R.to(rows_RH.dtype)[:, None]
 
 
 def sort_by_expert(
@@ -107,6 +135,25 @@ def sort_by_expert(
     return Permutation(order[:rows], row_Tk, kept_Tk, row_kept), counts_E
 
 
+def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int) -> Permutation:
+    """The permutation that gives every expert ``capacity`` rows, its kept pairs first, in token order.
+
+    No expert may have more kept pairs than that. The host does not wait for the device.
+    """
+    key = (experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)).flatten()
+    order = torch.sort(key, stable=True).indices
+    counts_E = count_pairs(experts_Tk, kept_Tk, num_experts).sum(0)
+    sorted_key, rows = key[order], num_experts * capacity
+    first = F.pad(counts_E.cumsum(0), (1, 0))
+    place = torch.arange(order.numel(), device=order.device) - first[sorted_key]
+    # Pairs that are not kept share one row behind the last, which is cut off.
+    row_sorted = torch.where(sorted_key < num_experts, sorted_key * capacity + place, rows)
+    pair = order.new_zeros(rows + 1).scatter_(0, row_sorted, order)[:rows]
+    row = torch.empty_like(order).scatter_(0, order, row_sorted).clamp(max=max(rows - 1, 0))
+    row_kept = torch.arange(capacity, device=order.device) < counts_E[:, None]
+    return Permutation(pair, row.view_as(experts_Tk), kept_Tk, row_kept.flatten())
+
+
 def permute(x_TH: Tensor, permutation: Permutation) -> Tensor:
     """[R, H]: the token of each row; zeros beyond the kept pairs. Backward is ``unpermute``."""
     return _Permute.apply(x_TH, *permutation)  # type: ignore[no-any-return]
@@ -126,14 +173,14 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _gather_sum(grad_RH, Permutation(*ctx.saved_tensors)), None, None, None, None
+        return gather_sum(grad_RH, Permutation(*ctx.saved_tensors)), None, None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, *permutation: Tensor | None) -> Tensor:
         ctx.save_for_backward(*permutation)
-        return _gather_sum(rows_RH, Permutation(*permutation))  # type: ignore[arg-type]
+        return gather_sum(rows_RH, Permutation(*permutation))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -148,11 +195,15 @@ def _gather(x_TH: Tensor, permutation: Permutation) -> Tensor:
     return rows_RH.masked_fill_(~permutation.row_kept[:, None], 0)
 
 
-def _gather_sum(rows_RH: Tensor, permutation: Permutation) -> Tensor:
-    num_tokens = permutation.row.shape[0]
+def gather_sum(rows_RH: Tensor, permutation: Permutation) -> Tensor:
+    """``unpermute`` outside autograd."""
+    num_tokens, topk = permutation.row.shape
     if rows_RH.shape[0] == 0 or num_tokens == 0:
         return rows_RH.new_zeros(num_tokens, rows_RH.shape[1])
     kept = permutation.pair_kept
+    if topk == 1:
+        y_TH = rows_RH.index_select(0, permutation.row.flatten())
+        return y_TH if kept is None else y_TH.masked_fill_(~kept, 0)
     # A bag is gather and sum in one pass, accumulated in fp32, without the [T, k, H] in between, and unlike
     # index_add deterministic on every device.
     return F.embedding_bag(

@@ -6,6 +6,8 @@ this rank (E and F are global sizes divided by the ep and emp sizes).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,9 @@ class Experts(nn.Module):
         down [E, H, F]; with ``add_bias``: gate_up_bias [E, 2, F] or up_bias [E, F], down_bias [E, H]
         forward   grouped product, activation, grouped product; no collective
         dgrad     grouped products with the weights as they lie; no collective
-        wgrad     one [out, in] product per expert over its rows
+        wgrad     one [out, in] product per expert over its rows, whole on its rank
+    Where F is cut over emp, the result is a partial sum over emp and so is dgrad; down_bias [E, H] is then whole on
+    every rank of emp, enters the sum on the first (``adds_down_bias``) and has the whole gradient on all.
     Parameters are created uninitialised.
     """
 
@@ -35,12 +39,14 @@ class Experts(nn.Module):
         *,
         gated: bool,
         add_bias: bool,
+        adds_down_bias: bool = True,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.gated = gated
         self.has_bias = add_bias
+        self.adds_down_bias = adds_down_bias
 
         def create(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
@@ -59,13 +65,27 @@ class Experts(nn.Module):
         if self.has_bias:
             expert_R = torch.repeat_interleave(counts_E, output_size=rows_RH.shape[0])
         hidden = grouped_linear(rows_RH, up.flatten(1, -2), counts_E)
-        hidden = self._add_bias(hidden, f"{self.up_name}_bias", expert_R)
+        if expert_R is not None:
+            hidden = hidden + self._bias(f"{self.up_name}_bias", expert_R)
         hidden = op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
         out_RH = grouped_linear(hidden, local(self.down), counts_E)
-        return self._add_bias(out_RH, "down_bias", expert_R)
+        if expert_R is not None:
+            out_RH = _AddOnce.apply(out_RH, self._bias("down_bias", expert_R), self.adds_down_bias)
+        return out_RH
 
-    def _add_bias(self, rows: Tensor, name: str, expert_R: Tensor | None) -> Tensor:
-        """Add each row the bias of its expert, where the experts have biases."""
-        if expert_R is None:
-            return rows
-        return rows + local(getattr(self, name)).flatten(1).index_select(0, expert_R)
+    def _bias(self, name: str, expert_R: Tensor) -> Tensor:
+        """The bias of each row's expert."""
+        bias: Tensor = local(getattr(self, name))
+        return bias.flatten(1).index_select(0, expert_R)
+
+
+class _AddOnce(torch.autograd.Function):
+    """x + bias on one rank and x on the others, which are summed afterwards: the gradient is whole on all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, adds: bool) -> Tensor:
+        return x + bias if adds else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], grads[0], None

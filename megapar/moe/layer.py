@@ -1,6 +1,7 @@
 """The MoE layer: route, dispatch, experts, combine, and the shared experts beside them.
 
-Shape letters: B samples, S positions, T = B·S tokens, H hidden, E experts, k choices per token, R rows.
+Shape letters: B samples, S positions on this rank, T = B·S tokens, H hidden, E experts, k choices per token, R rows,
+P pieces of a micro-batch. Under sequence parallelism S is the sequence divided by mp.
 """
 
 from __future__ import annotations
@@ -9,24 +10,40 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.tensor_parallel import piece_shape
+from megapar.core.tickets import Traffic
 from megapar.errors import DistributedError
-from megapar.moe.capacity import keep_by_order, keep_by_probability, queue_starts
+from megapar.moe.capacity import (
+    capacity_on_device,
+    keep_by_order,
+    keep_by_probability,
+    keep_by_probability_over,
+    queue_starts,
+)
 from megapar.moe.dispatch import Dispatcher, LocalDispatcher
+from megapar.moe.expert_parallel import ExpertParallelDispatcher
 from megapar.moe.experts import Experts
 from megapar.moe.router import Router, Routing, gate_weights
 from megapar.moe.sizes import MoeSizes
-from megapar.moe.stats import MoeStats, router_losses
+from megapar.moe.stats import MoeStats, RouterSums, gather_sums, router_losses
 
 
 class MoeLayer(nn.Module):
     """x [B, S, H] -> y [B, S, H] and the routing's statistics.
 
-    Ledger (one rank holds all experts and the whole micro-batch):
-        router.weight [E, H]; experts.* as in ``Experts``; shared.* as the module passed in
+    Ledger (this rank):
+        router.weight [E, H]; experts.* [E/ep, .., F/emp, ..] as in ``Experts``; shared.* as the module passed in
         forward   x [T, H] -> router -> rows [R, H] sorted by expert -> experts -> times gate weight
-                  -> y [T, H] (+ shared(x)); no collective
-    The gate weights multiply the expert outputs before the combine, so that backward never needs what the
-    combine returns. Padding is routed nowhere; it gets zeros from the routed experts.
+                  -> y [T, H] (+ shared(x)); the collectives over ep and emp are drawn in ``expert_parallel``
+        dgrad     the same way back with the same splits
+        wgrad     experts whole on their rank, over the tokens of all ranks of ep (and emp), so that nothing but the
+                  sum over edp is left; router over this rank's own tokens: without sequence parallelism the same on
+                  every mp rank, with it a part, the parts summed over mp
+    The gate weights multiply the expert outputs behind the sum over emp and before the combine, so that backward never
+    needs what the combine returns. Padding is routed nowhere; it gets zeros from the routed experts.
+
+    The statistics are those of the whole micro-batch and the same on every mp rank. Their gradient counts the loss
+    once although every mp rank differentiates it, like that of every other term.
     """
 
     def __init__(
@@ -36,97 +53,146 @@ class MoeLayer(nn.Module):
         shared: nn.Module | None = None,
         ep: Axis | None = None,
         emp: Axis | None = None,
+        mp: Axis | None = None,
+        sequence_parallel: bool = False,
+        traffic: Traffic | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         """Create the layer with uninitialised parameters.
 
         shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; given exactly
-        when ``sizes.shared_experts`` is not 0. Raises DistributedError for ep or emp above 1.
+        when ``sizes.shared_experts`` is not 0. ep: experts are dealt out over it in contiguous chunks. emp: each
+        expert's features are cut over it; all of mp, or one rank. Left out, an axis has one rank.
+        sequence_parallel: positions are cut over mp in contiguous chunks. traffic: takes part in what is launched.
+        Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
         """
         super().__init__()
-        for axis in (ep, emp):
-            if axis is not None and axis.size > 1:
-                raise DistributedError(
-                    f"MoeLayer holds all experts on one rank, but the {axis.name} axis has {axis.size} ranks; "
-                    "set --ep-degree and --expert-mp-degree to 1"
-                )
+        ep, emp, mp = ep or Axis.single("ep"), emp or Axis.single("emp"), mp or Axis.single("mp")
+        _check_axes(emp, mp, sequence_parallel)
         if (shared is None) != (sizes.shared_experts == 0):
             given = "no module" if shared is None else "a module"
             raise ValueError(f"shared_experts is {sizes.shared_experts}, but {given} was passed as shared")
-        self.sizes = sizes
+        self.sizes, self.mp = sizes, mp
+        self.cut = sequence_parallel and mp.size > 1
+        # Who is dropped is decided on this rank alone.
+        self.alone = not self.cut or sizes.capacity_scope == "rank"
+        self.even = sizes.has_capacity and self.alone and (ep.size > 1 or (self.cut and emp.size > 1))
         self.router = Router(sizes.hidden_size, sizes.num_experts, sizes.topk, dtype=dtype, device=device)
         self.experts = Experts(
             sizes.hidden_size,
-            sizes.ffn_hidden_size,
-            sizes.num_experts,
+            piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
+            piece_shape((sizes.num_experts,), 0, ep)[0],
             gated=sizes.gated,
             add_bias=sizes.add_bias,
+            adds_down_bias=emp.rank == 0,
             dtype=dtype,
             device=device,
         )
         self.shared = shared
+        self.traffic = traffic or Traffic()
         self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts)
+        if ep.size > 1 or emp.size > 1:
+            self.dispatcher = ExpertParallelDispatcher(
+                sizes.num_experts, ep, emp, cut=self.cut, even=self.even, traffic=self.traffic
+            )
 
     def forward(
         self, x_BSH: Tensor, valid_BS: Tensor | None = None, valid_tokens: int | None = None
     ) -> tuple[Tensor, MoeStats]:
         """Send every non-padding token through its k experts.
 
-        valid_BS: bool, False is padding; None is no padding. valid_tokens: how many are True, known on the
-        host so that capacity and buffers do not wait for the device; may be left out without padding.
+        valid_BS: bool, False is padding; None is no padding in the whole micro-batch. valid_tokens: non-padding tokens
+        of the whole micro-batch, known on the host so that capacity and buffers do not wait for the device; may be
+        left out without padding. All ranks of ep call this together; for deepspeed_moe, whose messages have even
+        splits, with the same B and S.
         Raises ValueError where the two contradict each other in a way the host can see.
         """
         batch, length, _ = x_BSH.shape
-        tokens = _host_count(valid_BS, valid_tokens, batch * length)
+        pieces = self.mp.size if self.cut else 1
+        tokens = _host_count(valid_BS, valid_tokens, batch * length * pieces)
         x_TH = x_BSH.flatten(0, 1)
         valid_T = None if valid_BS is None else valid_BS.flatten()
 
         routing = self.router(x_TH, valid_T)
-        kept_Tk = self._kept(routing, valid_T, batch, tokens)
+        sums, counts_PkE = routing.sums, routing.sums.counts[None]
+        if self.cut:
+            sums, counts_PkE = gather_sums(routing.sums, self.mp)
+        kept_Tk = self._kept(routing, counts_PkE, valid_T, batch, tokens)
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity)
 
-        sent = self.dispatcher.dispatch(
-            x_TH, weights_Tk, routing.experts, kept_Tk, self._rows(tokens), not self.sizes.has_capacity
-        )
-        out_RH = self.experts(sent.rows, sent.counts) * sent.weights.to(x_TH.dtype)[:, None]
-        y_BSH = self.dispatcher.combine(out_RH, sent).view_as(x_BSH)
+        rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
+        sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact)
+        y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent).view_as(x_BSH)
         if self.shared is not None:
             y_BSH = y_BSH + self.shared(x_BSH)
-        return y_BSH, self._stats(routing, kept_Tk, tokens)
+        return y_BSH, self._stats(sums, counts_PkE, tokens)
 
-    def _kept(self, routing: Routing, valid_T: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    def _kept(
+        self, routing: Routing, counts_PkE: Tensor, valid_T: Tensor | None, batch: int, tokens: int
+    ) -> Tensor | None:
         """[T, k] bool: pairs that reach an expert; None: all of them."""
         if not self.sizes.has_capacity:
             return None if valid_T is None else valid_T[:, None].expand_as(routing.experts)
-        capacity = self.sizes.capacity(tokens)
+        policy = self.sizes.drop_policy
+        piece = self.mp.rank if self.cut else 0
+        capacity: int | Tensor = self.sizes.capacity(tokens)
+        if self.cut and self.alone:
+            counts_PkE, piece = counts_PkE[piece : piece + 1], 0
+            capacity = capacity_on_device(self.sizes, counts_PkE[0, 0].sum())
         # Queues stand in token order: position, then sample. Tokens lie by sample, then position.
         experts_Tk = _by_position(routing.experts, batch)
         valid_by_position = None if valid_T is None else _by_position(valid_T, batch)
-        if self.sizes.drop_policy == "probs":
+        if policy == "probs":
             probs_TE = _by_position(routing.probs, batch)
-            kept_Tk = keep_by_probability(experts_Tk, valid_by_position, probs_TE, capacity=capacity)
+            if self.alone:
+                kept_Tk = keep_by_probability(experts_Tk, valid_by_position, probs_TE, capacity=capacity)
+            else:
+                assert isinstance(capacity, int)
+                kept_Tk = keep_by_probability_over(self.mp, experts_Tk, valid_by_position, probs_TE, capacity=capacity)
         else:
-            policy = self.sizes.drop_policy
-            starts_kE = queue_starts(routing.sums.counts[None], 0, policy)
+            starts_kE = queue_starts(counts_PkE, piece, policy)
             kept_Tk = keep_by_order(experts_Tk, valid_by_position, starts_kE, capacity=capacity, policy=policy)
         return _by_sample(kept_Tk, batch)
 
-    def _rows(self, tokens: int) -> int:
-        """Rows to make room for: exact when dropless, else the most that capacity can let through."""
-        pairs = tokens * self.sizes.topk
-        if not self.sizes.has_capacity:
-            return pairs
-        return min(pairs, self.sizes.num_experts * self.sizes.capacity(tokens))
+    def _room(self, positions: int, tokens: int, *, padded: bool) -> tuple[int, bool]:
+        """Rows to make room for, and whether all are needed: exact when dropless, else what capacity lets through.
 
-    def _stats(self, routing: Routing, kept_Tk: Tensor | None, tokens: int) -> MoeStats:
-        first_only = self.sizes.has_capacity and self.sizes.drop_policy == "choice"
-        aux, z = router_losses(routing.sums, tokens, first_choices_only=first_only)
-        load_E = routing.sums.counts.sum(0)
-        dropped = load_E.new_zeros(())
-        if self.sizes.has_capacity and kept_Tk is not None:
-            dropped = load_E.sum() - kept_Tk.sum()
-        return MoeStats(aux, z, load_E, dropped)
+        positions: of this rank, padding too. tokens: non-padding ones of the micro-batch.
+        """
+        sizes = self.sizes
+        if self.even:
+            # Padding may differ between the ranks of ep, the rows that they send each other may not.
+            return sizes.num_experts * sizes.capacity(positions), False
+        pairs = (positions if self.cut else tokens) * sizes.topk
+        if not sizes.has_capacity:
+            return pairs, not (self.cut and padded)
+        return min(pairs, sizes.num_experts * sizes.capacity(tokens)), False
+
+    def _stats(self, sums: RouterSums, counts_PkE: Tensor, tokens: int) -> MoeStats:
+        sizes = self.sizes
+        first_only = sizes.has_capacity and sizes.drop_policy == "choice"
+        aux, z = router_losses(sums, tokens, first_choices_only=first_only)
+        load_E = sums.counts.sum(0)
+        if not sizes.has_capacity:
+            return MoeStats(aux, z, load_E, load_E.new_zeros(()))
+        # Every expert is as full as it can be, whatever the policy.
+        over = load_E - sizes.capacity(tokens)
+        if self.cut and self.alone:
+            over = counts_PkE.sum(1) - capacity_on_device(sizes, counts_PkE[:, 0].sum(1))[:, None]
+        return MoeStats(aux, z, load_E, over.clamp(min=0).sum())
+
+
+def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:
+    if emp.size not in (1, mp.size):
+        raise DistributedError(
+            f"experts are cut over {emp.size} ranks where mp has {mp.size}; set --expert-mp-degree to 1 or {mp.size}"
+        )
+    if mp.size > 1 and emp.size == 1 and not sequence_parallel:
+        raise DistributedError(
+            f"with whole experts (--expert-mp-degree 1) the {mp.size} ranks of mp would all dispatch the same tokens; "
+            f"set --sequence-parallel, or --expert-mp-degree {mp.size}"
+        )
 
 
 def _host_count(valid_BS: Tensor | None, valid_tokens: int | None, tokens: int) -> int:

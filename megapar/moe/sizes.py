@@ -75,5 +75,9 @@ class MoeSizes:
         ceil(tokens / E · factor · k), at least ``min_capacity``. Computed in fractions from the factor as it
         was written, so that 1.1 times 10 is 11 and not 12.
         """
-        room = Fraction(tokens * self.topk, self.num_experts) * Fraction(str(self.capacity_factor))
-        return max(math.ceil(room), self.min_capacity)
+        return max(math.ceil(tokens * self.capacity_per_token), self.min_capacity)
+
+    @property
+    def capacity_per_token(self) -> Fraction:
+        """factor · k / E, exactly."""
+        return Fraction(self.topk, self.num_experts) * Fraction(str(self.capacity_factor))

@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapar.core.axis import Axis
+from megapar.core.collectives import gather
+
 
 class MoeStats(NamedTuple):
     """Statistics of one layer over one micro-batch. Padding is in none of them.
@@ -71,6 +74,22 @@ def add_sums(parts: Sequence[RouterSums]) -> RouterSums:
     """The sums of the whole from the sums of its slices, in the order given."""
     probs, z, counts = zip(*parts, strict=True)
     return RouterSums(torch.stack(probs).sum(0), torch.stack(z).sum(), torch.stack(counts).sum(0))
+
+
+def gather_sums(sums: RouterSums, axis: Axis) -> tuple[RouterSums, Tensor]:
+    """(sums of the whole, [size, k, E] counts of every piece) of a micro-batch that is cut over an axis.
+
+    One all-gather. All ranks compute the same from the result, so each piece's gradient is whole where the piece was
+    made: the ranks' gradients of a replicated weight add up to the weight's.
+    """
+    shape = sums.counts.shape
+    # Counts travel as floating point numbers, exact below 2^24 tokens in a micro-batch.
+    own = torch.cat([sums.probs, sums.z[None], sums.counts.flatten().to(sums.probs.dtype)])
+    pieces = gather(own[None], axis, 0)
+    num_experts = shape[1]
+    probs, z, counts = pieces.split([num_experts, 1, sums.counts.numel()], dim=1)
+    counts_PkE = counts.detach().long().unflatten(1, shape)
+    return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0)), counts_PkE
 
 
 def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:

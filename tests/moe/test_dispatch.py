@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar.moe.dispatch import LocalDispatcher, permute, sort_by_expert, unpermute
+from megapar.moe.dispatch import LocalDispatcher, permute, sort_by_expert, spread_by_expert, unpermute
+from megapar.moe.stats import count_pairs
 
 WIDTH = 4
 
@@ -44,6 +45,25 @@ def test_rows_are_sorted_by_expert_and_complete(sending):
     assert sorted(real.tolist()) == mask.flatten().nonzero().flatten().tolist()
     by_expert_then_token = sorted(real.tolist(), key=lambda pair: (int(experts.flatten()[pair]), pair))
     assert real.tolist() == by_expert_then_token
+
+
+@settings(max_examples=150, deadline=None)
+@given(sending=sendings(), spare=st.integers(0, 2))
+def test_every_expert_gets_its_capacity_of_rows(sending, spare):
+    experts, kept, num_experts, _, num_kept = sending
+    counts = count_pairs(experts, kept, num_experts).sum(0)
+    capacity = int(counts.max()) + spare
+    permutation = spread_by_expert(experts, kept, num_experts, capacity)
+    assert permutation.row_kept.view(num_experts, capacity).sum(1).tolist() == counts.tolist()
+    real = permutation.pair[permutation.row_kept]
+    sorted_permutation, _ = sort_by_expert(experts, kept, num_experts, num_kept, exact=True)
+    assert torch.equal(real, sorted_permutation.pair)
+    if len(experts):
+        x = tokens_like(experts)
+        rows = permute(x, permutation)
+        assert not rows[~permutation.row_kept].any()
+        times = torch.full((len(x), 1), experts.shape[1]) if kept is None else kept.sum(1, keepdim=True)
+        torch.testing.assert_close(unpermute(rows, permutation), x * times)
 
 
 @settings(max_examples=100, deadline=None)

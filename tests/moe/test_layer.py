@@ -3,8 +3,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar.core.axis import Axis
-from megapar.errors import DistributedError
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from tests.moe import oracle
@@ -218,5 +216,3 @@ def test_contradictions_are_refused():
         layer(x, valid, 22)
     with pytest.raises(ValueError, match="shared_experts is 1"):
         MoeLayer(MoeSizes(8, 16, 4, 2, shared_experts=1))
-    with pytest.raises(DistributedError, match="ep axis has 2 ranks"):
-        MoeLayer(MoeSizes(8, 16, 4, 2), ep=Axis("ep", 2, 0, None, (0, 1)))

@@ -1,0 +1,107 @@
+"""What travels from a token to its expert: the token and the weight of its output, in one message.
+
+    message [R, H + w]   x x x x x ... | g g       one row per pair; w columns hold the bits of the weight
+
+The weight goes along because it multiplies at the expert, behind the sum over emp and before the way back, so that
+backward never needs what the combine returns; one message, because every collective has a price of its own. Weights
+are max(fp32, dtype) and keep all their bits: in bf16 one takes two columns.
+
+Shape letters: T tokens, k choices per token, H hidden, R rows, w columns of a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapar.moe.dispatch import Permutation, gather_sum
+
+
+def pack(x_TH: Tensor, weights_Tk: Tensor, permutation: Permutation) -> Tensor:
+    """[R, H + w]: the token and the weight of each row; zeros where a row has no pair."""
+    return _Pack.apply(x_TH, weights_Tk, *permutation)  # type: ignore[no-any-return]
+
+
+def unpack(message: Tensor, dtype: torch.dtype, order: Permutation | None, room: int) -> tuple[Tensor, Tensor]:
+    """(tokens [room, H], weights [R] of ``dtype``) of a message.
+
+    order: puts the tokens in another order; None leaves them and adds zeros up to ``room`` rows. Weights always stay
+    in the message's order, which is the way back.
+    """
+    return _Unpack.apply(message, dtype, room, *(order or ()))  # type: ignore[no-any-return]
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, *fields: Tensor | None) -> Tensor:
+        permutation = Permutation(*fields)  # type: ignore[arg-type]
+        ctx.save_for_backward(*fields)
+        ctx.hidden, ctx.weight_dtype = x_TH.shape[1], weights_Tk.dtype
+        hidden, rows = x_TH.shape[1], permutation.pair.shape[0]
+        shape = (rows, hidden + _columns(weights_Tk.dtype, x_TH.dtype))
+        if not x_TH.shape[0]:
+            return x_TH.new_zeros(shape)
+        message = x_TH.new_empty(shape)
+        torch.index_select(x_TH, 0, permutation.pair // weights_Tk.shape[1], out=message[:, :hidden])
+        message[:, hidden:] = _bits(weights_Tk.flatten()[permutation.pair], x_TH.dtype)
+        if permutation.row_kept is not None:
+            message.masked_fill_(~permutation.row_kept[:, None], 0)
+        return message
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        permutation = Permutation(*ctx.saved_tensors)
+        grad_TH = gather_sum(grad[:, : ctx.hidden], permutation)
+        row_Tk, kept_Tk = permutation.row, permutation.pair_kept
+        if not grad.shape[0]:
+            grad_Tk = grad.new_zeros(row_Tk.shape, dtype=ctx.weight_dtype)
+        else:
+            grad_Tk = _weights(grad, ctx.hidden, ctx.weight_dtype)[row_Tk]
+        return grad_TH, grad_Tk if kept_Tk is None else torch.where(kept_Tk, grad_Tk, 0), *(None,) * len(permutation)
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, message: Tensor, dtype: torch.dtype, room: int, *fields: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*fields)
+        hidden = message.shape[1] - _columns(dtype, message.dtype)
+        ctx.received, ctx.fields = message.shape[0], len(fields)
+        if fields:
+            order = Permutation(*fields)  # type: ignore[arg-type]
+            tokens = message[:, :hidden].index_select(0, order.pair)
+        else:
+            tokens = message.new_zeros(room, hidden)
+            tokens[: message.shape[0]] = message[:, :hidden]
+        return tokens, _weights(message, hidden, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
+        hidden = grad_RH.shape[1]
+        grad = grad_RH.new_empty(ctx.received, hidden + _columns(grad_R.dtype, grad_RH.dtype))
+        if ctx.fields and ctx.received:
+            order = Permutation(*ctx.saved_tensors)
+            grad[:, :hidden] = grad_RH.index_select(0, order.row.flatten())
+        else:
+            grad[:, :hidden] = grad_RH[: ctx.received]
+        grad[:, hidden:] = _bits(grad_R, grad_RH.dtype)
+        return grad, None, None, *(None,) * ctx.fields
+
+
+def _columns(weight: torch.dtype, row: torch.dtype) -> int:
+    """Elements of dtype ``row`` that hold one weight (w)."""
+    return weight.itemsize // row.itemsize
+
+
+def _bits(weights_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R] to [R, w] of ``dtype``, the same bits."""
+    return weights_R.contiguous().view(dtype).view(weights_R.shape[0], _columns(weights_R.dtype, dtype))
+
+
+def _weights(message: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[R] of ``dtype`` behind the first ``hidden`` columns."""
+    # A copy even where it lies together, because a view of other bits wants an aligned start.
+    return message[:, hidden:].clone(memory_format=torch.contiguous_format).flatten().view(dtype)

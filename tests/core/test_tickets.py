@@ -1,0 +1,181 @@
+"""Start/wait pairs on real ranks, plain and late: values, gradients, order, and tickets used wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.axis import Axis
+from megapar.core.tickets import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Traffic, start, wait
+from megapar.errors import DistributedError
+from tests.support import late
+from tests.support.ranks import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "late"])
+
+
+def world_axis(rank, world_size):
+    return Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+
+
+def rows_of(rank, count):
+    """Rows [count, 2] whose values name their rank and place."""
+    return (100.0 * rank + torch.arange(2.0 * count).view(count, 2)).double()
+
+
+# Rows that rank r sends to rank s: some ranks send or receive nothing.
+SPLITS = ((1, 2, 0), (0, 0, 0), (3, 0, 1))
+
+
+def all_kinds(rank, world_size):
+    """(output, gradient) of every kind, for a loss that is the sum over ranks of sum(y · (rank + 1) · y)."""
+    axis, traffic = world_axis(rank, world_size), Traffic()
+    send, receive = SPLITS[rank], tuple(row[rank] for row in SPLITS)
+    exchanges = {
+        "uneven": (AllToAll(axis, send, receive), sum(send)),
+        "even": (AllToAll(axis), 3),
+        "gather": (AllGather(axis), 2),
+        "gather nothing": (AllGather(axis), 0),
+        "scatter": (ReduceScatter(axis), 6),
+        "reduce": (Reduce(axis), 2),
+        "reduce nothing": (Reduce(axis), 0),
+        "copy": (Copy(axis), 2),
+    }
+    results = {}
+    for name, (exchange, count) in exchanges.items():
+        x = rows_of(rank, count).requires_grad_()
+        y = wait(*start(exchange, x * 1.0, traffic))
+        ((rank + 1) * y.square()).sum().backward()
+        results[name] = (y.detach().clone(), x.grad)
+    traffic.check_settled()
+    assert not late.in_flight()
+    return results
+
+
+@BACKENDS
+def test_every_kind_and_its_gradient(backend):
+    results = run_ranks(3, all_kinds, backend=backend)
+    for rank, result in enumerate(results):
+        own = rows_of(rank, sum(SPLITS[rank]))
+        pieces = [rows_of(source, sum(SPLITS[source])).split(SPLITS[source])[rank] for source in range(3)]
+        factors = torch.cat([torch.full((count, 1), to + 1.0) for to, count in enumerate(SPLITS[rank])])
+        expect(result["uneven"], torch.cat(pieces), 2 * factors * own)
+        even = torch.cat([rows_of(source, 3)[rank : rank + 1] for source in range(3)])
+        expect(result["even"], even, 2 * torch.tensor([[1.0], [2.0], [3.0]]) * rows_of(rank, 3))
+        everything = torch.cat([rows_of(source, 2) for source in range(3)])
+        expect(result["gather"], everything, 2 * 6 * rows_of(rank, 2))
+        sums = sum(rows_of(source, 6) for source in range(3))
+        factors = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(2)[:, None]
+        expect(result["scatter"], sums[2 * rank : 2 * rank + 2], 2 * factors * sums)
+        total = sum(rows_of(source, 2) for source in range(3))
+        expect(result["reduce"], total, 2 * (rank + 1) * total)
+        gradient = sum(2 * (source + 1) * rows_of(source, 2) for source in range(3))
+        expect(result["copy"], rows_of(rank, 2), gradient)
+        for name in ("gather nothing", "reduce nothing"):
+            expect(result[name], rows_of(rank, 0), rows_of(rank, 0))
+
+
+def expect(got, output, gradient):
+    assert torch.equal(got[0], output)
+    assert torch.equal(got[1], gradient.double())
+
+
+class Noted(Traffic):
+    """Traffic that writes down its launches and landings, named by the number of columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def launch(self, exchange, x):
+        self.events.append(f"{x.shape[1]}^")
+        return super().launch(exchange, x)
+
+    def land(self, flight):
+        self.events.append(f"{flight.output.shape[1]}v")
+        return super().land(flight)
+
+
+def two_in_flight(rank, world_size):
+    """Two exchanges, 1 and 2 columns wide, flying under each other's computation."""
+    traffic, exchange = Noted(), AllToAll(world_axis(rank, world_size))
+    x = torch.ones(world_size, 3, dtype=torch.float64, requires_grad=True)
+    one = start(exchange, x[:, :1] * 2.0, traffic)
+    two = start(exchange, x[:, 1:] * 3.0, traffic)
+    a = wait(*one) * 5.0
+    b = wait(*two) * 7.0
+    there, traffic.events = traffic.events, []
+    (a.sum() + b.sum()).backward()
+    return there, traffic.events, x.grad
+
+
+@BACKENDS
+def test_backward_is_the_mirror_of_forward(backend):
+    for there, back, gradient in run_ranks(2, two_in_flight, backend=backend):
+        assert there == ["1^", "2^", "1v", "2v"]
+        assert back == ["2^", "1^", "2v", "1v"]
+        assert gradient.tolist() == [[10.0, 21.0, 21.0]] * 2
+
+
+def misuse(rank, world_size):
+    traffic, exchange = Traffic(), AllToAll(world_axis(rank, world_size))
+    x = torch.ones(world_size, 2, requires_grad=True)
+    messages = []
+    flying = start(exchange, x * 1.0, traffic)
+    with pytest.raises(DistributedError) as error:
+        traffic.check_settled()
+    messages.append(str(error.value))
+    wait(*flying)
+    with pytest.raises(DistributedError) as error:
+        wait(*flying)
+    messages.append(str(error.value))
+    return messages
+
+
+def test_a_ticket_waited_twice_or_never_is_an_error():
+    for never, twice in run_ranks(2, misuse):
+        assert "never waited for: all_to_all over ep" in never
+        assert "all_to_all over ep was waited for twice" in twice
+
+
+def into_a_recomputed_unit(rank, world_size):
+    """The gradient of a loss behind a unit that waits inside, plain and recomputed."""
+    traffic, exchange = Traffic(), AllToAll(world_axis(rank, world_size))
+    gradients = []
+    for recomputed in (False, True):
+        x = (torch.arange(2.0 * world_size) + rank).view(world_size, 2).requires_grad_()
+        token, ticket = start(exchange, x * 0.5, traffic)
+
+        def unit(token, ticket=ticket):
+            return wait(token, ticket).square().sin()
+
+        if recomputed:
+            ticket.hold()
+            y = torch.utils.checkpoint.checkpoint(unit, token, use_reentrant=False)
+        else:
+            y = unit(token)
+        y.sum().backward()
+        gradients.append(x.grad)
+    traffic.check_settled()
+    assert ticket.landed is None
+    return gradients, dict(traffic.launched)
+
+
+@BACKENDS
+def test_a_held_ticket_is_waited_for_again_without_being_sent_again(backend):
+    for (plain, recomputed), launched in run_ranks(2, into_a_recomputed_unit, backend=backend):
+        assert torch.equal(plain, recomputed)
+        assert launched == {"all_to_all": 4}
+
+
+def test_one_rank_launches_nothing():
+    traffic, single = Traffic(), Axis.single("ep")
+    x = torch.ones(3, 2, requires_grad=True)
+    for exchange in (AllToAll(single), AllGather(single), ReduceScatter(single), Reduce(single), Copy(single)):
+        token, ticket = start(exchange, x, traffic)
+        assert wait(token, ticket) is x
+        with pytest.raises(DistributedError, match="twice"):
+            wait(token, ticket)
+    assert not traffic.launched
+    assert not traffic.in_flight

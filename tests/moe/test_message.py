@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from megapar.moe.dispatch import sort_by_expert, spread_by_expert
+from megapar.moe.expert_parallel import order_by_expert
+from megapar.moe.message import pack, unpack
+
+EXPERTS = torch.tensor([[1, 0], [0, 2], [2, 1], [0, 1]])
+KEPT = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
+
+
+def drawn(dtype, width=5):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weights = torch.rand(4, 2, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+    return x, weights.requires_grad_()
+
+
+def plainly(x, weights, permutation):
+    """Rows and weights by indexing."""
+    kept = torch.ones_like(permutation.pair, dtype=torch.bool) if permutation.row_kept is None else permutation.row_kept
+    rows = x[permutation.pair // 2] * kept[:, None].to(x.dtype)
+    return rows, weights.flatten()[permutation.pair] * kept.to(weights.dtype)
+
+
+PERMUTATIONS = {
+    "all pairs": sort_by_expert(EXPERTS, None, 3, 8, exact=True)[0],
+    "kept pairs": sort_by_expert(EXPERTS, KEPT, 3, 5, exact=True)[0],
+    "capacity": spread_by_expert(EXPERTS, KEPT, 3, 3),
+    "one pair": sort_by_expert(EXPERTS, KEPT & (EXPERTS == 0) & (torch.arange(4) == 0)[:, None], 3, 1, exact=True)[0],
+    "no pair": sort_by_expert(EXPERTS, torch.zeros_like(KEPT), 3, 0, exact=True)[0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PERMUTATIONS)
+@pytest.mark.parametrize("room", [0, 2])
+def test_packed_and_unpacked_is_indexed(name, dtype, room):
+    """Values to the last bit; gradients as by plain indexing."""
+    permutation = PERMUTATIONS[name]
+    x, weights = drawn(dtype)
+    message = pack(x, weights, permutation)
+    received = len(permutation.pair)
+    rows, row_weights = unpack(message, weights.dtype, None, received + room)
+    wanted_rows, wanted_weights = plainly(x, weights, permutation)
+    assert torch.equal(rows[:received], wanted_rows)
+    assert not rows[received:].any()
+    assert torch.equal(row_weights, wanted_weights)
+
+    generator = torch.Generator().manual_seed(1)
+    above, beside = (torch.randn(t.shape, generator=generator).to(t.dtype) for t in (rows, row_weights))
+    ours = torch.autograd.grad((rows, row_weights), (x, weights), (above, beside))
+    theirs = torch.autograd.grad((wanted_rows, wanted_weights), (x, weights), (above[:received], beside))
+    for got, want in zip(ours, theirs, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+
+
+def test_unpacking_can_sort():
+    """Two sources with two experts here; weights stay in the order of arrival."""
+    counts = torch.tensor([[[1, 2], [2, 0]]])
+    order, _ = order_by_expert(counts, 5, 5)
+    message = torch.arange(20.0).view(5, 4).requires_grad_()
+    rows, weights = unpack(message, torch.float32, order, 5)
+    assert rows[:, 0].tolist() == [0, 12, 16, 4, 8]
+    assert weights.tolist() == [3, 7, 11, 15, 19]
+    (gradient,) = torch.autograd.grad((rows, weights), message, (rows.detach(), weights.detach()))
+    assert torch.equal(gradient, message.detach())
