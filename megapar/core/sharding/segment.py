@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
+from megapar.core.buffers import BufferPool
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, shard_dim
 from megapar.core.torch_names import all_gather_single, reduce_scatter_single
@@ -108,9 +109,11 @@ class Segment:
         *,
         whole_gradients: bool,
         meter: WaitMeter,
+        pool: BufferPool,
     ) -> None:
         self.name = name
         self._meter = meter
+        self._pool = pool
         self.shard = shard
         self.replica = replica
         self.members = make_members(parameters, shard.size)
@@ -126,7 +129,7 @@ class Segment:
         self._missing = len(self.members)
         self._reduced: Tensor | None = None
         self._work: list[dist.Work] = []
-        self._gather: tuple[Tensor, dist.Work] | None = None
+        self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype
         if self.aliased:
             for member in self.members:
@@ -154,7 +157,9 @@ class Segment:
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
-        self.gradient = None
+        if self.gradient is not None:
+            self._pool.give(self.gradient)  # a single rank's is a view of all that is flat
+        self.gradient = self._flat = None
         self._seen.clear()
 
     def begin_micro_batch(self) -> None:
@@ -174,7 +179,7 @@ class Segment:
         if grad is None:
             return
         if self._flat is None:
-            self._flat = torch.empty(self.shard.size, self.row, dtype=self.master.dtype, device=grad.device)
+            self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
         target = self._columns(self._flat, member)
         if index in self._seen:
             target.add_(member.rows(grad))
@@ -185,10 +190,9 @@ class Segment:
 
     def _pack(self) -> Tensor:
         """All members' gradients as [n, P]; a member that got none has gradient zero."""
-        if self.whole_gradients and self._flat is not None:
-            flat = self._flat
-        else:
-            flat = torch.empty(self.shard.size, self.row, dtype=self.master.dtype, device=self.master.device)
+        flat = self._flat
+        if flat is None:
+            flat = self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
         for index, member in enumerate(self.members):
             if not self.whole_gradients and member.parameter.grad is not None:
                 self._columns(flat, member).copy_(member.rows(member.parameter.grad))
@@ -200,30 +204,28 @@ class Segment:
     def launch(self, *, overlap: bool) -> None:
         """Start the reduction of what was accumulated since the last launch."""
         flat = self._pack()
-        if not overlap:
-            self._flat = None
         if self.shard.group is None:
             self._reduced = flat[0]
-        else:
-            self._reduced = torch.empty(self.row, dtype=flat.dtype, device=flat.device)
-            work = reduce_scatter_single(self._reduced, flat.view(-1), group=self.shard.group, async_op=overlap)
-            if work is not None:
-                # The input must live until the collective is done.
-                self._flat = flat
-                self._work.append(work)
+            return
+        self._reduced = self._pool.take((self.row,), flat.dtype)
+        work = reduce_scatter_single(self._reduced, flat.view(-1), group=self.shard.group, async_op=overlap)
+        if work is not None:
+            self._work.append(work)
 
     def settle(self, *, last: bool, overlap: bool) -> None:
         """Wait for the reduce-scatter and add its result; after the step's last one start the sum over replicas."""
         if self._reduced is None:
             return
         self._wait()
+        if self.shard.group is not None and self._flat is not None:
+            self._pool.give(self._flat)
+            self._flat = None
         if self.shard.group is None or self.gradient is None:
             # One rank accumulates in place: what was reduced is the sum over the micro-batches already.
             self.gradient = self._reduced
         else:
             self.gradient.add_(self._reduced)
-        if self.shard.group is not None:
-            self._flat = None
+            self._pool.give(self._reduced)
         self._reduced = None
         if last and self.replica.group is not None:
             work = dist.all_reduce(self.gradient, group=self.replica.group, async_op=overlap)
@@ -245,24 +247,28 @@ class Segment:
         """Send this rank's row to the others in the compute dtype; ``receive`` puts it into the parameters."""
         if self.aliased:
             return
-        row = self.master.to(self.dtype, copy=True)  # the optimizer may step while the row still travels
+        # A copy also where the dtypes agree: the optimizer may step while the row still travels.
+        row = self._pool.take((self.row,), self.dtype).copy_(self.master)
         if self.shard.group is None:
             self._fill(row.unsqueeze(0))
+            self._pool.give(row)
             return
-        flat = torch.empty(self.shard.size, self.row, dtype=self.dtype, device=row.device)
+        flat = self._pool.take((self.shard.size, self.row), self.dtype)
         work = all_gather_single(flat.view(-1), row, group=self.shard.group, async_op=overlap)
+        self._gather = (flat, row, work)
         if work is None:
-            self._fill(flat)
-        else:
-            self._gather = (flat, work)
+            self.receive()
 
     def receive(self) -> None:
         """Wait for a launched gather, if there is one, and fill the parameters."""
         if self._gather is not None:
-            flat, work = self._gather
+            flat, row, work = self._gather
             self._gather = None
-            self._meter.wait(work)
+            if work is not None:
+                self._meter.wait(work)
             self._fill(flat)
+            self._pool.give(flat)
+            self._pool.give(row)
 
     @torch.no_grad()
     def _fill(self, flat: Tensor) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapar.core.buffers import BufferPool
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, is_primary, master_box
 from megapar.core.sharding.part import Part, View
@@ -163,12 +164,15 @@ def _plan(
         shard, replica = _axes(spec)
         key = (spec.unit, parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
         buckets.setdefault(key, []).append((spec, parameter))
+    pool = BufferPool(world.device.torch_device)
     segments = []
     for (unit, *_), members in buckets.items():
         grid, rank = world.grid, world.rank
         boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
-        segments.append(Segment(unit, boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients, meter=meter))
+        segments.append(
+            Segment(unit, boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients, meter=meter, pool=pool)
+        )
     return segments
 
 
