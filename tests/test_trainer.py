@@ -158,5 +158,5 @@ def test_an_export_loads_in_transformers_from_any_layout(tmp_path: Path) -> None
 
 
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
-    with pytest.raises(RanksFailed, match="TrainingError: iteration [0-9]+: loss .*(nan|inf)"):
+    with pytest.raises(RanksFailed, match=r"TrainingError: iteration [0-9]+: loss .*(nan|inf)"):
         run(1, "moe", "--lr", "1e30", "--clip-grad", "0", "--dtype", "fp32")

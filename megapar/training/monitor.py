@@ -20,7 +20,6 @@ from megapar.errors import TrainingError
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
 
-
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"))
 
 
