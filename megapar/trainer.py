@@ -23,6 +23,7 @@ from megapar.core.device.peak import peak_flops
 from megapar.core.device.pick import pick
 from megapar.core.optimizer import clip, global_norm
 from megapar.core.random import seed_micro_batch
+from megapar.core.sharding.partial import sum_partial
 from megapar.core.world import World
 from megapar.data.batches import Loader, MicroBatch
 from megapar.data.corpus import Corpus
@@ -137,6 +138,7 @@ class Trainer:
                     self._records += self.monitor.flush()
                 if checkpoint.save and (final or _due(iteration, checkpoint.save_interval)):
                     self._save(Path(checkpoint.save))
+            self.job.sharding.wait()
             exported = self._export()
         finally:
             self.loader.close()
@@ -164,6 +166,7 @@ class Trainer:
             self.objective.of(terms, items, share * self.data.size).backward()
             totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
         job.sharding.finish()
+        sum_partial(job.sharding, job.partial, self.world.axis("mp"), job.meter)
         norm = global_norm(job.sharding.parts, self.world.axis("world"))
         if self.config.optimizer.clip_grad > 0:
             clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)

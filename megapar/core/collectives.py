@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.core.axis import Axis
+from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
@@ -82,7 +83,7 @@ def _join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All ranks' pieces, concatenated along ``dim`` in rank order."""
     piece = x.movedim(dim, 0).contiguous()
     whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    dist.all_gather_into_tensor(whole, piece, group=axis.group)
+    all_gather_single(whole, piece, group=axis.group)
     return whole.movedim(0, dim).contiguous()
 
 
@@ -92,7 +93,7 @@ def _sum_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of {axis.name}")
     whole = x.movedim(dim, 0).contiguous()
     piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    dist.reduce_scatter_tensor(piece, whole, group=axis.group)
+    reduce_scatter_single(piece, whole, group=axis.group)
     return piece.movedim(0, dim).contiguous()
 
 

@@ -20,7 +20,8 @@ EXPERT_AXES = ("pp", "edp", "ep", "emp")
 class Grid:
     """Sizes of all axes. ``ep`` and ``emp`` factor the ranks of one pipeline stage; ``edp`` is what remains.
 
-    Raises ValueError where ``order`` is no permutation of the dense axes or ep * emp does not divide a stage's ranks.
+    Raises ValueError where ``order`` is no permutation of the dense axes, where emp does not divide mp, and where ep
+    neither divides sharding * cp * mp / emp nor is a multiple of it that divides a stage's ranks / emp.
     """
 
     dp: int = 1
@@ -38,6 +39,12 @@ class Grid:
         sizes = {axis: self.size(axis) for axis in (*DENSE_AXES, "ep", "emp")}
         if min(sizes.values()) < 1:
             raise ValueError(f"every axis needs at least one rank, got {sizes}")
+        inner = self.sharding * self.cp * self.mp // self.emp
+        if self.mp % self.emp or (inner % self.ep and self.ep % inner):
+            raise ValueError(
+                f"ep {self.ep} neither divides nor is a multiple of the {inner} ranks that sharding {self.sharding}, "
+                f"cp {self.cp} and mp {self.mp} / emp {self.emp} make"
+            )
         if self.stage_ranks % (self.ep * self.emp):
             raise ValueError(f"ep {self.ep} x emp {self.emp} does not divide the {self.stage_ranks} ranks of a stage")
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.meter import WaitMeter
+from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 from megapar.errors import DistributedError
 
 
@@ -88,7 +89,7 @@ class AllGather:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] to [size * n, ..]."""
         y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:]))
-        return y, dist.all_gather_into_tensor(y, x, group=self.axis.group, async_op=True)
+        return y, all_gather_single(y, x, group=self.axis.group, async_op=True)
 
     def conjugate(self) -> ReduceScatter:
         """Every rank used the rows for a part of its own: the parts are summed."""
@@ -105,7 +106,7 @@ class ReduceScatter:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[size * n, ..] to [n, ..]."""
         y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:]))
-        return y, dist.reduce_scatter_tensor(y, x, group=self.axis.group, async_op=True)
+        return y, reduce_scatter_single(y, x, group=self.axis.group, async_op=True)
 
     def conjugate(self) -> AllGather:
         """Each rank's rows reach what all ranks computed."""

@@ -35,9 +35,6 @@ def _indexed(f: Facts) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    _later("mp_degree", "tensor parallelism", "--world-size 2 --mp-degree 2"),
-    _later("sequence_parallel", "sequence parallelism", "--world-size 2 --mp-degree 2 --sequence-parallel"),
-    _later("ep_degree", "expert parallelism", "--world-size 2 --ep-degree 2", MOE),
     _later("pp_degree", "pipeline parallelism", "--world-size 2 --pp-degree 2"),
     _later("pp_seg_method", "pipeline parallelism", "--world-size 2 --pp-degree 2 --pp-seg-method balanced"),
     _later("pp_schedule", "pipeline schedules", "--world-size 2 --pp-degree 2 --pp-schedule gpipe"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,8 @@ from megapar.core.device.base import Device
 from megapar.core.meter import WaitMeter
 from megapar.core.optimizer import Optimizer
 from megapar.core.schedule import BatchSize, LearningRate
-from megapar.core.sharding.fsdp import FullSharding
+from megapar.core.sharding.combined import CombinedSharding
+from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.world import World
@@ -149,7 +150,10 @@ def make_batch_size(config: Config) -> BatchSize:
 
 @dataclass
 class Job:
-    """A model with what holds its parameters, gradients and optimizer state."""
+    """A model with what holds its parameters, gradients and optimizer state.
+
+    metered: whether ``meter`` sees every wait. partial: parameters whose gradients mp ranks must sum.
+    """
 
     world: World
     sizes: Sizes
@@ -159,6 +163,7 @@ class Job:
     optimizer: Optimizer
     meter: WaitMeter
     metered: bool
+    partial: tuple[str, ...]
 
 
 def make_job(config: Config, world: World) -> Job:
@@ -168,16 +173,12 @@ def make_job(config: Config, world: World) -> Job:
     dtype = compute_dtype(config, world.device)
     meter = WaitMeter()
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    model = _make_model(sizes, world, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters)
+    model = _make_model(config, sizes, world, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters)
     trainable = [spec for spec in table if spec.trainable]
-    sharding: Sharding
     if cut_parameters:
-        tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings
-        together = ("embedding", "head") if tied else ()
-        units = model.units()
-        sharding = FullSharding(world, model, units, trainable, dtype, master_dtype(dtype), together=together)
+        sharding = _full(config, world, sizes, model, trainable, dtype, meter)
     else:
-        sharding = _zero(config, world, model.units(), trainable, dict(model.named_parameters()), dtype, meter)
+        sharding = _zero(config, world, model, trainable, dtype, meter)
     rows = {spec.name: spec for spec in table}
     for view in sharding.views([part.master for part in sharding.parts]):
         fill(view.tensor, rows[view.spec.name], view.box, seed=config.training.seed, init_std=sizes.init_std)
@@ -189,29 +190,56 @@ def make_job(config: Config, world: World) -> Job:
         eps=config.optimizer.adam_eps,
         weight_decay=config.optimizer.weight_decay,
     )
-    return Job(world, sizes, table, model, sharding, optimizer, meter, metered=not cut_parameters)
+    partial = _partial_names(table, sequence_parallel=config.parallel.sequence_parallel)
+    return Job(world, sizes, table, model, sharding, optimizer, meter, not cut_parameters, partial)
 
 
-def _make_model(sizes: Sizes, world: World, dtype: torch.dtype, *, meta: bool) -> Model:
-    device = torch.device("meta") if meta else world.device.torch_device
-    mp, ep, emp = (world.axis(name) for name in ("mp", "ep", "emp"))
+def _make_model(config: Config, sizes: Sizes, world: World, dtype: torch.dtype, *, meta: bool) -> Model:
+    common: dict[str, Any] = {
+        "mp": world.axis("mp"),
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "dtype": dtype,
+        "device": torch.device("meta") if meta else world.device.torch_device,
+    }
     if isinstance(sizes, ErnieSizes):
-        return Ernie(sizes, mp=mp, dtype=dtype, device=device)
-    return Decoder(sizes, mp=mp, ep=ep, emp=emp, dtype=dtype, device=device)
+        return Ernie(sizes, **common)
+    return Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), **common)
+
+
+def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
+    """Parameters whose gradient is a partial sum on every mp rank."""
+    partial = ("always", "sp") if sequence_parallel else ("always",)
+    return tuple(spec.name for spec in table if spec.trainable and spec.mp_partial in partial)
+
+
+def _full(
+    config: Config,
+    world: World,
+    sizes: Sizes,
+    model: Model,
+    specs: list[ParameterSpec],
+    dtype: torch.dtype,
+    meter: WaitMeter,
+) -> Sharding:
+    """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
+    tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings
+    together = ("embedding", "head") if tied else ()
+    full = FullSharding(world, model, model.units(), specs, dtype, master_dtype(dtype), together=together)
+    names = {spec.name for spec in whole_experts(world, specs)}
+    if not names:
+        return full
+    experts = [spec for spec in specs if spec.name in names]
+    return CombinedSharding((full, _zero(config, world, model, experts, dtype, meter)))
 
 
 def _zero(
-    config: Config,
-    world: World,
-    units: Mapping[str, Sequence[nn.Module]],
-    specs: list[ParameterSpec],
-    named: dict[str, nn.Parameter],
-    dtype: torch.dtype,
-    meter: WaitMeter,
-) -> ZeroSharding:
+    config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype, meter: WaitMeter
+) -> Sharding:
+    """Stages 1 and 2."""
+    named = dict(model.named_parameters())
     return ZeroSharding(
         world,
-        units,
+        model.units(),
         [(spec, named[spec.name]) for spec in specs],
         master_dtype(dtype),
         reduce_every_micro_batch=config.sharding.sharding_stage >= 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -67,7 +68,9 @@ def grids(draw: st.DrawFn) -> Grid:
     order = tuple(draw(st.permutations(DENSE_AXES)))
     stage = dense["dp"] * dense["sharding"] * dense["cp"] * dense["mp"]
     emp = draw(st.sampled_from(sorted({1, dense["mp"]})))
-    ep = draw(st.sampled_from([n for n in range(1, stage // emp + 1) if stage // emp % n == 0]))
+    inner = dense["sharding"] * dense["cp"] * dense["mp"] // emp
+    divides = [n for n in range(1, stage // emp + 1) if stage // emp % n == 0]
+    ep = draw(st.sampled_from([n for n in divides if inner % n == 0 or n % inner == 0]))
     return Grid(**dense, ep=ep, emp=emp, order=order)
 
 
@@ -171,3 +174,11 @@ def test_impossible_grids_are_refused(sizes: dict[str, object]) -> None:
 def test_axes_of_two_views_have_no_common_group() -> None:
     with pytest.raises(ValueError, match="not of one view"):
         Grid(sharding=2, ep=2).group(("sharding", "ep"), 0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "sharding": 3, "ep": 2}, {"mp": 4, "emp": 3}, {"sharding": 4, "ep": 8}, {"order": ("dp", "pp")}]
+)
+def test_sizes_that_make_no_grid_are_refused(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"ep \d+|permutation"):
+        Grid(**sizes)

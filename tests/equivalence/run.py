@@ -14,8 +14,10 @@ from torch import Tensor
 
 import megapar.trainer
 from megapar.arguments import parse
+from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
+from megapar.core.sharding.part import Part
 from megapar.core.world import World
 from megapar.moe.router import Router
 from megapar.trainer import Trainer
@@ -68,12 +70,14 @@ def trace(
         world = World.start(config.grid, _device(backend), timedelta(seconds=60), f"file://{rendezvous}")
         trainer = Trainer(config, world, corpus)
         routing = _follow_routing(stack, trainer, replay)
-        gradients = _keep_gradients(trainer)
+        gradients = _keep_gradients(stack, trainer)
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
         records = trainer.monitor.flush()
         parameters = _parameters(trainer)
         trainer.loader.close()
+        trainer.job.sharding.wait()
+        assert backend != "late" or late.in_flight() == []
         world.close()
     if rank:
         return None
@@ -105,19 +109,18 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     return found | {spec.name: buffers[spec.name].clone() for spec in job.table if not spec.trainable}
 
 
-def _keep_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
-    """Collect every whole gradient on rank 0 each time the sharding has finished a step's reductions."""
+def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor]]:
+    """Collect every whole gradient on rank 0 each time the step has finished its reductions and takes the norm."""
     kept: list[dict[str, Tensor]] = []
-    sharding = trainer.job.sharding
-    finish = sharding.finish
+    norm = megapar.trainer.global_norm
 
-    def finish_and_keep() -> None:
-        finish()
-        grads = [part.grad for part in sharding.parts]
-        whole = collect_all(trainer.world, sharding.views([grad for grad in grads if grad is not None]))
+    def keep_and_norm(parts: Sequence[Part], world: Axis) -> Tensor:
+        grads = [part.grad for part in parts if part.grad is not None]
+        whole = collect_all(trainer.world, trainer.job.sharding.views(grads))
         kept.append({name: value.clone() for name, value in whole})
+        return norm(parts, world)
 
-    sharding.finish = finish_and_keep  # type: ignore[method-assign]
+    stack.enter_context(patch.object(megapar.trainer, "global_norm", keep_and_norm))
     return kept
 
 
@@ -138,13 +141,21 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     def choose_and_note(router: Router, probs: Tensor) -> Tensor:
         key = (current[0], numbers[id(router)])
         if replay is not None:
-            return replay[key]
+            return _own(replay[key], probs.shape[0], trainer)
         chosen[key] = choose(router, probs)
         return chosen[key]
 
     stack.enter_context(patch.object(megapar.trainer, "seed_micro_batch", seed_and_note))
     stack.enter_context(patch.object(Router, "choose", choose_and_note))
     return chosen
+
+
+def _own(experts: Tensor, tokens: int, trainer: Trainer) -> Tensor:
+    """This rank's positions of choices recorded for a whole micro-batch; under sequence parallelism it has a part."""
+    whole = experts.unflatten(0, (trainer.config.training.micro_batch_size, -1))
+    length = whole.shape[1] * tokens // experts.shape[0]
+    start = trainer.world.axis("mp").rank * length if tokens < experts.shape[0] else 0
+    return whole[:, start : start + length].flatten(0, 1)
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -12,6 +12,12 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--moe-ffn-hidden-size", "24", "--moe-router-topk", "2", "--first-k-dense", "1", "--moe-shared-experts", "1"),
         *("--moe-aux-loss-coeff", "1e-2", "--moe-z-loss-coeff", "1e-3", "--init-std", "0.1"),
     ),
+    "gpt": (
+        *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "48"),
+        *("--seq-length", "16", "--vocab-size", "101", "--num-experts", "0", "--init-std", "0.1"),
+        *("--normalization", "layernorm", "--position-embedding-type", "learned", "--activation", "gelu"),
+        *("--add-bias-linear",),
+    ),
     "ernie": (
         *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "64"),
         *("--seq-length", "32", "--vocab-size", "101", "--init-std", "0.1"),
@@ -24,11 +30,11 @@ MODELS: dict[str, tuple[str, ...]] = {
 class Row:
     """One line of the table.
 
-    kind: moe or ernie. world_size: processes. layout: flags of the layout. options: flags that the one-process
+    model: a name of MODELS. world_size: processes. layout: flags of the layout. options: flags that the one-process
     reference gets too. micro_batch: samples of a micro-batch, on every layout the same.
     """
 
-    kind: str
+    model: str
     world_size: int
     layout: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -38,7 +44,12 @@ class Row:
     def name(self) -> str:
         """Readable, unique id."""
         flags = " ".join((*self.layout, *self.options)).replace("--", "")
-        return f"{self.kind} x{self.world_size} mbs{self.micro_batch} {flags}"
+        return f"{self.model} x{self.world_size} mbs{self.micro_batch} {flags}"
+
+    @property
+    def kind(self) -> str:
+        """Which script trains it: moe or ernie."""
+        return "ernie" if self.model == "ernie" else "moe"
 
     @property
     def overlaps(self) -> bool:
@@ -47,7 +58,7 @@ class Row:
 
     def reference_flags(self) -> tuple[str, ...]:
         """Flags of the run on one process."""
-        return (*MODELS[self.kind], *COMMON, "--micro-batch-size", str(self.micro_batch), *self.options)
+        return (*MODELS[self.model], *COMMON, "--micro-batch-size", str(self.micro_batch), *self.options)
 
     def flags(self) -> tuple[str, ...]:
         """Flags of the run on the layout."""
@@ -58,21 +69,62 @@ def _stages(degree: int, *more: str) -> list[tuple[str, ...]]:
     return [("--sharding-degree", str(degree), "--sharding-stage", str(stage), *more) for stage in (1, 2, 3)]
 
 
+BOTH = ("moe", "ernie")
 CLIPPED = ("--clip-grad", "0.05")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "--moe-min-capacity", "1")
 BIASED = ("--moe-router-bias-update-rate", "0.01")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 
-ROWS: tuple[Row, ...] = (
-    *(Row(kind, 2, layout, CLIPPED) for kind in MODELS for layout in _stages(2)),
-    *(Row(kind, 4, layout, micro_batch=2) for kind in MODELS for layout in _stages(4)),
-    *(Row(kind, 4, layout, CLIPPED) for kind in MODELS for layout in _stages(2, "--hybrid-dp")),
-    *(Row(kind, 2, ("--sharding-degree", "1", "--hybrid-dp")) for kind in MODELS),
-    *(Row(kind, 4, (*layout, *NO_OVERLAP)) for kind in MODELS for layout in _stages(2, "--hybrid-dp")[:2]),
+MP2, MP4 = ("--mp-degree", "2"), ("--mp-degree", "4")
+SP = ("--sequence-parallel",)
+FOUR_GROUPS = ("--num-query-groups", "4")
+QK_NORM = ("--qk-norm",)
+TOP1, TOP4 = ("--moe-router-topk", "1"), ("--moe-router-topk", "4")
+
+SHARDING_ROWS: tuple[Row, ...] = (
+    *(Row(kind, 2, layout, CLIPPED) for kind in BOTH for layout in _stages(2)),
+    *(Row(kind, 4, layout, micro_batch=2) for kind in BOTH for layout in _stages(4)),
+    *(Row(kind, 4, layout, CLIPPED) for kind in BOTH for layout in _stages(2, "--hybrid-dp")),
+    *(Row(kind, 2, ("--sharding-degree", "1", "--hybrid-dp")) for kind in BOTH),
+    *(Row(kind, 4, (*layout, *NO_OVERLAP)) for kind in BOTH for layout in _stages(2, "--hybrid-dp")[:2]),
     *(Row("moe", 2, layout, UNTIED, 2) for layout in _stages(2)[1:]),
     *(Row("moe", 2, _stages(2)[stage], options) for stage, options in enumerate((DROPS, BIASED, (*DROPS, *BIASED)))),
     Row("moe", 4, _stages(4)[0], (*DROPS, "--moe-drop-policy", "choice"), 2),
     Row("moe", 2, _stages(2)[1], (*DROPS, "--moe-drop-policy", "probs"), 4),
     Row("moe", 2, ("--sharding-degree", "2", "--rank-order", "sharding,dp,pp,cp,mp")),
 )
+
+TENSOR_ROWS: tuple[Row, ...] = (
+    *(Row(kind, 2, (*MP2, *sp), CLIPPED) for kind in BOTH for sp in ((), SP)),
+    *(Row("moe", 4, (*MP4, *sp), (*FOUR_GROUPS, *QK_NORM)) for sp in ((), SP)),
+    *(Row("ernie", 4, (*MP4, *sp), micro_batch=2) for sp in ((), SP)),
+    *(Row("gpt", 2, (*MP2, *sp), micro_batch=2) for sp in ((), SP)),
+    *(Row(kind, 4, (*MP2, *SP, *layout)) for kind in BOTH for layout in _stages(2)),
+    *(Row("moe", 4, (*MP2, *layout), (*UNTIED, *CLIPPED)) for layout in _stages(2)[1:]),
+    *(Row(kind, 8, (*MP2, *SP, *layout)) for kind in BOTH for layout in _stages(2, "--hybrid-dp")[1:]),
+    *(Row("moe", 2, (*MP2, *SP), (*DROPS, "--moe-drop-policy", policy), 4) for policy in ("token", "choice", "probs")),
+    Row("moe", 2, MP2, DROPS, 2),
+)
+
+EP2, EP4 = ("--ep-degree", "2"), ("--ep-degree", "4")
+EMP1 = ("--expert-mp-degree", "1")
+EIGHT_EXPERTS = ("--num-experts", "8")
+
+EXPERT_ROWS: tuple[Row, ...] = (
+    *(Row("moe", 2, (*EP2, *layout), CLIPPED) for layout in _stages(2)),
+    *(Row("moe", 4, (*EP2, *layout)) for layout in _stages(4)),
+    *(Row("moe", 4, (*EP4, *layout), topk) for layout, topk in zip(_stages(4), ((), TOP1, TOP4), strict=True)),
+    *(Row("moe", 4, (*EP2, *layout), micro_batch=2) for layout in _stages(2, "--hybrid-dp")),
+    *(Row("moe", 4, (*EP4, *layout), EIGHT_EXPERTS) for layout in _stages(2, "--hybrid-dp")),
+    *(Row("moe", 4, (*EP2, *MP2, *sp, *_stages(2)[stage])) for stage, sp in enumerate(((), SP, SP))),
+    *(Row("moe", 4, (*EP2, *MP2, *SP, *EMP1, *layout)) for layout in _stages(2)),
+    Row("moe", 4, (*EP4, *MP2, *SP, *EMP1), (*DROPS, *UNTIED), 2),
+    Row("moe", 4, (*EP2, *MP2, *SP), (*DROPS, *BIASED), 2),
+    *(Row("moe", 2, EP2, (*DROPS, "--moe-drop-policy", policy), 2) for policy in ("token", "choice", "probs")),
+    Row("moe", 2, EP2, ("--add-bias-linear", "--activation", "gelu")),
+    Row("moe", 8, (*EP2, *MP2, *SP, "--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "2"), CLIPPED),
+    Row("moe", 8, (*EP4, *MP2, *EMP1, *SP, "--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3")),
+)
+
+ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS)

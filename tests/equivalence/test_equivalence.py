@@ -38,9 +38,14 @@ def _run(
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_fp64(row: Row) -> None:
-    """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops."""
+    """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
+
+    Where our own code has communication in flight the ranks meet on the late backend: gloo, but whatever is read before
+    its wait or reused in flight shows.
+    """
     want = reference(row.kind, row.reference_flags(), "fp64")
-    got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "fp64"), STEPS)
+    backend = "late" if row.overlaps else "gloo"
+    got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "fp64"), STEPS, backend=backend)
     assert differences(got, want) == []
 
 
@@ -51,11 +56,3 @@ def test_bf16(row: Row) -> None:
     exact, alone = reference(row.kind, flags, "fp64"), reference(row.kind, flags, "bf16")
     got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "bf16"), 1, exact.routing)
     assert excess(got, alone, exact) == []
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row.overlaps], ids=lambda row: row.name)
-def test_late(row: Row) -> None:
-    """Nothing is read before its wait or reused in flight."""
-    want = reference(row.kind, row.reference_flags(), "fp64")
-    got = _run(row.kind, row.world_size, (*row.flags(), "--dtype", "fp64"), STEPS, backend="late")
-    assert differences(got, want) == []

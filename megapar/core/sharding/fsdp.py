@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,6 +21,10 @@ class FullSharding:
     model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
     here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share
     parameters (a tied embedding and its head) and form one group. Gradients are sums over data ranks, never means.
+
+    Experts that are cut over other ranks than the rest form groups of their own. Where each is whole on one rank there
+    is nothing to cut: those of ``whole_experts(world, specs)`` stay plain parameters in the compute dtype, left to
+    somebody else.
     """
 
     def __init__(
@@ -33,21 +38,18 @@ class FullSharding:
         *,
         together: Sequence[str] = (),
     ) -> None:
-        replicas = world.axis("replica").size
-        self._mesh = world.mesh("replica", "shard") if replicas > 1 else world.mesh("shard")
         self._model = model
-        mixed = compute_dtype != master_dtype
-        policy = _policy(compute_dtype if mixed else None, master_dtype)
-        if mixed:
-            # Parameters that compute in fp32 keep a group, and a gather, of their own.
-            for name in sorted({spec.name.rpartition(".")[0] for spec in specs if spec.fp32}):
-                self._wrap(model.get_submodule(name), _policy(None, master_dtype))
+        self._dtypes = (compute_dtype, master_dtype)
+        left = whole_experts(world, specs)
+        self._ignored = _retype(model, [spec.name for spec in left], compute_dtype)
+        self._wrap_apart(world, model, specs)
+        mesh = _mesh(world, "shard", "replica")
         groups = [modules for name, modules in units.items() if name not in together]
         groups.append([module for name in units if name in together for module in units[name]])
         for modules in groups:
             if modules:
-                self._wrap(list(modules) if len(modules) > 1 else modules[0], policy)
-        self._wrap(model, policy)
+                self._wrap(list(modules) if len(modules) > 1 else modules[0], mesh)
+        self._wrap(model, mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -55,18 +57,34 @@ class FullSharding:
                     module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device=world.device.torch_device)
         named = dict(model.named_parameters())
-        self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank)) for spec in specs]
+        names = {spec.name for spec in left}
+        mine = [spec for spec in specs if spec.name not in names]
+        self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank)) for spec in mine]
         self.parts = [
             Part(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank))
             for spec, parameter, _ in self._entries
         ]
 
-    def _wrap(self, module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy) -> None:
-        fully_shard(module, mesh=self._mesh, mp_policy=policy, shard_placement_fn=self._placement())
+    def _wrap_apart(self, world: World, model: nn.Module, specs: Sequence[Described]) -> None:
+        """Modules whose parameters travel otherwise than their unit's: experts over edp, fp32 ones in fp32."""
+        if world.axis("expert_shard").size > 1 and _apart(world):
+            for name in _modules(spec for spec in specs if spec.expert):
+                self._wrap(model.get_submodule(name), _mesh(world, "expert_shard", "expert_replica"))
+        if self._dtypes[0] != self._dtypes[1]:
+            for name in _modules(spec for spec in specs if spec.fp32):
+                self._wrap(model.get_submodule(name), _mesh(world, "shard", "replica"), fp32=True)
 
-    def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
-        parts = self._mesh.size(-1)
-        return lambda parameter: Shard(shard_dim(tuple(parameter.shape), parts))
+    def _wrap(self, module: nn.Module | list[nn.Module], mesh: DeviceMesh, *, fp32: bool = False) -> None:
+        compute, master = self._dtypes
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if fp32 or compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
+        )
+        parts = mesh.size(-1)
+
+        def place(parameter: nn.Parameter) -> Shard:
+            return Shard(shard_dim(tuple(parameter.shape), parts))
+
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=place, ignored_params=self._ignored)
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -88,14 +106,43 @@ class FullSharding:
     def publish(self) -> None:
         """Nothing to do: masters are the parameters, gathered where they are used."""
 
+    def wait(self) -> None:
+        """Nothing is in flight between steps."""
+
     def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
         """Each parameter's piece; parts are parameters here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
             yield View(spec, box, tensor)
 
 
-def _policy(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+def whole_experts(world: World, specs: Sequence[Described]) -> list[Described]:
+    """Expert parameters that sharding does not cut although it cuts the others: each is whole on its rank."""
+    return [spec for spec in specs if spec.expert] if world.axis("expert_shard").size == 1 else []
+
+
+def _apart(world: World) -> bool:
+    return world.axis("expert_shard").ranks != world.axis("shard").ranks
+
+
+def _mesh(world: World, shard: str, replica: str) -> DeviceMesh:
+    return world.mesh(replica, shard) if world.axis(replica).size > 1 else world.mesh(shard)
+
+
+def _modules(specs: Iterable[Described]) -> list[str]:
+    """Paths of the modules that hold these parameters, each once."""
+    return sorted({spec.name.rpartition(".")[0] for spec in specs})
+
+
+def _retype(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> set[nn.Parameter]:
+    """Give the named parameters this dtype, in place; the new parameters."""
+    changed = set()
+    for name in names:
+        module, _, short = name.rpartition(".")
+        owner = model.get_submodule(module)
+        new = nn.Parameter(torch.empty_like(owner.get_parameter(short), dtype=dtype))
+        owner.register_parameter(short, new)
+        changed.add(new)
+    return changed
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -53,5 +53,8 @@ class Sharding(Protocol):
     def publish(self) -> None:
         """Called after the optimizer changed masters: the next forward computes with the new values."""
 
+    def wait(self) -> None:
+        """Nothing is in flight when it returns; for whoever reads parameters outside a forward, and at the end."""
+
     def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
         """Each parameter's piece of tensors that lie beside ``parts`` one for one: masters, moments, gradients."""

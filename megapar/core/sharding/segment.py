@@ -1,7 +1,7 @@
 """A segment: parameters that are gathered and reduced together, in one flat buffer.
 
 flat [n, P]: row r is what rank r of the shard axis masters: the pieces of all parameters of the segment, one after
-the other, decayed ones first, and among these those first that this rank counts in the global norm.
+the other, decayed ones first, and those together that the same axes split.
 
     parameter a, cut along dim 0     parameter b, cut along dim 1          row 0 | a0 b0 |
         [ a0 ]                            [ b0 | b1 ]                      row 1 | a1 b1 |
@@ -69,10 +69,10 @@ def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
 
 
 def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
-    """Lay parameters out in a row; the order depends on (decay, counted) alone, which a shard group's ranks share."""
+    """Lay parameters out in a row, in an order that every rank shares; what counts alike on a rank lies together."""
     members: list[Member] = []
     offset = 0
-    for spec, parameter, box, counted in sorted(parameters, key=lambda entry: (not entry[0].decay, not entry[3])):
+    for spec, parameter, box, counted in sorted(parameters, key=lambda entry: (not entry[0].decay, entry[0].axes)):
         sizes = tuple(parameter.shape)
         dim = shard_dim(sizes, parts)
         piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])

@@ -104,8 +104,8 @@ class ZeroSharding:
         for segment in self.segments:
             segment.publish(overlap=self._overlap_gather)
 
-    def receive_all(self) -> None:
-        """Wait for all gathers; whoever reads parameters outside a forward needs it."""
+    def wait(self) -> None:
+        """Wait for all gathers."""
         for segment in self.segments:
             segment.receive()
 

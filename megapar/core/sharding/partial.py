@@ -1,0 +1,39 @@
+"""Gradients that are partial sums per mp rank, made whole once per optimizer step in one collective.
+
+Under sequence parallelism every mp rank sees a part of the positions, so parameters that are replicated over mp (norms,
+the router, row-parallel biases) get partial gradients; those that each rank applies to its own heads (qk-norm) always
+do. What is summed are the sharded gradients, after the reduction over data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.axis import Axis
+from megapar.core.meter import WaitMeter
+from megapar.core.sharding.part import Sharding
+
+
+def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitMeter) -> None:
+    """Sum the finished gradients of the named parameters over mp, in place, as one message."""
+    wanted = set(names)
+    if mp.group is None or not wanted:
+        return
+    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in wanted]
+    message = torch.cat([piece.flatten() for piece in pieces])
+    work = dist.all_reduce(message, group=mp.group, async_op=True)
+    assert work is not None
+    meter.wait(work)
+    _scatter(message, pieces)
+
+
+def _scatter(message: Tensor, pieces: Sequence[Tensor]) -> None:
+    offset = 0
+    for piece in pieces:
+        piece.copy_(message[offset : offset + piece.numel()].view(piece.shape))
+        offset += piece.numel()
