@@ -157,15 +157,19 @@ class Trainer:
         batches = self.loader.step(progress.consumed_samples, share)
         items, tokens = self._count(batches)
         totals = _Totals()
+        part = self.world.axis("mp").rank if self.config.parallel.sequence_parallel else 0
         job.sharding.begin_step()
         for number, batch in enumerate(batches):
             job.sharding.begin_micro_batch(last=number == share - 1)
-            seed_micro_batch(progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank)
+            seed_micro_batch(
+                progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank, part
+            )
             tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
             terms = job.model(tensors, batch.valid_tokens)
             self.objective.of(terms, items, share * self.data.size).backward()
             totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
         job.sharding.finish()
+        job.traffic.check_settled()
         sum_partial(job.sharding, job.partial, self.world.axis("mp"), job.meter)
         norm = global_norm(job.sharding.parts, self.world.axis("world"))
         if self.config.optimizer.clip_grad > 0:

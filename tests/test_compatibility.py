@@ -109,10 +109,9 @@ def test_lifted_row_sleeps_until_strict_seed_rules() -> None:
 
 
 def test_not_built_refuses_a_run_and_is_a_note_under_validate_only() -> None:
-    assert "not-built-mp-degree" in refused("moe", "--mp-degree 2", {"WORLD_SIZE": "2"})
-    config = parse("moe", ["--validate-only", "--world-size", "2", "--mp-degree", "2"], {})
-    assert any("not-built-mp-degree" in note for note in config.notes)
-    assert config.grid.mp == 2
+    assert "not-built-fp8" in refused("moe", "--fp8")
+    config = parse("moe", ["--validate-only", "--world-size", "2", "--fp8"], {})
+    assert any("not-built-fp8" in note for note in config.notes)
 
 
 def test_not_built_row_is_silent_about_the_default() -> None:

@@ -58,6 +58,29 @@ def test_a_checkpoint_goes_on_on_every_layout(kind: str, tmp_path: Path) -> None
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-10)
 
 
+CHAIN = (
+    (2, ("--mp-degree", "2", "--sequence-parallel")),
+    (2, ("--ep-degree", "2", "--sharding-stage", "3")),
+    (4, ("--sharding-degree", "4", "--sharding-stage", "2")),
+    (1, ()),
+    (4, ("--mp-degree", "4")),
+    (4, ("--mp-degree", "2", "--sequence-parallel", "--expert-mp-degree", "1", "--ep-degree", "4")),
+)
+
+
+def test_a_checkpoint_moves_from_axis_to_axis(tmp_path: Path) -> None:
+    """One iteration on each layout, handed on by checkpoints: the losses are those of one process throughout."""
+    flags = (*FP64, "--num-query-groups", "4", "--train-iters", str(len(CHAIN)))
+    straight = run(1, "moe", *flags)
+    handed = ("--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", str(len(CHAIN)))
+    for number, (world_size, layout) in enumerate(CHAIN):
+        steps = ("--train-iters", str(number + 1))
+        (record,) = run(world_size, "moe", *flags[:4], *handed, *steps, *layout).records
+        assert record.iteration == number + 1
+        assert record.loss == pytest.approx(straight.records[number].loss, rel=1e-10)
+        assert record.grad_norm == pytest.approx(straight.records[number].grad_norm, rel=1e-10)
+
+
 def test_evaluation_is_the_same_on_every_layout() -> None:
     """Also with a number of held-out samples that no layout divides, in a smaller last micro-batch."""
     evaluate = (*FP64, "--train-iters", "1", "--eval-interval", "1", "--eval-iters", "3", "--micro-batch-size", "2")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.tickets import Traffic
 from megapar.model.attention import Attention, AttentionSizes
 from megapar.model.context import Context
 from megapar.model.mlp import Mlp
@@ -36,6 +37,7 @@ class DecoderBlock(nn.Module):
         ep: Axis,
         emp: Axis,
         sequence_parallel: bool,
+        traffic: Traffic | None,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
@@ -58,6 +60,7 @@ class DecoderBlock(nn.Module):
                 emp=emp,
                 mp=mp,
                 sequence_parallel=sequence_parallel,
+                traffic=traffic,
                 dtype=dtype,
                 device=device,
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
+from megapar.core.tickets import Traffic
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, own_sequence
@@ -72,7 +73,8 @@ class Decoder(nn.Module):
     """A decoder language model, dense or mixture of experts.
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``decoder_table(sizes)``.
+    names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
+    launch; by default each layer has its own.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Decoder(nn.Module):
         ep: Axis,
         emp: Axis,
         sequence_parallel: bool = False,
+        traffic: Traffic | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class Decoder(nn.Module):
                 ep=ep,
                 emp=emp,
                 sequence_parallel=sequence_parallel,
+                traffic=traffic,
                 dtype=dtype,
                 device=device,
             )

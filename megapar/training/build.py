@@ -19,6 +19,7 @@ from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
+from megapar.core.tickets import Traffic
 from megapar.core.world import World
 from megapar.data import corpus
 from megapar.data.corpus import Corpus
@@ -152,7 +153,8 @@ def make_batch_size(config: Config) -> BatchSize:
 class Job:
     """A model with what holds its parameters, gradients and optimizer state.
 
-    metered: whether ``meter`` sees every wait. partial: parameters whose gradients mp ranks must sum.
+    traffic: what expert layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
+    every wait. partial: parameters whose gradients mp ranks must sum.
     """
 
     world: World
@@ -162,6 +164,7 @@ class Job:
     sharding: Sharding
     optimizer: Optimizer
     meter: WaitMeter
+    traffic: Traffic
     metered: bool
     partial: tuple[str, ...]
 
@@ -172,8 +175,11 @@ def make_job(config: Config, world: World) -> Job:
     table = table_of(sizes)
     dtype = compute_dtype(config, world.device)
     meter = WaitMeter()
+    traffic = Traffic(meter)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    model = _make_model(config, sizes, world, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters)
+    model = _make_model(
+        config, sizes, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
+    )
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
         sharding = _full(config, world, sizes, model, trainable, dtype, meter)
@@ -191,10 +197,12 @@ def make_job(config: Config, world: World) -> Job:
         weight_decay=config.optimizer.weight_decay,
     )
     partial = _partial_names(table, sequence_parallel=config.parallel.sequence_parallel)
-    return Job(world, sizes, table, model, sharding, optimizer, meter, not cut_parameters, partial)
+    return Job(world, sizes, table, model, sharding, optimizer, meter, traffic, not cut_parameters, partial)
 
 
-def _make_model(config: Config, sizes: Sizes, world: World, dtype: torch.dtype, *, meta: bool) -> Model:
+def _make_model(
+    config: Config, sizes: Sizes, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
+) -> Model:
     common: dict[str, Any] = {
         "mp": world.axis("mp"),
         "sequence_parallel": config.parallel.sequence_parallel,
@@ -203,7 +211,7 @@ def _make_model(config: Config, sizes: Sizes, world: World, dtype: torch.dtype, 
     }
     if isinstance(sizes, ErnieSizes):
         return Ernie(sizes, **common)
-    return Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), **common)
+    return Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, **common)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
