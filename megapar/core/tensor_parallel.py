@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.collectives import all_gather, all_reduce_, copy, reduce, reduce_scatter
+from megapar.core.overlap import CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
+from megapar.core.tickets import Traffic
 
 SEQUENCE_DIM = 1
 
@@ -71,6 +73,7 @@ class ColumnLinear(nn.Module):
     Forward: x [B, S, I] (sequence parallel: [B, S/mp, I] -> all-gather) @ w [O/mp, I]^T -> y [B, S, O/mp]
     dgrad:   dy [B, S, O/mp] @ w [O/mp, I] -> all-reduce (reduce-scatter) over mp -> dx [B, S, I] ([B, S/mp, I])
     wgrad:   dy^T [O/mp, B S] @ x [B S, I] -> dw [O/mp, I], whole on its rank; bias [O/mp] likewise.
+    The collectives fly under the products as drawn in ``core.overlap``.
     """
 
     def __init__(
@@ -90,14 +93,21 @@ class ColumnLinear(nn.Module):
         self.out_dims = piece_shape(out_dims, split, mp)
         self.weight = parameter((*self.out_dims, in_features), dtype, device)
         self.bias = parameter(self.out_dims, dtype, device) if bias else None
-        self.enter = _gather_sequence if sequence_parallel else copy
+        self.enter: Callable[[Tensor, Axis], Tensor] = _gather_sequence if sequence_parallel else copy
+        self.hidden = GatheredColumn if sequence_parallel else CopiedColumn
+        self.overlap: Overlap | None = Overlap()
+        self.traffic = Traffic()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
         weight = local(self.weight).flatten(0, -2)
         bias = None if self.bias is None else local(self.bias).flatten()
-        y: Tensor = F.linear(self.enter(x, self.mp), weight, bias).unflatten(-1, self.out_dims)
-        return y
+        if self.mp.size == 1 or self.overlap is None:
+            y = F.linear(self.enter(x, self.mp), weight, bias)
+        else:
+            y = self.hidden.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))
+        out: Tensor = y.unflatten(-1, self.out_dims)
+        return out
 
 
 class RowLinear(nn.Module):
@@ -108,6 +118,7 @@ class RowLinear(nn.Module):
     dgrad:   dy [B, S, O] (all-gather of [B, S/mp, O]) @ w [O, I/mp] -> dx [B, S, I/mp]
     wgrad:   dy^T [O, B S] @ x [B S, I/mp] -> dw [O, I/mp], whole on its rank; db [O] is the same on every rank,
              under sequence parallelism a partial sum.
+    The collectives fly under the products as drawn in ``core.overlap``.
     """
 
     def __init__(
@@ -126,11 +137,28 @@ class RowLinear(nn.Module):
         self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
         self.bias = parameter((out_features,), dtype, device) if bias else None
         self.leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
+        self.hidden = ScatteredRow if sequence_parallel else ReducedRow
+        self.overlap: Overlap | None = Overlap()
+        self.traffic = Traffic()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/mp] to [B, S(/mp), O]."""
-        y = self.leave(F.linear(x, local(self.weight)), self.mp)
-        return y if self.bias is None else y + local(self.bias)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if self.mp.size == 1 or self.overlap is None:
+            y = self.leave(F.linear(x, weight), self.mp)
+            return y if bias is None else y + bias
+        return self.hidden.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))  # type: ignore[no-any-return]
+
+
+def hide_communication(model: nn.Module, overlap: Overlap | None, traffic: Traffic) -> None:
+    """How the linear layers of ``model`` communicate from now on.
+
+    overlap: how finely what hides under products is cut; None: blocking collectives before and behind the products
+    (the gathered input is then kept for the backward pass). traffic: takes part in what is launched.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear):
+            module.overlap, module.traffic = overlap, traffic
 
 
 class VocabularyEmbedding(nn.Module):

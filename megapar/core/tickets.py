@@ -19,7 +19,7 @@ one rank nothing is launched and ``wait`` returns ``x``.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.core.axis import Axis
+from megapar.core.collectives import sum_pieces
 from megapar.core.meter import WaitMeter
-from megapar.core.torch_names import all_gather_single, reduce_scatter_single
+from megapar.core.torch_names import all_gather_single
 from megapar.errors import DistributedError
 
 
@@ -81,14 +82,18 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """The rows of all ranks, the same number from each. Conjugate: ReduceScatter."""
+    """The rows of all ranks, the same number from each. Conjugate: ReduceScatter.
+
+    into: where they go; then ``x`` may be this rank's rows of it. None: a new tensor.
+    """
 
     axis: Axis
+    into: Tensor | None = field(default=None, compare=False)
     kind: ClassVar[str] = "all_gather"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] to [size * n, ..]."""
-        y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:]))
+        y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:])) if self.into is None else self.into
         return y, all_gather_single(y, x, group=self.axis.group, async_op=True)
 
     def conjugate(self) -> ReduceScatter:
@@ -98,15 +103,19 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """This rank's even piece of the sum over all ranks. Conjugate: AllGather."""
+    """This rank's even piece of the sum over all ranks. Conjugate: AllGather.
+
+    into: where it goes. None: a new tensor.
+    """
 
     axis: Axis
+    into: Tensor | None = field(default=None, compare=False)
     kind: ClassVar[str] = "reduce_scatter"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[size * n, ..] to [n, ..]."""
-        y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:]))
-        return y, reduce_scatter_single(y, x, group=self.axis.group, async_op=True)
+        y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:])) if self.into is None else self.into
+        return y, sum_pieces(y, x, self.axis, async_op=True)
 
     def conjugate(self) -> AllGather:
         """Each rank's rows reach what all ranks computed."""
@@ -115,14 +124,18 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class Reduce:
-    """The sum over all ranks, on each of them. Conjugate: Copy."""
+    """The sum over all ranks, on each of them. Conjugate: Copy.
+
+    in_place: the sum replaces ``x``, which otherwise stays as it is.
+    """
 
     axis: Axis
+    in_place: bool = False
     kind: ClassVar[str] = "all_reduce"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """[n, ..] to [n, ..]; ``x`` stays as it is."""
-        y = x.clone()
+        """[n, ..] to [n, ..]."""
+        y = x if self.in_place else x.clone()
         return y, dist.all_reduce(y, group=self.axis.group, async_op=True)
 
     def conjugate(self) -> Copy:

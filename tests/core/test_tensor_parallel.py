@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
+from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import (
     ColumnLinear,
     RowLinear,
     VocabularyEmbedding,
     cross_entropy_,
     gather_vocabulary,
+    hide_communication,
     local,
     vocabulary_range,
 )
+from megapar.core.tickets import Traffic
+from tests.support import late
 from tests.support.ranks import run_ranks
 
 SINGLE = Axis.single("mp")
@@ -49,50 +57,210 @@ def test_column_linear_keeps_its_real_axes():
     assert close(y, torch.einsum("bsi,gfi->bsgf", x, layer.weight) + layer.bias)
 
 
-def pair(mp, sequence_parallel):
+# How the layers communicate: blocking, in one piece, in uneven pieces.
+WAYS = {"blocking": None, "whole": Overlap(pieces=1), "pieces": Overlap(pieces=3, piece_bytes=1)}
+SAMPLES, LENGTH = 3, 16
+
+
+def pair(mp, sequence_parallel, overlap, bias, traffic):
     """A column and a row layer with this rank's pieces of one set of weights."""
-    options = {"bias": True, "mp": mp, "sequence_parallel": sequence_parallel, "dtype": DTYPE, "device": None}
-    column = ColumnLinear(4, (2, 6), split=1, **options)
-    row = RowLinear(6, 4, **options)
+    options = {"bias": bias, "mp": mp, "sequence_parallel": sequence_parallel, "dtype": DTYPE, "device": None}
+    column = ColumnLinear(4, (2, 8), split=1, **options)
+    row = RowLinear(8, 4, **options)
     with torch.no_grad():
-        column.weight.copy_(draw(0, 2, 6, 4).chunk(mp.size, 1)[mp.rank])
-        column.bias.copy_(draw(1, 2, 6).chunk(mp.size, 1)[mp.rank])
-        row.weight.copy_(draw(2, 4, 6).chunk(mp.size, 1)[mp.rank])
-        row.bias.copy_(draw(3, 4))
-    return column, row
+        column.weight.copy_(draw(0, 2, 8, 4).chunk(mp.size, 1)[mp.rank])
+        row.weight.copy_(draw(2, 4, 8).chunk(mp.size, 1)[mp.rank])
+        if bias:
+            column.bias.copy_(draw(1, 2, 8).chunk(mp.size, 1)[mp.rank])
+            row.bias.copy_(draw(3, 4))
+    layers = torch.nn.ModuleList((column, row))
+    hide_communication(layers, overlap, traffic)
+    return layers
 
 
-def mlp(mp, sequence_parallel):
-    """(y, dx, column dw, column db, row dw, row db) of column -> product of the halves -> row."""
-    column, row = pair(mp, sequence_parallel)
-    x, dy = draw(4, 3, 8, 4), draw(5, 3, 8, 4)
+def mlp(mp, sequence_parallel=False, overlap=None, samples=SAMPLES, bias=True, recomputed=False):
+    """{name: tensor} of column -> product of the halves -> row: y, dx and the weights' gradients.
+
+    Input and output gradient are not contiguous. Nothing may be in flight afterwards, inputs must be left alone, and
+    the hook of every parameter must have been called once.
+    """
+    traffic = Traffic()
+    column, row = layers = pair(mp, sequence_parallel, overlap, bias, traffic)
+    x, dy = draw(4, 4, LENGTH, samples).transpose(0, 2), draw(5, samples, 4, LENGTH).transpose(1, 2)
     if sequence_parallel:
         x, dy = (t.chunk(mp.size, 1)[mp.rank] for t in (x, dy))
-    x = x.clone().requires_grad_()
-    gate, up = column(x).unbind(2)
-    y = row(gate * up)
+    assert not x.is_contiguous()
+    assert not dy.is_contiguous()
+    x_before, dy_before = x.clone(), dy.clone()
+    x = x.detach().requires_grad_()
+    calls = []
+    for parameter in layers.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(id(p)))
+
+    def unit(x):
+        gate, up = column(x).unbind(2)
+        return row(gate * up)
+
+    y = torch.utils.checkpoint.checkpoint(unit, x, use_reentrant=False) if recomputed else unit(x)
     y.backward(dy)
-    grads = [p.grad for p in (column.weight, column.bias, row.weight, row.bias)]
-    return [y.detach(), x.grad, *grads]
+    traffic.check_settled()
+    assert not late.in_flight()
+    assert torch.equal(x, x_before)
+    assert torch.equal(dy, dy_before)
+    assert sorted(calls) == sorted(map(id, layers.parameters()))
+    grads = {f"{name} gradient": p.grad for name, p in layers.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **grads}
 
 
-def linear_on_ranks(rank, world_size, sequence_parallel):
-    return mlp(world(rank, world_size), sequence_parallel)
+def linear_on_ranks(rank, world_size):
+    """Results by (sequence parallel, way, samples, bias, recomputed)."""
+    mp = world(rank, world_size)
+    return {
+        key: mlp(mp, key[0], WAYS[key[1]], *key[2:])
+        for key in itertools.product((False, True), WAYS, (1, SAMPLES), (False, True), (False, True))
+    }
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_linear_layers_equal_one_rank(sequence_parallel):
-    whole = mlp(SINGLE, False)
-    results = run_ranks(2, linear_on_ranks, sequence_parallel)
-    for rank, (y, dx, column_dw, column_db, row_dw, row_db) in enumerate(results):
-        for i, value in ((0, y), (1, dx)):
-            assert close(value, whole[i].chunk(2, 1)[rank] if sequence_parallel else whole[i])
-        assert close(column_dw, whole[2].chunk(2, 1)[rank])
-        assert close(column_db, whole[3].chunk(2, 1)[rank])
-        assert close(row_dw, whole[4].chunk(2, 1)[rank])
-        assert sequence_parallel or close(row_db, whole[5])
-    if sequence_parallel:  # a partial sum on each rank
-        assert close(results[0][5] + results[1][5], whole[5])
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "late"), (4, "late"), (2, "gloo")])
+def test_linear_layers_equal_one_rank(ranks, backend):
+    results = run_ranks(ranks, linear_on_ranks, backend=backend)
+    for key in results[0]:
+        sequence_parallel, _, samples, bias, _ = key
+        whole = mlp(SINGLE, samples=samples, bias=bias)
+        for name, want in whole.items():
+            values = [result[key][name] for result in results]
+            if name == "1.bias gradient":  # a partial sum on each rank of sequence parallelism
+                got = sum(values) if sequence_parallel else values[0]
+            elif name in ("y", "dx"):
+                got = torch.cat(values, 1) if sequence_parallel else values[-1]
+            else:
+                got = torch.cat(values, 1)
+            assert close(got, want), (key, name)
+
+
+class Noted(Traffic):
+    """Traffic that writes down its launches (^) and landings (v), by the first letter of the collective."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def launch(self, exchange, x):
+        self.events.append(f"{exchange.kind[0]}{exchange.kind[4] if exchange.kind[0] == 'a' else ''}^")
+        return super().launch(exchange, x)
+
+    def land(self, flight):
+        kind = flight.exchange.kind
+        self.events.append(f"{kind[0]}{kind[4] if kind[0] == 'a' else ''}v")
+        return super().land(flight)
+
+
+class Products(TorchDispatchMode):
+    """Writes down every matrix product."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.events.append("x")
+        return func(*args, **(kwargs or {}))
+
+
+def order_on_ranks(rank, world_size, sequence_parallel):
+    """What the column and the row layer do, forward and backward, in order."""
+    events = []
+    overlap = Overlap(pieces=2, piece_bytes=1)
+    column, row = pair(world(rank, world_size), sequence_parallel, overlap, False, Noted(events))
+    x = draw(0, 1, LENGTH // world_size if sequence_parallel else LENGTH, 4).requires_grad_()
+    drawn = []
+    with Products(events):
+        y = column(x)
+        drawn.append(" ".join(events))
+        events.clear()
+        z = row(y[:, :, 0].detach().requires_grad_())
+        drawn.append(" ".join(events))
+        for out in (z, y):
+            events.clear()
+            out.backward(torch.ones_like(out))
+            drawn.append(" ".join(events))
+    return drawn
+
+
+def test_collectives_fly_under_products_with_sequence_parallelism():
+    for column, row, row_backward, column_backward in run_ranks(2, order_on_ranks, True):
+        assert column == "ag^ ag^ x agv x agv x"
+        assert row == "x x r^ x x r^ rv rv"
+        assert row_backward == "ag^ ag^ x x agv x agv x x"
+        assert column_backward == "ag^ x r^ agv x rv"
+
+
+def test_collectives_fly_under_products_without_sequence_parallelism():
+    for column, row, row_backward, column_backward in run_ranks(2, order_on_ranks, False):
+        assert column == "x"
+        assert row == "x ar^ x ar^ arv arv"
+        assert row_backward == "x x"
+        assert column_backward == "x ar^ x ar^ x arv arv"
+
+
+def needs_on_ranks(rank, world_size, sequence_parallel):
+    """Collectives of the backward pass where only the input, or only the weights, need a gradient."""
+    launched = []
+    for trained in (False, True):
+        traffic = Traffic()
+        layers = pair(world(rank, world_size), sequence_parallel, Overlap(pieces=1), True, traffic)
+        layers.requires_grad_(trained)
+        x = draw(0, 2, LENGTH, 4).requires_grad_(not trained)
+        column, row = layers
+        y = row(column(x)[:, :, 0])
+        traffic.launched.clear()
+        y.sum().backward()
+        launched.append(dict(traffic.launched))
+        assert all((parameter.grad is None) != trained for parameter in layers.parameters())
+    return launched
+
+
+def test_only_needed_gradients_communicate():
+    for input_only, weights_only in run_ranks(2, needs_on_ranks, True):
+        assert input_only == {"all_gather": 1, "reduce_scatter": 1}  # dy in, dx out; the input is not gathered again
+        assert weights_only == {"all_gather": 2}  # dy, and the input again
+    for input_only, weights_only in run_ranks(2, needs_on_ranks, False):
+        assert input_only == {"all_reduce": 1}
+        assert weights_only == {}
+
+
+def kept_on_ranks(rank, world_size, overlap):
+    """Elements that a column layer keeps for its backward pass, besides its weight."""
+    column, _ = pair(world(rank, world_size), True, WAYS[overlap], False, Traffic())
+    kept = []
+    x = draw(0, 2, LENGTH, 4).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        column(x)
+    return sum(kept) - column.weight.numel()
+
+
+def test_of_a_gathered_input_the_own_rows_are_kept():
+    assert run_ranks(2, kept_on_ranks, "whole") == [2 * LENGTH * 4] * 2
+    assert run_ranks(2, kept_on_ranks, "blocking") == [2 * 2 * LENGTH * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "lengths"),
+    [
+        (100, 10, [25, 25, 25, 25]),
+        (10, 100, [3, 3, 3, 1]),
+        (100, 5, [50, 50]),
+        (3, 1000, [1, 1, 1]),
+        (1, 1000, [1]),
+        (100, 1, [100]),
+        (0, 1000, [0]),
+    ],
+)
+def test_pieces_are_as_many_as_pay(rows, row_bytes, lengths):
+    pieces = Overlap(pieces=4, piece_bytes=250).cut(rows, row_bytes)
+    assert [piece.stop - piece.start for piece in pieces] == lengths
+    assert pieces[-1].stop == rows
 
 
 def embed(mp, sequence_parallel):
