@@ -64,6 +64,17 @@ def _ep_choices(f: Facts) -> str:
     return f"Choose --ep-degree {either(near)}."
 
 
+def _vocabulary_ranks(f: Facts) -> int:
+    """Mp ranks that get some of the vocabulary."""
+    length = -(-f.vocab_size // f.mp_degree)
+    return int(-(-f.vocab_size // length))
+
+
+def _near_vocabulary(f: Facts) -> int:
+    """The next multiple of mp; flags take 8 tokens or more."""
+    return int(-(-max(8, f.vocab_size) // f.mp_degree) * f.mp_degree)
+
+
 def _divides(
     id: str, part: str, whole: str, message: str, passing: str, failing: str, when: Test = always, **more: object
 ) -> Rule:
@@ -234,6 +245,17 @@ RULES: tuple[Rule, ...] = (
         "--mp-degree must divide --ffn-hidden-size",
         "--world-size 2 --mp-degree 2 --ffn-hidden-size 640",
         "--world-size 2 --mp-degree 2 --ffn-hidden-size 641",
+    ),
+    Rule(
+        id="mp-vocabulary",
+        reads=("mp_degree", "vocab_size"),
+        when=lambda f: f.mp_degree > 1,
+        requires=lambda f: _vocabulary_ranks(f) == f.mp_degree,
+        message="mp ranks hold runs of ceil(--vocab-size / mp) tokens, and none may be left without",
+        fix=lambda f: f"Choose --mp-degree {_vocabulary_ranks(f)}, or --vocab-size {_near_vocabulary(f)}.",
+        source=DESIGN,
+        passing="--world-size 4 --mp-degree 4 --vocab-size 10",
+        failing="--world-size 4 --mp-degree 4 --vocab-size 9",
     ),
     Rule(
         id="emp-ffn",

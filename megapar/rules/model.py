@@ -155,6 +155,17 @@ RULES: tuple[Rule, ...] = (
         models=ERNIE,
     ),
     Rule(
+        id="sentence-length",
+        reads=("seq_length",),
+        requires=lambda f: f.seq_length >= 6,
+        message="a sample is [CLS], two sentences and two [SEP]: --seq-length is at least 6",
+        fix="Choose --seq-length 6 or more.",
+        source=SOURCE,
+        passing="--seq-length 6",
+        failing="--seq-length 5",
+        models=ERNIE,
+    ),
+    Rule(
         id="hf-decoder-variety",
         reads=("save_hf", "normalization", "position_embedding_type", "activation", "qk_norm"),
         when=lambda f: f.save_hf is not None,
