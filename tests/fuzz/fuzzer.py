@@ -1,0 +1,117 @@
+"""Draws cases, checks them, minimises what fails, and counts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
+from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz.case import Case, Pair, cases
+from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check
+
+BATCH = 20  # cases of one hypothesis run: a failure ends it, the next ones look for others
+
+
+class CaseFailed(AssertionError):
+    """A case gave neither a refusal nor the numbers of one process."""
+
+
+@dataclass
+class Tally:
+    """What was found. tried: cases, those of minimising not counted. failures: minimal case -> what is wrong."""
+
+    tried: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)
+    pairs: set[Pair] = field(default_factory=set)
+    failures: dict[Case, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(self, case: Case, outcome: Outcome) -> None:
+        """One case that was drawn."""
+        self.tried += 1
+        self.outcomes[outcome.kind] += 1
+        self.rules.update(set(outcome.rules))
+        if outcome.kind == EQUAL:
+            self.pairs |= case.pairs()
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{self.outcomes[kind]} {kind}" for kind in (REFUSED, EQUAL, FAILED))
+        return f"{self.tried} tried: {kinds}; {len(self.pairs):,} legal pairs of options; {self.seconds:.0f} s"
+
+
+@dataclass
+class Fuzzer:
+    """Runs batches of cases from one seed; the same seed gives the same cases.
+
+    max_cases, max_seconds: when to stop, whichever comes first. shrink_seconds: spent on minimising one failure.
+    """
+
+    seed: int
+    max_cases: int
+    max_seconds: float = float("inf")
+    shrink_seconds: float = 60.0
+    strategy: Callable[[], SearchStrategy[Case]] = cases
+    check: Callable[[Case], Outcome] = check
+
+    def run(self) -> Iterator[Tally]:
+        """The tally after each batch; the last one is the result."""
+        tally, start = Tally(), time.monotonic()
+        seen: dict[Case, Outcome] = {}
+        batch = 0
+        while tally.tried < self.max_cases and time.monotonic() - start < self.max_seconds:
+            before = tally.tried
+            _Batch(self, tally, seen, start + self.max_seconds).run(self.seed * 2**20 + batch)
+            tally.seconds = time.monotonic() - start
+            batch += 1
+            yield tally
+            if tally.tried == before:
+                return
+
+
+class _Batch:
+    """One hypothesis run: until a failure, or as many cases as a batch has."""
+
+    def __init__(self, fuzzer: Fuzzer, tally: Tally, seen: dict[Case, Outcome], deadline: float) -> None:
+        self.fuzzer = fuzzer
+        self.tally = tally
+        self.seen = seen
+        self.deadline = deadline
+        self.failed: Case | None = None
+
+    def run(self, number: int) -> None:
+        run = settings(
+            max_examples=BATCH,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )
+        try:
+            seed(number)(run(given(case=self.fuzzer.strategy())(self._example)))()
+        except (CaseFailed, Flaky):
+            assert self.failed is not None
+            self.tally.failures[self.failed] = self.seen[self.failed].text
+
+    def _example(self, case: Case) -> None:
+        drawing = self.failed is None
+        if drawing and (case in self.seen or self.tally.tried >= self.fuzzer.max_cases):
+            return
+        outcome = self.seen.get(case)
+        if outcome is None:
+            if time.monotonic() > self.deadline:
+                return
+            outcome = self.seen[case] = self.fuzzer.check(case)
+            if drawing:
+                self.tally.add(case, outcome)
+        if outcome.kind == FAILED:
+            if drawing:
+                self.deadline = time.monotonic() + self.fuzzer.shrink_seconds
+            self.failed = case  # the last one that fails is the smallest
+            raise CaseFailed(outcome.text)

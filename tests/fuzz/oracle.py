@@ -1,0 +1,72 @@
+"""What ``--moe-capacity-scope rank`` means under sequence parallelism, on one process and token by token.
+
+There every rank counts the capacity of its own positions, so that one process, whose part is the whole, gives other
+numbers. Here one process walks the queues of each rank's positions apart, in plain loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megapar.model import block
+from megapar.moe.layer import MoeLayer
+from megapar.moe.router import Routing
+from megapar.moe.sizes import MoeSizes
+from megapar.moe.stats import MoeStats, RouterSums
+from tests.equivalence.run import Trace, trace
+from tests.moe.oracle import keep
+
+
+def trace_by_rank(
+    rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], steps: int, parts: int
+) -> Trace | None:
+    """``tests.equivalence.run.trace`` of one process that drops as ``parts`` ranks with equal runs of positions do."""
+    with patch.object(block, "MoeLayer", _layer_of(parts)):
+        return trace(rank, world_size, rendezvous, kind, flags, steps)
+
+
+def _layer_of(parts: int) -> type[MoeLayer]:
+    class LayerByRank(MoeLayer):
+        """Decides apart for each run of positions who is kept, makes room for every pair, counts drops one by one."""
+
+        def _kept(self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, tokens: int) -> Tensor:
+            probs, experts = (x.detach().unflatten(0, (batch, -1)).tolist() for x in (routing.probs, routing.experts))
+            kept = torch.zeros(batch, len(experts[0]), self.sizes.topk, dtype=torch.bool)
+            for positions in _runs(len(experts[0]), parts):
+                places = [(b, s) for s in positions for b in range(batch)]
+                pairs = keep(
+                    [experts[b][s] for b, s in places],
+                    [probs[b][s] for b, s in places],
+                    [True] * len(places),
+                    _capacity(self.sizes, len(places)),
+                    self.sizes.drop_policy,
+                )
+                for number, choice in pairs:
+                    kept[(*places[number], choice)] = True
+            self.num_kept = int(kept.sum())
+            return kept.flatten(0, 1)
+
+        def _room(self, positions: int, *args: Any, **options: Any) -> tuple[int, bool]:
+            return positions * self.sizes.topk, False
+
+        def _stats(self, sums: RouterSums, counts: Tensor, tokens: int) -> MoeStats:
+            dropped = torch.tensor(tokens * self.sizes.topk - self.num_kept)
+            return super()._stats(sums, counts, tokens)._replace(dropped=dropped)
+
+    return LayerByRank
+
+
+def _runs(length: int, parts: int) -> list[range]:
+    return [range(part * length // parts, (part + 1) * length // parts) for part in range(parts)]
+
+
+def _capacity(sizes: MoeSizes, tokens: int) -> int:
+    share = Fraction(tokens, sizes.num_experts) * Fraction(str(sizes.capacity_factor)) * sizes.topk
+    return max(math.ceil(share), sizes.min_capacity)

@@ -1,0 +1,47 @@
+"""What the fuzzer found, minimised. A row stays for ever; its name says what went wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.fuzz.case import GLOO, Case, case_of
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A case that once failed. line: flags as the fuzzer prints them. refused_by: the row that answers it now; without
+    one the layout must give the numbers of one process.
+    """
+
+    name: str
+    kind: str
+    world_size: int
+    line: str
+    refused_by: str = ""
+    backend: str = GLOO
+
+    def case(self) -> Case:
+        """What is run."""
+        return case_of(self.kind, self.world_size, self.line, self.backend)
+
+
+MOE = "--num-layers 1 --num-attention-heads 4 --hidden-size 16 --ffn-hidden-size 32 --seq-length 8 --init-std 0.1"
+DENSE = f"{MOE} --num-experts 0"
+ERNIE = f"{MOE} --vocab-size 101 --attention-dropout 0 --hidden-dropout 0"
+
+REGRESSIONS: tuple[Regression, ...] = (
+    Regression(
+        "a rank without vocabulary failed while the model was built",
+        *("moe", 4, f"{DENSE} --mp-degree 4 --vocab-size 9"),
+        refused_by="mp-vocabulary",
+    ),
+    Regression(
+        "a vocabulary that leaves the last rank one token is legal",
+        *("moe", 4, f"{DENSE} --mp-degree 4 --vocab-size 10"),
+    ),
+    Regression(
+        "ERNIE's shortest sample was refused by the corpus, after the parser",
+        *("ernie", 2, f"{ERNIE} --seq-length 5"),
+        refused_by="sentence-length",
+    ),
+)

@@ -1,0 +1,286 @@
+"""The options that the fuzzer draws. A new feature adds its rows, or gives values to a row that was only wild before.
+
+An option's values are those that are legal beside the rows above it; ``wild`` ones may break any rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megapar.rules.rule import divisors
+from tests.fuzz.option import Condition, Drawn, Option
+
+MOE = ("moe",)
+ERNIE = ("ernie",)
+
+# Set in every run. mock: no tokenizer to train. A large epsilon: a gradient that is zero in exact arithmetic is
+# rounding noise, which Adam would blow up to the size of a step.
+FIXED: dict[str, object] = {
+    "train_iters": 10,
+    "data_path": ("mock",),
+    "lr": 0.01,
+    "adam_eps": 1e-5,
+    "eval_interval": 0,
+    "dtype": "fp64",
+}
+
+# How often each number of ranks is drawn: small ones are cheap, odd ones leave uneven pieces.
+WORLD_SIZES = (2, 1, *(2,) * 5, *(4,) * 7, 3, 3, 5, 6, 6, 7, 8, 8)
+FEW = 36  # tokens of a sample, at most about
+
+
+def _rest(d: Drawn) -> int:
+    """Ranks that mp leaves; with neither pp nor cp all of them read data of their own."""
+    return max(1, int(d.world_size // d.mp_degree))
+
+
+def _sharding(d: Drawn) -> int:
+    return _rest(d) if d.sharding_degree == -1 else max(1, int(d.sharding_degree))
+
+
+def _emp(d: Drawn) -> int:
+    return int(d.expert_mp_degree or d.mp_degree)
+
+
+def _ep_degrees(d: Drawn) -> list[int | None]:
+    room = _sharding(d) * (d.mp_degree if _emp(d) == 1 else 1)
+    replicas = max(1, _rest(d) // _sharding(d))
+    return [None, *sorted({*divisors(room), *(room * n for n in divisors(replicas))} - {1})]
+
+
+def _experts(d: Drawn) -> bool:
+    return bool(d.num_experts)
+
+
+def _drops(d: Drawn) -> bool:
+    return _experts(d) and d.moe_model_type == "deepspeed_moe"
+
+
+def _policies(d: Drawn) -> list[str | None]:
+    """Samples that start alike tie in ``probs``, and rounding may break the tie either way: few must start alike."""
+    return [None, "choice", *(["probs"] if d.vocab_size > 100 else [])]
+
+
+def _is(name: str, *values: object) -> Condition:
+    return lambda d: getattr(d, name) in values
+
+
+def _multiples(of: Callable[[Drawn], int], *factors: int) -> Callable[[Drawn], list[int]]:
+    return lambda d: [of(d) * factor for factor in factors]
+
+
+def _mp(d: Drawn) -> int:
+    return int(d.mp_degree)
+
+
+def _head_dims(d: Drawn) -> list[int | None]:
+    odd = [5, 3] if d.position_embedding_type == "learned" else []
+    return [None, None, 6, 16, *odd]
+
+
+def _hidden_sizes(d: Drawn) -> list[int]:
+    if d.head_dim is not None:
+        return [24, 17, 33]
+    even = [d.num_attention_heads * size for size in (4, 8, 6)]
+    return even if d.position_embedding_type == "rope" else [*even, d.num_attention_heads * 5]
+
+
+def _lengths(d: Drawn) -> list[int]:
+    shortest = 6 if d.kind == "ernie" else 1
+    step = _mp(d) if d.sequence_parallel else 1
+    wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
+    return [n for n in wanted if shortest <= n <= FEW] or [-(-shortest // step) * step]
+
+
+def _vocabularies(d: Drawn) -> list[int]:
+    """A rank's run is ceil(V / mp) tokens; the last rank has at least one."""
+    return [n for n in (101, 64, 33, 17, 9, 257) if (_mp(d) - 1) * -(-n // _mp(d)) < n]
+
+
+def _shared(d: Drawn) -> list[int | None]:
+    width = d.moe_ffn_hidden_size or d.ffn_hidden_size or _mp(d)
+    return [None, *(n for n in (1, 2) if n * width % _mp(d) == 0)]
+
+
+def _merged(d: Drawn) -> list[str | None]:
+    return [None, "step" if d.sharding_stage == 1 else "micro_batch"]
+
+
+def _unit(d: Drawn) -> int:
+    return int(d.micro_batch_size) * _rest(d)
+
+
+def _global_batches(d: Drawn) -> list[int | None]:
+    if d.gradient_merge_acc_step is not None:
+        return [None, _unit(d) * d.gradient_merge_acc_step]
+    return [_unit(d) * n for n in (1, 2, 3, 4)]
+
+
+def _rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
+    unit = _unit(d)
+    return [None, None, None, (unit, unit, 2 * unit)]
+
+
+def _no_mp(d: Drawn) -> bool:
+    return _mp(d) == 1
+
+
+ORDERS = (
+    ("dp", "pp", "sharding", "cp", "mp"),
+    ("sharding", "dp", "pp", "cp", "mp"),
+    ("mp", "cp", "sharding", "pp", "dp"),
+    ("pp", "mp", "dp", "cp", "sharding"),
+)
+
+LAYOUT = (
+    Option(name="mp_degree", values=lambda d: [None, *divisors(d.world_size)[1:]], wild=(2, 3, 4, 16), layout=True),
+    Option(name="hybrid_dp", values=(None, True), when=lambda d: _rest(d) > 1, wild=(True,), layout=True),
+    Option(
+        name="sharding_degree",
+        values=lambda d: list(divisors(_rest(d))[:-1]) if d.hybrid_dp else [None, _rest(d), -1],
+        wild=(0, 2, 3, 8),
+        layout=True,
+    ),
+    Option(name="sharding_stage", values=(None, 2, 3, 1), layout=True),
+    Option(name="gradient_merge_mode", values=_merged, wild=("step", "micro_batch"), layout=True),
+    Option(name="sequence_parallel", values=(None, True, True), when=lambda d: _mp(d) > 1, wild=(True,), layout=True),
+    Option(
+        name="expert_mp_degree",
+        values=lambda d: [None, _mp(d), *([1, 1] if d.sequence_parallel else [])],
+        when=lambda d: _mp(d) > 1,
+        wild=(1, 2, 3),
+        layout=True,
+        kinds=MOE,
+    ),
+    Option(name="ep_degree", values=_ep_degrees, wild=(2, 3, 4, 16), layout=True, kinds=MOE),
+    Option(name="rank_order", values=(None, *ORDERS), wild=(("dp", "pp", "mp"), (*ORDERS[0][1:], "tp")), layout=True),
+    Option(name="overlap_grad_reduce", values=(None, "off", "on"), layout=True),
+    Option(name="overlap_param_gather", values=(None, "off", "on"), layout=True),
+)
+
+DECODER = (
+    Option(name="num_layers", values=(1, 2, 3), size=True),
+    Option(name="position_embedding_type", values=(None, "learned"), kinds=MOE),
+    Option(name="num_attention_heads", values=_multiples(_mp, 1, 2, 4, 3), wild=(1, 3, 5), size=True),
+    Option(
+        name="num_query_groups",
+        values=lambda d: [None, *(n for n in divisors(d.num_attention_heads) if n % _mp(d) == 0)],
+        wild=(1, 2, 3),
+        size=True,
+        kinds=MOE,
+    ),
+    Option(name="head_dim", values=_head_dims, wild=(3, 8), size=True, kinds=MOE),
+    Option(name="hidden_size", values=_hidden_sizes, wild=(15, 20), size=True),
+    Option(
+        name="ffn_hidden_size",
+        values=lambda d: [_mp(d) * n for n in (8, 5, 3)] + ([None] if 4 % _mp(d) == 0 else []),
+        wild=(9, 10, 1),
+        size=True,
+    ),
+    Option(name="seq_length", values=_lengths, wild=(1, 5, 7), size=True),
+    Option(
+        name="max_position_embeddings",
+        values=lambda d: [None, None, d.seq_length + 3],
+        when=_is("position_embedding_type", "learned"),
+        wild=(4,),
+        size=True,
+    ),
+    Option(name="vocab_size", values=_vocabularies, wild=(9, 10), size=True),
+    Option(name="normalization", values=(None, "layernorm"), kinds=MOE),
+    Option(name="activation", values=(None, "gelu"), kinds=MOE),
+    Option(name="add_bias_linear", values=(None, True), kinds=MOE),
+    Option(name="qk_norm", values=(None, True), kinds=MOE),
+    Option(name="layernorm_epsilon", values=(None, 0.01)),
+    Option(
+        name="rope_theta",
+        values=(None, 100.0),
+        when=_is("position_embedding_type", "rope"),
+        wild=(100.0,),
+        kinds=MOE,
+    ),
+    Option(name="untie_embeddings_and_output_weights", values=(None, True), kinds=MOE),
+    Option(name="init_std", values=(0.1, 0.02, 0.5)),
+    Option(name="use_flash_attn", values=(None, False)),
+    # Masks of split heads and positions are not those of one process.
+    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
+    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
+)
+
+EXPERTS = (
+    Option(
+        name="num_experts",
+        values=lambda d: [d.ep_degree * n for n in (2, 1, 3, 4)] + ([0] if d.ep_degree == 1 else []),
+        wild=(0, 3, 5),
+        size=True,
+        kinds=MOE,
+    ),
+    Option(
+        name="moe_ffn_hidden_size",
+        values=lambda d: [_emp(d) * n for n in (4, 7, 3)] + [None],
+        when=_experts,
+        wild=(5, 6),
+        size=True,
+        kinds=MOE,
+    ),
+    Option(
+        name="moe_router_topk",
+        values=lambda d: [n for n in (1, 2, 3, 4) if n <= d.num_experts],
+        when=_experts,
+        wild=(1, 2, 9),
+        kinds=MOE,
+    ),
+    Option(name="first_k_dense", values=lambda d: [None, *range(d.num_layers)], when=_experts, wild=(1, 3), kinds=MOE),
+    Option(name="moe_shared_experts", values=_shared, when=_experts, wild=(1, 2), kinds=MOE),
+    Option(name="moe_model_type", values=(None, "deepspeed_moe", "deepspeed_moe"), when=_experts, kinds=MOE),
+    Option(name="moe_capacity_factor", values=(None, 0.5, 0.75, 1.1, 2.0, 0.01), when=_drops, wild=(0.5,), kinds=MOE),
+    Option(name="moe_min_capacity", values=(None, 1, 2, 7), when=_drops, wild=(1,), kinds=MOE),
+    Option(name="moe_drop_policy", values=_policies, when=_drops, wild=("choice",), kinds=MOE),
+    Option(name="moe_capacity_scope", values=(None, "rank"), when=_drops, wild=("rank",), kinds=MOE),
+    Option(name="moe_aux_loss_coeff", values=(None, 0.0, 0.05, 1.0), when=_experts, wild=(0.5,), kinds=MOE),
+    Option(name="moe_z_loss_coeff", values=(None, 0.01), when=_experts, wild=(0.01,), kinds=MOE),
+    Option(name="moe_router_bias_update_rate", values=(None, 0.01), when=_experts, wild=(0.01,), kinds=MOE),
+)
+
+ENCODER = (
+    Option(name="type_vocab_size", values=(None, 4), wild=(1,), kinds=ERNIE),
+    Option(name="task_type_vocab_size", values=(None, 1, 5), kinds=ERNIE),
+    Option(name="sop_loss_weight", values=(None, 0.5, 0.0), kinds=ERNIE),
+    Option(name="mlm_probability", values=(None, 0.5, 0.01), kinds=ERNIE),
+)
+
+TRAINING = (
+    Option(name="seed", values=(7, 1, 2**40)),
+    Option(name="micro_batch_size", values=(1, 2, 3)),
+    Option(name="gradient_merge_acc_step", values=(None, 1, 2, 3), layout=True),
+    Option(name="global_batch_size", values=_global_batches, wild=(7, 10), layout=True, size=True),
+    Option(
+        name="rampup_batch_size",
+        values=_rampups,
+        when=lambda d: d.gradient_merge_acc_step is None,
+        wild=((2, 2, 4), (1, 3, 5)),
+        size=True,
+    ),
+    Option(name="clip_grad", values=(None, 0.05, 0.0)),
+    Option(name="weight_decay", values=(None, 0.0, 0.5)),
+    Option(name="adam_beta1", values=(None, 0.5)),
+    Option(name="lr_decay_style", values=(None, "constant", "linear", "wsd")),
+    Option(name="lr_warmup_iters", values=(None, 1), wild=(10,)),
+    Option(name="min_lr", values=(None, 0.001), wild=(1.0,)),
+)
+
+LATER = (
+    Option(name="pp_degree", wild=(2,), layout=True),
+    Option(name="pp_schedule", wild=("gpipe",), layout=True),
+    Option(name="cp_degree", wild=(2,), layout=True),
+    Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
+    Option(name="sharding_segment_strategy", wild=("segment_broadcast_MB", "segment_anchors"), layout=True),
+    Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
+    Option(name="optimizer_offload", wild=(True,), layout=True),
+    Option(name="recompute_interval", wild=(1,), layout=True),
+    Option(name="recompute_partition", wild=(True,), layout=True),
+    Option(name="ampipe_degree", wild=(2,), layout=True, kinds=MOE),
+    Option(name="use_pipe_experts", wild=(True,), layout=True, kinds=MOE),
+    Option(name="mtp_depth", wild=(1,), kinds=MOE),
+)
+
+OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *ENCODER, *TRAINING, *LATER)

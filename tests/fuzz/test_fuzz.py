@@ -1,0 +1,127 @@
+"""A short run of the layout fuzzer with a seed of its own, what it once found, and whether it finds what is planted."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from megapar.arguments import parse
+from megapar.compatibility import RULES
+from tests.equivalence.compare import differences
+from tests.fuzz.case import Case, case_of
+from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
+from tests.fuzz.fuzzer import Fuzzer, Tally
+from tests.fuzz.option import Option, spell_all
+from tests.fuzz.regressions import REGRESSIONS, Regression
+from tests.fuzz.table import OPTIONS
+
+CASES = 20
+
+
+def last(fuzzer: Fuzzer) -> Tally:
+    """The result of a run."""
+    *_, tally = fuzzer.run()
+    return tally
+
+
+def test_short_run_with_a_random_seed() -> None:
+    seed = secrets.randbelow(2**32)
+    tally = last(Fuzzer(seed, max_cases=CASES, shrink_seconds=30))
+    assert not tally.failures, "\n".join(
+        [
+            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {seed} --cases {CASES}",
+            *(f"{case.command()}\n{text}\nagain: {case.again()}" for case, text in tally.failures.items()),
+        ]
+    )
+    assert tally.tried == CASES
+    assert tally.outcomes[EQUAL] > CASES // 4
+
+
+@pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)
+def test_regression(regression: Regression) -> None:
+    outcome = check(regression.case())
+    assert outcome.kind == (REFUSED if regression.refused_by else EQUAL), outcome.text
+    if regression.refused_by:
+        assert regression.refused_by in outcome.rules
+
+
+def test_one_seed_gives_the_same_cases() -> None:
+    def drawn(seed: int) -> list[Case]:
+        found: list[Case] = []
+
+        def keep(case: Case) -> Outcome:
+            found.append(case)
+            return Outcome(EQUAL)
+
+        last(Fuzzer(seed, max_cases=25, check=keep))
+        return found
+
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+
+
+def test_a_failure_is_minimised_and_the_run_goes_on() -> None:
+    def fails_with_two_flags(case: Case) -> Outcome:
+        given = dict(case.settings)
+        wrong = given.get("sharding_stage") == 2 and given.get("clip_grad") == 0.05
+        return Outcome(FAILED, text="wrong") if wrong else Outcome(EQUAL)
+
+    tally = last(Fuzzer(5, max_cases=100, check=fails_with_two_flags))
+    assert tally.tried == 100
+    smallest = min(tally.failures, key=lambda case: len(case.settings))
+    simplest = spell_all(dict(smallest.settings))
+    assert smallest.world_size == 2
+    assert {"--sharding-stage", "--clip-grad"} < set(simplest)
+    assert not {"--mp-degree", "--hybrid-dp", "--rank-order", "--weight-decay", "--adam-beta1"} & set(simplest)
+
+
+def test_every_row_names_a_flag_once_and_layouts_are_told_apart() -> None:
+    names = [option.name for option in OPTIONS]
+    assert len(set(names)) == len(names)
+    case = case_of("moe", 2, "--mp-degree 2 --num-layers 1 --global-batch-size 4")
+    assert "--mp-degree" in case.flags()
+    assert "--mp-degree" not in case.reference_flags(4)
+    assert parse("moe", case.reference_flags(4), {}).training.global_batch_size == 4
+
+
+SMALL = "--num-layers 1 --num-attention-heads 2 --hidden-size 8 --ffn-hidden-size 8 --seq-length 4 --vocab-size 17"
+
+
+def test_a_wrong_number_a_late_error_and_a_needless_refusal_are_seen() -> None:
+    """Planted: an option that changes the numbers, a tokenizer that is not there, a refusal of what should be legal."""
+    dense = f"{SMALL} --num-experts 0 --sharding-degree 2"
+    case = case_of("moe", 2, f"{dense} --weight-decay 0.5")
+    rows = (*(row for row in OPTIONS if row.name != "weight_decay"), Option(name="weight_decay", layout=True))
+    wrong = check(case, rows)
+    assert wrong.kind == FAILED
+    assert "parameter" in wrong.text
+    assert check(case).kind == EQUAL
+
+    late = check(case_of("moe", 2, f"{dense} --data-path {__file__} --tokenizer-model {__file__}"))
+    assert late.kind == FAILED
+    assert "Error" in late.text
+
+    needless = check(Case("moe", 2, (("mp_degree", 3),)))
+    assert needless.kind == FAILED
+    assert "world-size" in needless.rules
+    assert check(Case("moe", 2, (("mp_degree", 3),), wild=("mp_degree",))).kind == REFUSED
+
+
+def test_capacity_per_rank_is_held_to_the_oracle() -> None:
+    """Under sequence parallelism it differs from one process, which counts over the whole micro-batch."""
+    line = (
+        f"{SMALL} --init-std 0.5 --num-experts 4 --moe-router-topk 2 --moe-model-type deepspeed_moe "
+        "--moe-capacity-factor 0.5 --moe-min-capacity 1 --micro-batch-size 3 --mp-degree 2 --sequence-parallel"
+    )
+    for policy in ("token", "choice", "probs"):
+        case = case_of("moe", 2, f"{line} --moe-drop-policy {policy} --moe-capacity-scope rank")
+        outcome = check(case)
+        assert outcome.kind == EQUAL, outcome.text
+        together, apart = (reference("moe", tuple(case.reference_flags(3)), parts) for parts in (1, 2))
+        assert differences(together, apart) != []
+
+
+def test_rules_that_refuse_are_rows() -> None:
+    ids = {rule.id for rule in RULES}
+    assert {regression.refused_by for regression in REGRESSIONS} - {""} <= ids
