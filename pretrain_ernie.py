@@ -1,9 +1,10 @@
 """Pre-train an ERNIE encoder: ``python pretrain_ernie.py --help``."""
 
 from megapar.arguments import parse_or_exit
+from megapar.training.sizes import outline
 
 if __name__ == "__main__":
-    config = parse_or_exit("ernie")
+    config = parse_or_exit("ernie", outline=outline)
 
     from megapar.trainer import main  # torch is imported only once the configuration is accepted
 

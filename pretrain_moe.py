@@ -1,9 +1,10 @@
 """Pre-train a mixture-of-experts (or dense) decoder: ``python pretrain_moe.py --help``."""
 
 from megapar.arguments import parse_or_exit
+from megapar.training.sizes import outline
 
 if __name__ == "__main__":
-    config = parse_or_exit("moe")
+    config = parse_or_exit("moe", outline=outline)
 
     from megapar.trainer import main  # torch is imported only once the configuration is accepted
 

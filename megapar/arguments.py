@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megapar.compatibility import check
@@ -54,11 +54,17 @@ def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) 
 
 
 def parse_or_exit(
-    kind: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None, *, warn: bool = True
+    kind: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    outline: Callable[[Config], str] | None = None,
+    warn: bool = True,
 ) -> Config:
     """``parse`` for a script: answers --help (status 0), --validate-only (0) and refusals (2) by ending the process.
 
-    Only rank 0, or a process without RANK, prints; warnings only with ``warn``.
+    Only rank 0, or a process without RANK, prints; warnings only with ``warn``. outline: what is to be said (or
+    refused, by ConfigError) of the model that the configuration makes; it imports no torch either.
     """
     argv = sys.argv[1:] if argv is None else argv
     environ = os.environ if environ is None else environ
@@ -68,11 +74,12 @@ def parse_or_exit(
         raise SystemExit(0)
     try:
         config = parse(kind, argv, environ)
+        more = outline(config) if outline is not None else ""
     except ConfigError as error:
         _say(refusal(error.complaints), speaks, error=True)
         raise SystemExit(ConfigError.exit_status) from None
     if config.runtime.validate_only:
-        _say(effective(config), speaks)
+        _say(effective(config) + more, speaks)
         raise SystemExit(0)
     _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks and warn, error=True)
     return config

@@ -47,6 +47,7 @@ class Parallel:
         ("dp", "pp", "sharding", "cp", "mp"), "axes from the outermost to the innermost", comma=True, count=5
     )
     sequence_parallel: bool = flag(False, "split activations along the sequence between mp ranks outside the products")
+    tp_comm_overlap: bool = flag(True, "hide the mp collectives of linear layers under their products")
     context_parallel_algo: str = flag(
         "megatron_cp_algo",
         "how a sequence is shared: ring with zig-zag balance, heads by all-to-all, or gathered keys and values",

@@ -293,6 +293,17 @@ RULES: tuple[Rule, ...] = (
         failing="--sequence-parallel",
     ),
     Rule(
+        id="tp-comm-overlap-unused",
+        reads=("changed", "mp_degree"),
+        when=lambda f: "tp_comm_overlap" in f.changed,
+        requires=lambda f: f.mp_degree > 1,
+        message="--no-tp-comm-overlap would do nothing with --mp-degree 1",
+        fix="Leave it out.",
+        source=DESIGN,
+        passing="--world-size 2 --mp-degree 2 --no-tp-comm-overlap",
+        failing="--no-tp-comm-overlap",
+    ),
+    Rule(
         id="sequence-parallel-length",
         reads=("sequence_parallel", "mp_degree", "cp_degree", "seq_length"),
         when=lambda f: f.sequence_parallel,

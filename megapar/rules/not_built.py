@@ -26,10 +26,6 @@ def _later(name: str, feature: str, failing: str, models: tuple[str, ...] = MODE
     )
 
 
-def _merge_mode(f: Facts) -> bool:
-    return f.asked.get("gradient_merge_mode") == "step" and f.asked.get("sharding_stage") in (2, 3)
-
-
 def _indexed(f: Facts) -> bool:
     return any(path.endswith((".bin", ".idx")) or path.replace(".", "", 1).isdigit() for path in f.data_path)
 
@@ -41,20 +37,6 @@ RULES: tuple[Rule, ...] = (
     _later("vpp_degree", "pipeline chunks", "--world-size 2 --pp-degree 2 --vpp-degree 2 --pp-schedule interleaved"),
     _later("use_nanopipe", "the zero-bubble schedule", "--world-size 2 --pp-degree 2 --use-nanopipe"),
     _later("cp_degree", "context parallelism", "--world-size 2 --cp-degree 2"),
-    _later(
-        "sharding_segment_strategy",
-        "segments other than one per layer",
-        "--sharding-segment-strategy segment_broadcast_MB",
-    ),
-    _later("segment_broadcast_mb", "segments by size", "--segment-broadcast-MB 64"),
-    _later("segment_anchors", "segments by anchors", "--segment-anchors layers.2"),
-    _later("sharding_prefetch_segments", "a prefetch depth", "--sharding-prefetch-segments 4"),
-    _later(
-        "gradient_merge_mode",
-        "one reduction per step at stages 2 and 3",
-        "--sharding-stage 2 --gradient-merge-mode step",
-        when=_merge_mode,
-    ),
     _later("grad_reduce_dtype", "a reduction dtype of its own", "--grad-reduce-dtype bf16"),
     _later("optimizer_offload", "optimizer state in host memory", "--optimizer-offload"),
     _later("dtype", "fp16 with a dynamic loss scale", "--dtype fp16", when=lambda f: f.asked.get("dtype") == "fp16"),

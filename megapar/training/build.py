@@ -14,11 +14,13 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.meter import WaitMeter
 from megapar.core.optimizer import Optimizer
+from megapar.core.overlap import Overlap
 from megapar.core.schedule import BatchSize, LearningRate
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
+from megapar.core.tensor_parallel import hide_communication
 from megapar.core.tickets import Traffic
 from megapar.core.world import World
 from megapar.data import corpus
@@ -26,14 +28,13 @@ from megapar.data.corpus import Corpus
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
 from megapar.model.initialize import fill
-from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.sizes import ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
-from megapar.moe.sizes import MoeSizes
 from megapar.training.objective import Objective
+from megapar.training.sizes import Sizes, make_segments, make_sizes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
-Sizes = DecoderSizes | ErnieSizes
 Model = Decoder | Ernie
 
 
@@ -50,59 +51,6 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 def timeout(config: Config) -> timedelta:
     """How long ranks wait for each other."""
     return timedelta(minutes=config.parallel.distributed_timeout_minutes)
-
-
-def make_sizes(config: Config) -> Sizes:
-    """The numbers of the model."""
-    model = config.model
-    common: dict[str, Any] = {
-        name: getattr(model, name)
-        for name in (
-            *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "seq_length"),
-            *("max_position_embeddings", "layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_std"),
-            "use_flash_attn",
-        )
-    }
-    if config.kind == "ernie":
-        return ErnieSizes(
-            **common,
-            type_vocab_size=model.type_vocab_size,
-            task_type_vocab_size=model.task_type_vocab_size,
-        )
-    return DecoderSizes(
-        **common,
-        num_query_groups=model.num_query_groups,
-        head_dim=model.head_dim,
-        normalization=model.normalization,
-        position_embedding_type=model.position_embedding_type,
-        activation=model.activation,
-        add_bias_linear=model.add_bias_linear,
-        qk_norm=model.qk_norm,
-        rope_theta=model.rope_theta,
-        tie_embeddings=not model.untie_embeddings_and_output_weights,
-        first_k_dense=config.moe.first_k_dense,
-        moe=_moe_sizes(config),
-    )
-
-
-def _moe_sizes(config: Config) -> MoeSizes | None:
-    moe = config.moe
-    if moe.num_experts == 0:
-        return None
-    return MoeSizes(
-        hidden_size=config.model.hidden_size,
-        ffn_hidden_size=moe.moe_ffn_hidden_size,
-        num_experts=moe.num_experts,
-        topk=moe.moe_router_topk,
-        shared_experts=moe.moe_shared_experts,
-        kind=moe.moe_model_type,
-        capacity_factor=moe.moe_capacity_factor,
-        min_capacity=moe.moe_min_capacity,
-        drop_policy=moe.moe_drop_policy,
-        capacity_scope=moe.moe_capacity_scope,
-        activation=config.model.activation,
-        add_bias=config.model.add_bias_linear,
-    )
 
 
 def make_corpus(config: Config) -> Corpus:
@@ -153,7 +101,7 @@ def make_batch_size(config: Config) -> BatchSize:
 class Job:
     """A model with what holds its parameters, gradients and optimizer state.
 
-    traffic: what expert layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
+    traffic: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
     every wait. partial: parameters whose gradients mp ranks must sum.
     """
 
@@ -209,9 +157,13 @@ def _make_model(
         "dtype": dtype,
         "device": torch.device("meta") if meta else world.device.torch_device,
     }
+    model: Model
     if isinstance(sizes, ErnieSizes):
-        return Ernie(sizes, **common)
-    return Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, **common)
+        model = Ernie(sizes, **common)
+    else:
+        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, **common)
+    hide_communication(model, Overlap() if config.parallel.tp_comm_overlap else None, traffic)
+    return model
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
@@ -232,7 +184,18 @@ def _full(
     """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
     tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings
     together = ("embedding", "head") if tied else ()
-    full = FullSharding(world, model, model.units(), specs, dtype, master_dtype(dtype), together=together)
+    full = FullSharding(
+        world,
+        model,
+        model.units(),
+        specs,
+        dtype,
+        master_dtype(dtype),
+        together=together,
+        plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
+        prefetch=config.sharding.sharding_prefetch_segments,
+        reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
+    )
     names = {spec.name for spec in whole_experts(world, specs)}
     if not names:
         return full
@@ -250,9 +213,11 @@ def _zero(
         model.units(),
         [(spec, named[spec.name]) for spec in specs],
         master_dtype(dtype),
-        reduce_every_micro_batch=config.sharding.sharding_stage >= 2,
+        make_segments(config, make_sizes(config)),
+        reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         overlap_reduce=config.sharding.overlap_grad_reduce != "off",
         overlap_gather=config.sharding.overlap_param_gather != "off",
+        prefetch=config.sharding.sharding_prefetch_segments,
         meter=meter,
     )
 

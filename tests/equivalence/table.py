@@ -127,4 +127,24 @@ EXPERT_ROWS: tuple[Row, ...] = (
     Row("moe", 8, (*EP4, *MP2, *EMP1, *SP, "--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3")),
 )
 
-ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS)
+STEP = ("--gradient-merge-mode", "step")
+
+
+def _segments(megabytes: float, prefetch: int) -> tuple[str, ...]:
+    size = ("--sharding-segment-strategy", "segment_broadcast_MB", "--segment-broadcast-MB", str(megabytes))
+    return (*size, "--sharding-prefetch-segments", str(prefetch))
+
+
+ONE, THREE, MANY = _segments(100, 0), _segments(0.08, 1), _segments(0.005, 3)
+ANCHORED = ("--sharding-segment-strategy", "segment_anchors", "--segment-anchors", "layers.1.attention", "layers.?.mlp")
+
+SEGMENT_ROWS: tuple[Row, ...] = (
+    *(Row("ernie", 2, (*layout, *plan)) for layout in _stages(2) for plan in (ONE, THREE, MANY, ANCHORED)),
+    *(Row("moe", 4, (*layout, *MANY), CLIPPED) for layout in _stages(2, "--hybrid-dp")),
+    *(Row("moe", 4, (*EP2, *layout, *THREE, *STEP), UNTIED) for layout in _stages(4)),
+    *(Row("ernie", 4, (*layout, *ANCHORED, *STEP)) for layout in _stages(2, "--hybrid-dp")[1:]),
+    *(Row("moe", 4, (*MP2, *SP, *layout, *MANY)) for layout in _stages(2)),
+    Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[2], *MANY, *STEP)),
+)
+
+ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megapar.core.sharding.cut import Described, is_primary, master_box, shard_dim
 from megapar.core.sharding.part import Part, View
+from megapar.core.sharding.plan import PlannedSegment
 from megapar.core.world import World
 
 
@@ -21,6 +22,9 @@ class FullSharding:
     model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
     here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share
     parameters (a tied embedding and its head) and form one group. Gradients are sums over data ranks, never means.
+
+    plan: the segments, each of whole modules, that form one group; None: one group per unit. prefetch: groups gathered
+    ahead of use, in forward and backward. reduce_every_micro_batch: False keeps whole gradients until the last one.
 
     Experts that are cut over other ranks than the rest form groups of their own. Where each is whole on one rank there
     is nothing to cut: those of ``whole_experts(world, specs)`` stay plain parameters in the compute dtype, left to
@@ -37,19 +41,22 @@ class FullSharding:
         master_dtype: torch.dtype,
         *,
         together: Sequence[str] = (),
+        plan: Sequence[PlannedSegment] | None = None,
+        prefetch: int = 1,
+        reduce_every_micro_batch: bool = True,
     ) -> None:
         self._model = model
+        self._reduce_every = reduce_every_micro_batch
         self._dtypes = (compute_dtype, master_dtype)
         left = whole_experts(world, specs)
         self._ignored = _retype(model, [spec.name for spec in left], compute_dtype)
         self._wrap_apart(world, model, specs)
         mesh = _mesh(world, "shard", "replica")
-        groups = [modules for name, modules in units.items() if name not in together]
-        groups.append([module for name in units if name in together for module in units[name]])
+        groups = _by_units(units, together) if plan is None else _by_plan(model, units, together, plan)
         for modules in groups:
-            if modules:
-                self._wrap(list(modules) if len(modules) > 1 else modules[0], mesh)
+            self._wrap(modules if len(modules) > 1 else modules[0], mesh)
         self._wrap(model, mesh)
+        _prefetch(groups, prefetch)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -93,8 +100,9 @@ class FullSharding:
             parameter.grad = None
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Every micro-batch reduces over the shard axis; the sum over replicas waits for the last one."""
+        """Every micro-batch (or the last one) reduces over the shard axis; the sum over replicas is the last one's."""
         assert isinstance(self._model, FSDPModule)
+        self._model.set_requires_gradient_sync(last or self._reduce_every)
         self._model.set_is_last_backward(last)
         self._model.set_requires_all_reduce(last)
 
@@ -113,6 +121,42 @@ class FullSharding:
         """Each parameter's piece; parts are parameters here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
             yield View(spec, box, tensor)
+
+
+def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str]) -> list[list[nn.Module]]:
+    groups = [[module for name in units if name in together for module in units[name]]]
+    groups += [list(modules) for name, modules in units.items() if name not in together]
+    return [modules for modules in groups if modules]
+
+
+def _by_plan(
+    model: nn.Module,
+    units: Mapping[str, Sequence[nn.Module]],
+    together: Sequence[str],
+    plan: Sequence[PlannedSegment],
+) -> list[list[nn.Module]]:
+    """The modules that own each segment's parameters; segments of units that share parameters become one group."""
+    shared = {id(m) for name in together for unit in units[name] for m in unit.modules()}
+    joint = [module for name in units if name in together for module in units[name]]
+    groups: list[list[nn.Module]] = []
+    for planned in plan:
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in planned.names)
+        modules = [model.get_submodule(path) for path in paths]
+        modules = [module for module in modules if not isinstance(module, FSDPModule)]  # those kept apart
+        others = [module for module in modules if id(module) not in shared]
+        if len(others) < len(modules):
+            joint += others
+        else:
+            groups.append(others)
+    return [modules for modules in (joint, *groups) if modules]
+
+
+def _prefetch(groups: Sequence[Sequence[nn.Module]], depth: int) -> None:
+    """Ask for the ``depth`` groups after each (before each in the backward) while it computes."""
+    first: list[FSDPModule] = [modules[0] for modules in groups if isinstance(modules[0], FSDPModule)]
+    for number, module in enumerate(first):
+        module.set_modules_to_forward_prefetch(first[number + 1 : number + 1 + depth])
+        module.set_modules_to_backward_prefetch(first[max(0, number - depth) : number][::-1])
 
 
 def whole_experts(world: World, specs: Sequence[Described]) -> list[Described]:

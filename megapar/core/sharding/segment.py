@@ -95,13 +95,12 @@ class Range:
 class Segment:
     """Masters, gradients and the collectives of one segment on this rank.
 
-    master [P]: fp32 values of this rank's row. A single rank's fp32 parameters are views of it. ``reduce_dtype`` is
-    the dtype of masters and main gradients.
+    master [P]: fp32 values of this rank's row. A single rank's fp32 parameters are views of it. units: the layers that
+    have parameters in it.
     """
 
     def __init__(
         self,
-        name: str,
         parameters: Sequence[Entry],
         shard: Axis,
         replica: Axis,
@@ -111,7 +110,7 @@ class Segment:
         meter: WaitMeter,
         pool: BufferPool,
     ) -> None:
-        self.name = name
+        self.units = frozenset(spec.unit for spec, *_ in parameters)
         self._meter = meter
         self._pool = pool
         self.shard = shard

@@ -24,6 +24,7 @@ from megapar.core.buffers import BufferPool
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, is_primary, master_box
 from megapar.core.sharding.part import Part, View
+from megapar.core.sharding.plan import PlannedSegment
 from megapar.core.sharding.segment import Segment
 from megapar.core.world import World
 
@@ -34,7 +35,9 @@ class ZeroSharding:
     units: the model's units in forward order, each the modules whose forward needs its parameters.
     parameters: (description, local parameter) of every trainable parameter.
     reduce_every_micro_batch: stage 2's way: only a row of gradients is kept over the micro-batches.
-    overlap_reduce: reduce-scatter inside the backward. overlap_gather: gather inside the next forward.
+    plan: which parameters travel together, in forward order; names it has beyond ``parameters`` are passed over.
+    overlap_reduce: reduce-scatter inside the backward. overlap_gather: gather inside the next forward, ``prefetch``
+    segments ahead of the one in use.
     """
 
     def __init__(
@@ -43,16 +46,20 @@ class ZeroSharding:
         units: Mapping[str, Sequence[nn.Module]],
         parameters: Sequence[tuple[Described, nn.Parameter]],
         master_dtype: torch.dtype,
+        plan: Sequence[PlannedSegment],
         *,
         reduce_every_micro_batch: bool,
         overlap_reduce: bool,
         overlap_gather: bool,
+        prefetch: int,
         meter: WaitMeter,
     ) -> None:
         self._reduce_every = reduce_every_micro_batch
         self._overlap_reduce = overlap_reduce
         self._overlap_gather = overlap_gather
-        self.segments = _plan(world, tuple(units), parameters, master_dtype, not reduce_every_micro_batch, meter)
+        self._prefetch = prefetch
+        self.segments = _make_segments(world, plan, parameters, master_dtype, not reduce_every_micro_batch, meter)
+        self._to_gather = len(self.segments)  # the first one whose published row has not been sent
         self._last = False
         self._running = False  # a micro-batch's backward may have left segments to launch
         self._ready: set[int] = set()
@@ -61,9 +68,9 @@ class ZeroSharding:
             for index, member in enumerate(segment.members):
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
         for name, modules in units.items():
-            mine = [segment for segment in self.segments if segment.name == name]
+            mine = [number for number, segment in enumerate(self.segments) if name in segment.units]
             for module in modules:
-                module.register_forward_pre_hook(_receiver(mine))
+                module.register_forward_pre_hook(self._receiver(mine))
         self.parts: list[Part] = []
         for segment in self.segments:
             for part in segment.ranges:
@@ -101,11 +108,25 @@ class ZeroSharding:
 
     def publish(self) -> None:
         """Give every parameter its new value, at once or under the next forward."""
-        for segment in self.segments:
-            segment.publish(overlap=self._overlap_gather)
+        self._to_gather = 0
+        self._gather_up_to(self._prefetch if self._overlap_gather else len(self.segments))
+
+    def _gather_up_to(self, number: int) -> None:
+        while self._to_gather <= min(number, len(self.segments) - 1):
+            self.segments[self._to_gather].publish(overlap=self._overlap_gather)
+            self._to_gather += 1
+
+    def _receiver(self, numbers: Sequence[int]) -> Callable[..., None]:
+        def receive(*_: object) -> None:
+            for number in numbers:
+                self._gather_up_to(number + self._prefetch)
+                self.segments[number].receive()
+
+        return receive
 
     def wait(self) -> None:
         """Wait for all gathers."""
+        self._gather_up_to(len(self.segments))
         for segment in self.segments:
             segment.receive()
 
@@ -150,39 +171,32 @@ class ZeroSharding:
             segment.settle(last=self._last, overlap=self._overlap_reduce)
 
 
-def _plan(
+def _make_segments(
     world: World,
-    units: Sequence[str],
+    plan: Sequence[PlannedSegment],
     parameters: Sequence[tuple[Described, nn.Parameter]],
     master_dtype: torch.dtype,
     whole_gradients: bool,
     meter: WaitMeter,
 ) -> list[Segment]:
-    """One segment per unit, dtype and pair of axes, in forward order."""
+    """One segment per planned one, dtype and pair of axes, in forward order."""
+    place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     buckets: dict[tuple[Any, ...], list[tuple[Described, nn.Parameter]]] = {}
-    for spec, parameter in sorted(parameters, key=lambda entry: units.index(entry[0].unit)):
+    for spec, parameter in sorted(parameters, key=lambda entry: place[entry[0].name]):
         shard, replica = _axes(spec)
-        key = (spec.unit, parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
+        key = (place[spec.name], parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
         buckets.setdefault(key, []).append((spec, parameter))
     pool = BufferPool(world.device.torch_device)
+    grid, rank = world.grid, world.rank
     segments = []
-    for (unit, *_), members in buckets.items():
-        grid, rank = world.grid, world.rank
+    for members in buckets.values():
         boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
         segments.append(
-            Segment(unit, boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients, meter=meter, pool=pool)
+            Segment(boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients, meter=meter, pool=pool)
         )
     return segments
 
 
 def _axes(spec: Described) -> tuple[str, str]:
     return ("expert_shard", "expert_replica") if spec.expert else ("shard", "replica")
-
-
-def _receiver(segments: list[Segment]) -> Callable[..., None]:
-    def receive(*_: object) -> None:
-        for segment in segments:
-            segment.receive()
-
-    return receive

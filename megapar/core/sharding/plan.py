@@ -1,0 +1,104 @@
+"""Which parameters are gathered and reduced together: the plan of segments. Standard library only.
+
+Sources: the two segment strategies of Paddle's sharding for ERNIE 3.0 (PaddlePaddle PR 31884), where a segment is what
+communication and computation overlap by. Here a segment is planned from the parameter table, in forward order; it may
+span several layers or be a part of one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megapar.core.sharding.cut import Described
+
+MEGABYTE = 2**20
+
+
+class PlanError(ValueError):
+    """An anchor names no module, or one that another anchor names too."""
+
+
+@dataclass(frozen=True)
+class PlannedSegment:
+    """names: parameters in forward order. bytes: what one rank gathers, in the dtype that travels."""
+
+    names: tuple[str, ...]
+    bytes: int
+
+    @property
+    def span(self) -> str:
+        """From its first module to its last one, for people."""
+        first, last = (name.rpartition(".")[0] for name in (self.names[0], self.names[-1]))
+        return first if first == last else f"{first} .. {last}"
+
+
+Cost = Callable[[Described], int]
+
+
+def by_unit(rows: Sequence[Described], cost: Cost) -> list[PlannedSegment]:
+    """One segment per layer."""
+    return _cut(rows, cost, lambda before, row, _: row.unit != before.unit)
+
+
+def by_bytes(rows: Sequence[Described], cost: Cost, limit_bytes: float) -> list[PlannedSegment]:
+    """A new segment where the bytes to gather have reached ``limit_bytes``; only whole modules are kept together."""
+    return _cut(rows, cost, lambda before, row, size: size >= limit_bytes and _owner(row) != _owner(before))
+
+
+def by_anchors(rows: Sequence[Described], cost: Cost, anchors: Sequence[str]) -> list[PlannedSegment]:
+    """A new segment at each module that an anchor, a path or a pattern of one, names. Raises PlanError."""
+    starts = _starts(rows, anchors)
+    seen: set[str] = set()
+
+    def cut(before: Described, row: Described, size: int) -> bool:
+        here = [module for module in _modules(row) if module in starts and module not in seen]
+        seen.update(here)
+        return bool(here)
+
+    seen.update(module for module in _modules(rows[0]) if module in starts)
+    return _cut(rows, cost, cut)
+
+
+def _cut(
+    rows: Sequence[Described], cost: Cost, cuts: Callable[[Described, Described, int], bool]
+) -> list[PlannedSegment]:
+    segments: list[PlannedSegment] = []
+    names: list[str] = []
+    size = 0
+    for before, row in zip([rows[0], *rows], rows, strict=False):
+        if names and cuts(before, row, size):
+            segments.append(PlannedSegment(tuple(names), size))
+            names, size = [], 0
+        names.append(row.name)
+        size += cost(row)
+    segments.append(PlannedSegment(tuple(names), size))
+    return segments
+
+
+def _owner(row: Described) -> str:
+    return row.name.rpartition(".")[0]
+
+
+def _modules(row: Described) -> list[str]:
+    """Paths of all modules that the parameter lies in, outermost first."""
+    parts = row.name.split(".")[:-1]
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _starts(rows: Iterable[Described], anchors: Sequence[str]) -> set[str]:
+    modules = list(dict.fromkeys(module for row in rows for module in _modules(row)))
+    found: dict[str, str] = {}
+    for anchor in anchors:
+        hits = [module for module in modules if fnmatchcase(module, anchor) and module.count(".") == anchor.count(".")]
+        if not hits:
+            near = difflib.get_close_matches(anchor, modules, n=3)
+            hint = f" Near: {', '.join(near)}." if near else f" Modules are such as {', '.join(modules[:4])}."
+            raise PlanError(f"--segment-anchors {anchor} names no module of this model.{hint}")
+        for module in hits:
+            if module in found:
+                raise PlanError(f"--segment-anchors {anchor} and {found[module]} both name {module}. Name it once.")
+            found[module] = anchor
+    return set(found)

@@ -1,0 +1,102 @@
+"""From a configuration to the numbers of its model and the plan of its segments. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapar.arguments import Config
+from megapar.core.sharding.cut import Described, local_box
+from megapar.core.sharding.plan import MEGABYTE, PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
+from megapar.errors import Complaint, ConfigError
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.table import table_of
+from megapar.moe.sizes import MoeSizes
+
+Sizes = DecoderSizes | ErnieSizes
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+
+
+def make_sizes(config: Config) -> Sizes:
+    """The numbers of the model."""
+    model = config.model
+    common: dict[str, Any] = {
+        name: getattr(model, name)
+        for name in (
+            *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "seq_length"),
+            *("max_position_embeddings", "layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_std"),
+            "use_flash_attn",
+        )
+    }
+    if config.kind == "ernie":
+        return ErnieSizes(
+            **common,
+            type_vocab_size=model.type_vocab_size,
+            task_type_vocab_size=model.task_type_vocab_size,
+        )
+    return DecoderSizes(
+        **common,
+        num_query_groups=model.num_query_groups,
+        head_dim=model.head_dim,
+        normalization=model.normalization,
+        position_embedding_type=model.position_embedding_type,
+        activation=model.activation,
+        add_bias_linear=model.add_bias_linear,
+        qk_norm=model.qk_norm,
+        rope_theta=model.rope_theta,
+        tie_embeddings=not model.untie_embeddings_and_output_weights,
+        first_k_dense=config.moe.first_k_dense,
+        moe=_moe_sizes(config),
+    )
+
+
+def _moe_sizes(config: Config) -> MoeSizes | None:
+    moe = config.moe
+    if moe.num_experts == 0:
+        return None
+    return MoeSizes(
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=moe.moe_ffn_hidden_size,
+        num_experts=moe.num_experts,
+        topk=moe.moe_router_topk,
+        shared_experts=moe.moe_shared_experts,
+        kind=moe.moe_model_type,
+        capacity_factor=moe.moe_capacity_factor,
+        min_capacity=moe.moe_min_capacity,
+        drop_policy=moe.moe_drop_policy,
+        capacity_scope=moe.moe_capacity_scope,
+        activation=config.model.activation,
+        add_bias=config.model.add_bias_linear,
+    )
+
+
+def make_segments(config: Config, sizes: Sizes) -> list[PlannedSegment]:
+    """The plan of ``--sharding-segment-strategy``. Raises ConfigError for anchors that do not fit the model.
+
+    Bytes are those that rank 0 gathers in the compute dtype; where the device is to choose that, bf16 is assumed.
+    """
+    rows = [spec for spec in table_of(sizes) if spec.trainable]
+    item = ITEM_BYTES.get(config.training.dtype, 2)
+
+    def cost(row: Described) -> int:
+        return local_box(row, config.grid, 0).numel * (max(4, item) if row.fp32 else item)
+
+    sharding = config.sharding
+    if sharding.sharding_segment_strategy == "segment_broadcast_MB":
+        return by_bytes(rows, cost, sharding.segment_broadcast_mb * MEGABYTE)
+    if sharding.sharding_segment_strategy == "segment_anchors":
+        try:
+            return by_anchors(rows, cost, sharding.segment_anchors)
+        except PlanError as error:
+            raise ConfigError([Complaint("segment-anchors", str(error))]) from error
+    return by_unit(rows, cost)
+
+
+def outline(config: Config) -> str:
+    """What --validate-only adds of the model: its parameters and its segments."""
+    sizes = make_sizes(config)
+    segments = make_segments(config, sizes)
+    shown = segments if len(segments) <= 12 else [*segments[:6], *segments[-5:]]
+    lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
+    if len(shown) < len(segments):
+        lines.insert(6, f"  ... {len(segments) - len(shown)} more")
+    return "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
