@@ -297,7 +297,7 @@ class Trainer:
     def _greet(self) -> None:
         if self.terminal is not None:
             total = sum(spec.numel for spec in self.job.table if spec.trainable)
-            self.terminal.say(f"{self.world.grid.describe()}, {self.world.num_groups} communicators")
+            self.terminal.say(f"{self.config.grid.describe()}, {self.world.num_groups} communicators")
             self.terminal.say(
                 f"{type(self.job.model).__name__}: {total:,} parameters, {self.world.device.name}, "
                 f"{str(build.compute_dtype(self.config, self.world.device)).removeprefix('torch.')}, "

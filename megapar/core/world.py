@@ -8,6 +8,8 @@ has no group, and axes with the same ranks share one communicator.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
-from megapar.core.grid import Grid
+from megapar.core.grid import DENSE_AXES, Grid
 from megapar.errors import DistributedError
 
 # Made in this order on every rank. "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat
@@ -41,12 +43,26 @@ def axis_ranks(grid: Grid, axis: str, rank: int) -> tuple[int, ...]:
 
 
 class World:
-    """This rank among the ranks of a grid: ``axis(name)`` gives its place on any axis."""
+    """This rank among the ranks of a grid: ``axis(name)`` gives its place on any axis.
 
-    def __init__(self, grid: Grid, rank: int, device: Device, store: dist.Store | None, timeout: timedelta) -> None:
+    rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
+    sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must stand in the order of
+    their coordinates there. Rank 0 is the same in both. launched: by rank, the number it was launched with.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        device: Device,
+        store: dist.Store | None,
+        timeout: timedelta,
+        launched: Sequence[int] = (0,),
+    ) -> None:
         self.grid = grid
         self.rank = rank
         self.device = device
+        self._launched = launched
         self._store = store
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -71,6 +87,9 @@ class World:
         store, rank, world_size = next(rendezvous(rendezvous_url or "env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
+        ordered = replace(grid, order=DENSE_AXES)
+        launched = [grid.rank(**ordered.dense(number)) for number in range(world_size)]
+        rank = launched.index(rank)
         dist.init_process_group(
             device.backend,
             store=dist.PrefixStore("world", store),
@@ -79,8 +98,7 @@ class World:
             timeout=timeout,
             device_id=device.device_id,
         )
-        world = cls(grid, rank, device, store, timeout)
-        return world
+        return cls(ordered, rank, device, store, timeout, launched)
 
     @property
     def num_groups(self) -> int:
@@ -128,7 +146,8 @@ class World:
     def _make_group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         assert self._store is not None
         store = dist.PrefixStore(f"group/{name}/{ranks[0]}", self._store)
-        roll_call(store, name, ranks, self.rank, self._timeout)
+        launched = tuple(self._launched[rank] for rank in ranks)
+        roll_call(store, name, launched, self._launched[self.rank], self._timeout)
         group: dist.ProcessGroup = dist.new_group(
             ranks, timeout=self._timeout, use_local_synchronization=True, group_desc=name
         )
@@ -137,7 +156,7 @@ class World:
             self.device.synchronize()
         except RuntimeError as error:
             raise DistributedError(
-                f"group {name} of ranks {list(ranks)} failed its first collective: {error}"
+                f"group {name} of ranks {list(launched)} failed its first collective: {error}"
             ) from error
         return group
 

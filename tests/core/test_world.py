@@ -50,6 +50,31 @@ def test_every_axis_reduces_over_its_own_ranks() -> None:
     assert all(r["groups"] == 4 for r in results)
 
 
+def gather_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Grid) -> int:
+    world = start(rank, world_size, rendezvous, grid)
+    assert world.grid.coordinates(world.rank) == grid.coordinates(rank)
+    for name in (*DENSE_AXES, *EXPERT_AXES, "data", "shard", "replica", "expert_shard", "expert_replica", "world"):
+        axis = world.axis(name)
+        if axis.group is not None:
+            found = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
+            dist.all_gather(found, torch.tensor([world.rank]), group=axis.group)
+            assert [int(value) for value in found] == list(axis.ranks)
+            assert axis.ranks[axis.rank] == world.rank
+    number = world.rank
+    world.close()
+    return number
+
+
+@pytest.mark.parametrize("order", [("sharding", "dp", "pp", "cp", "mp"), ("mp", "cp", "sharding", "pp", "dp")])
+def test_every_axis_communicates_in_the_order_of_its_coordinates(order: tuple[str, ...]) -> None:
+    """torch sorts the ranks of a group by number, whatever order they are given in."""
+    grids = [Grid(dp=2, sharding=2, ep=4, order=order), Grid(sharding=2, mp=2, ep=4, order=order)]
+    for grid in grids:
+        numbers = run_ranks(4, gather_over_every_axis, grid, group=False)
+        assert sorted(numbers) == [0, 1, 2, 3]
+        assert numbers[0] == 0
+
+
 def test_one_process_needs_no_group() -> None:
     world = World.start(Grid(), Device(), TIMEOUT)
     assert world.axis("sharding").group is None

@@ -27,21 +27,41 @@ class Regression:
 
 MOE = "--num-layers 1 --num-attention-heads 4 --hidden-size 16 --ffn-hidden-size 32 --seq-length 8 --init-std 0.1"
 DENSE = f"{MOE} --num-experts 0"
+FOUR_EXPERTS = f"{MOE} --vocab-size 101 --num-experts 4"
 ERNIE = f"{MOE} --vocab-size 101 --attention-dropout 0 --hidden-dropout 0"
 
 REGRESSIONS: tuple[Regression, ...] = (
     Regression(
         "a rank without vocabulary failed while the model was built",
-        *("moe", 4, f"{DENSE} --mp-degree 4 --vocab-size 9"),
+        "moe",
+        4,
+        f"{DENSE} --mp-degree 4 --vocab-size 9",
         refused_by="mp-vocabulary",
     ),
     Regression(
         "a vocabulary that leaves the last rank one token is legal",
-        *("moe", 4, f"{DENSE} --mp-degree 4 --vocab-size 10"),
+        "moe",
+        4,
+        f"{DENSE} --mp-degree 4 --vocab-size 10",
+    ),
+    Regression(
+        "ranks of ep across dp were sorted by number where sharding is launched outermost",
+        "moe",
+        4,
+        f"{FOUR_EXPERTS} --hybrid-dp --sharding-degree 2 --ep-degree 4 --rank-order sharding,dp,pp,cp,mp",
+    ),
+    Regression(
+        "ranks of ep across mp were sorted by number where mp is launched outermost",
+        "moe",
+        4,
+        f"{FOUR_EXPERTS} --mp-degree 2 --sequence-parallel --expert-mp-degree 1 --ep-degree 4 "
+        "--rank-order mp,cp,sharding,pp,dp",
     ),
     Regression(
         "ERNIE's shortest sample was refused by the corpus, after the parser",
-        *("ernie", 2, f"{ERNIE} --seq-length 5"),
+        "ernie",
+        2,
+        f"{ERNIE} --seq-length 5",
         refused_by="sentence-length",
     ),
 )
