@@ -78,6 +78,7 @@ NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 
 MP2, MP4 = ("--mp-degree", "2"), ("--mp-degree", "4")
 SP = ("--sequence-parallel",)
+BLOCKING = ("--no-tp-comm-overlap",)
 FOUR_GROUPS = ("--num-query-groups", "4")
 QK_NORM = ("--qk-norm",)
 TOP1, TOP4 = ("--moe-router-topk", "1"), ("--moe-router-topk", "4")
@@ -105,6 +106,8 @@ TENSOR_ROWS: tuple[Row, ...] = (
     *(Row(kind, 8, (*MP2, *SP, *layout)) for kind in BOTH for layout in _stages(2, "--hybrid-dp")[1:]),
     *(Row("moe", 2, (*MP2, *SP), (*DROPS, "--moe-drop-policy", policy), 4) for policy in ("token", "choice", "probs")),
     Row("moe", 2, MP2, DROPS, 2),
+    Row("moe", 2, (*MP2, *SP, *BLOCKING), micro_batch=2),
+    Row("ernie", 2, (*MP2, *BLOCKING)),
 )
 
 EP2, EP4 = ("--ep-degree", "2"), ("--ep-degree", "4")

@@ -1,0 +1,106 @@
+"""Contestants that take turns: each is a set of processes that stay alive and work only when it is their turn.
+
+Ratios on a shared machine drift with what else runs there. Interleaved turns let everybody meet the same weather,
+and the median over many rounds drops the storms.
+
+    with Contest({"ours": [Rank(argv, env), ...], "peer": [...]}) as contest:
+        seconds = contest.rounds(7, {"ours fast": ("ours", "fast"), "peer": ("peer", "")})
+
+A rank process calls ``serve(work)``; ``work(request)`` does one turn and returns its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one process is started: command line, and environment beside the parent's."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Contest:
+    """Running contestants; ends their processes on the way out."""
+
+    def __init__(self, contestants: Mapping[str, Sequence[Rank]]) -> None:
+        self._contestants = contestants
+        self._processes: dict[str, list[subprocess.Popen[str]]] = {}
+
+    def __enter__(self) -> Contest:
+        for name, ranks in self._contestants.items():
+            self._processes[name] = [
+                subprocess.Popen(
+                    rank.argv,
+                    env={**os.environ, **rank.env},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in ranks
+            ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in (p for group in self._processes.values() for p in group):
+            if kind is not None:
+                process.kill()
+            elif process.stdin is not None:
+                process.stdin.close()
+            process.wait()
+
+    def turn(self, name: str, request: str) -> Figures:
+        """One turn of a contestant: of each figure the highest among its ranks. Raises RuntimeError where one died."""
+        group = self._processes[name]
+        for process in group:
+            assert process.stdin is not None
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+        answers = []
+        for process in group:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
+            answers.append(json.loads(line))
+        return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+    def rounds(self, count: int, entries: Mapping[str, tuple[str, str]], warmup: int = 1) -> dict[str, list[Figures]]:
+        """``count`` rounds in which every entry (contestant, request) has one turn, after ``warmup`` rounds unseen.
+
+        Every other round goes backwards, so that nobody always runs behind the same neighbour.
+        """
+        results: dict[str, list[Figures]] = {name: [] for name in entries}
+        for number in range(-warmup, count):
+            order = list(entries.items())
+            for name, (contestant, request) in order if number % 2 else reversed(order):
+                figures = self.turn(contestant, request)
+                if number >= 0:
+                    results[name].append(figures)
+        return results
+
+
+def median(rounds: Sequence[Figures], key: str = "seconds") -> float:
+    """The median of one figure."""
+    return statistics.median(figures[key] for figures in rounds)
+
+
+def serve(work: Callable[[str], Figures]) -> None:
+    """Answer requests until the parent closes the line; never returns."""
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(work(line.strip())) + "\n")
+        sys.stdout.flush()
+    os._exit(0)  # gloo's threads at times abort an orderly exit

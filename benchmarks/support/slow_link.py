@@ -1,0 +1,66 @@
+"""Two network namespaces on one machine, joined by a link of a given rate: one rank on each side.
+
+Needs Linux, root, and ``ip`` and ``tc`` (package iproute2). The limit holds for each direction.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from benchmarks.support.contest import Rank
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """The two ends: namespace and interface names by rank."""
+
+    namespaces: tuple[str, str]
+    interfaces: tuple[str, str]
+
+    def rank(self, number: int, argv: Sequence[str]) -> Rank:
+        """Start ``argv`` at one end."""
+        command = ["ip", "netns", "exec", self.namespaces[number], *argv]
+        return Rank(command, {"GLOO_SOCKET_IFNAME": self.interfaces[number], "OMP_NUM_THREADS": "1"})
+
+    def set_rate(self, rate: str) -> None:
+        """Limit both directions, in the words of tc (``400mbit``)."""
+        for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
+            # A larger burst would be free credit after idle time.
+            shape = ["rate", rate, "burst", "64kb", "latency", "300ms"]
+            _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
+
+
+@contextmanager
+def slow_link() -> Iterator[SlowLink]:
+    """Make the link and remove it. Raises PermissionError without root, FileNotFoundError without the tools."""
+    if os.geteuid() != 0:
+        raise PermissionError("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise FileNotFoundError(f"{tool} is missing: install the package iproute2")
+    link = SlowLink((f"bench{os.getpid()}a", f"bench{os.getpid()}b"), ("side0", "side1"))
+    made = []
+    try:
+        for namespace in link.namespaces:
+            _run("ip", "netns", "add", namespace)
+            made.append(namespace)
+        ends = [("name", i, "netns", n) for i, n in zip(link.interfaces, link.namespaces, strict=True)]
+        _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for number, namespace in enumerate(link.namespaces):
+            interface = link.interfaces[number]
+            _run("ip", "-n", namespace, "addr", "add", f"10.99.0.{number + 1}/24", "dev", interface)
+            for name in (interface, "lo"):
+                _run("ip", "-n", namespace, "link", "set", name, "up")
+        yield link
+    finally:
+        for namespace in made:
+            _run("ip", "netns", "del", namespace)
+
+
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True)

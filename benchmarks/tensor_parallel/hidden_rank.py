@@ -1,0 +1,85 @@
+"""One of the two ranks whose mp communication is hidden or not: forward and backward of one sample per turn.
+
+Requests: ``blocking`` (collectives before and behind the products), ``whole`` and ``pieces`` (under the products, uncut
+or cut), ``alone`` (the same computation, and collectives that return at once without their data).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend "fake" known)
+
+from benchmarks.support.contest import Figures, serve
+from benchmarks.tensor_parallel.shape import SHAPES
+from megapar.core.axis import Axis
+from megapar.core.overlap import Overlap
+from megapar.core.tensor_parallel import hide_communication
+from megapar.core.tickets import Traffic
+from megapar.model.decoder import Decoder
+from megapar.model.sizes import DecoderSizes
+
+WAYS = {"blocking": None, "whole": Overlap(pieces=1), "pieces": Overlap(), "alone": None}
+
+
+class Steps:
+    """The model over the link, and the same model over an axis on which nothing travels."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        self.device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        shape, dtype = SHAPES[device], torch.bfloat16 if device == "cuda" else torch.float32
+        sizes = DecoderSizes(**vars(shape), max_position_embeddings=shape.seq_length, tie_embeddings=False)
+        generator = torch.Generator().manual_seed(rank)
+        self.models = {}
+        for name, group in (("link", dist.group.WORLD), ("alone", dist.new_group([0, 1], backend="fake"))):
+            single = Axis.single("ep")
+            mp = Axis("mp", 2, rank, group, (0, 1))
+            model = Decoder(sizes, mp=mp, ep=single, emp=single, sequence_parallel=True, dtype=dtype, device=device)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter.data, std=0.02)
+            self.models[name] = model
+        positions = torch.arange(shape.seq_length).unsqueeze(0)
+        tokens = torch.randint(shape.vocab_size, positions.shape, generator=generator)
+        batch = {"tokens": tokens, "labels": tokens, "positions": positions}
+        self.batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+    def __call__(self, way: str) -> Figures:
+        """Seconds of a step, and of it the seconds that the host waited for what flew under products."""
+        model, traffic = self.models["alone" if way == "alone" else "link"], Traffic()
+        hide_communication(model, WAYS[way], traffic)
+        model.zero_grad()
+        dist.barrier()
+        self._synchronize()
+        start = time.perf_counter()
+        sum(model(self.batch).sums.values()).backward()
+        self._synchronize()
+        return {"seconds": time.perf_counter() - start, "waited": traffic.meter.take()}
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def main() -> None:
+    """Join the other rank and serve turns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--rendezvous")
+    parser.add_argument("--device")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    torch.set_flush_denormal(True)  # what never arrived over the fake axis may hold slow numbers
+    if options.device == "cuda":
+        torch.cuda.set_device(options.rank)
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=options.rendezvous, rank=options.rank, world_size=2)
+    serve(Steps(options.rank, options.device))
+
+
+if __name__ == "__main__":
+    main()
