@@ -103,7 +103,7 @@ def _shared(d: Drawn) -> list[int | None]:
 
 
 def _merged(d: Drawn) -> list[str | None]:
-    return [None, "step" if d.sharding_stage == 1 else "micro_batch"]
+    return [None, "step"] if d.sharding_stage == 1 else [None, "step", "micro_batch"]
 
 
 def _unit(d: Drawn) -> int:
@@ -154,6 +154,7 @@ LAYOUT = (
     ),
     Option(name="ep_degree", values=_ep_degrees, wild=(2, 3, 4, 16), layout=True, kinds=MOE),
     Option(name="rank_order", values=(None, *ORDERS), wild=(("dp", "pp", "mp"), (*ORDERS[0][1:], "tp")), layout=True),
+    Option(name="tp_comm_overlap", values=(None, False), when=lambda d: _mp(d) > 1, wild=(False,), layout=True),
     Option(name="overlap_grad_reduce", values=(None, "off", "on"), layout=True),
     Option(name="overlap_param_gather", values=(None, "off", "on"), layout=True),
 )
@@ -241,6 +242,30 @@ EXPERTS = (
     Option(name="moe_router_bias_update_rate", values=(None, 0.01), when=_experts, wild=(0.01,), kinds=MOE),
 )
 
+SEGMENTS = (
+    Option(
+        name="sharding_segment_strategy",
+        values=(None, None, "segment_broadcast_MB", "segment_anchors"),
+        wild=("segment_anchors",),
+        layout=True,
+    ),
+    Option(
+        name="segment_broadcast_mb",
+        values=(0.001, 0.01, None),
+        when=_is("sharding_segment_strategy", "segment_broadcast_MB"),
+        wild=(0.01,),
+        layout=True,
+    ),
+    Option(
+        name="segment_anchors",
+        values=(("layers.0",), ("layers.*.attention",), ("layers.0.mlp_norm", "layers.0.attention")),
+        when=_is("sharding_segment_strategy", "segment_anchors"),
+        wild=(("layers.9",), ("layers.*", "layers.0")),
+        layout=True,
+    ),
+    Option(name="sharding_prefetch_segments", values=(None, 0, 1, 9), layout=True),
+)
+
 ENCODER = (
     Option(name="type_vocab_size", values=(None, 4), wild=(1,), kinds=ERNIE),
     Option(name="task_type_vocab_size", values=(None, 1, 5), kinds=ERNIE),
@@ -273,7 +298,6 @@ LATER = (
     Option(name="pp_schedule", wild=("gpipe",), layout=True),
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
-    Option(name="sharding_segment_strategy", wild=("segment_broadcast_MB", "segment_anchors"), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
     Option(name="optimizer_offload", wild=(True,), layout=True),
     Option(name="recompute_interval", wild=(1,), layout=True),
@@ -283,4 +307,4 @@ LATER = (
     Option(name="mtp_depth", wild=(1,), kinds=MOE),
 )
 
-OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *ENCODER, *TRAINING, *LATER)
+OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *LATER)
