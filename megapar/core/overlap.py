@@ -47,7 +47,7 @@ class Overlap:
     """
 
     pieces: int = 4
-    piece_bytes: int = 1 << 18
+    piece_bytes: int = 1 << 20
 
     def cut(self, rows: int, row_bytes: int) -> list[slice]:
         """Slices of ``rows`` rows that each send ``row_bytes``; the same on every rank that has the same rows."""
