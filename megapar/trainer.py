@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -18,16 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import Config
+from megapar.core.collectives import all_reduce_
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.core.device.pick import pick
-from megapar.core.optimizer import clip, global_norm
+from megapar.core.optimizer import clip, global_norm, scale_gradients
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial import sum_partial
 from megapar.core.world import World
 from megapar.data.batches import Loader, MicroBatch
 from megapar.data.corpus import Corpus
-from megapar.errors import MegaparError
+from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
 from megapar.model.flops import flops_per_token
 from megapar.training import build, export, state
@@ -106,8 +108,10 @@ class Trainer:
         self.objective = build.make_objective(config)
         self.learning_rate = build.make_learning_rate(config)
         self.batch_size = build.make_batch_size(config)
+        self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._load()
+        self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = self._make_terminal()
         self.monitor = self._make_monitor(world.device)
         self.loader = Loader(
@@ -149,15 +153,22 @@ class Trainer:
     # The step
 
     def step(self) -> Step:
-        """One optimizer step: forward and backward of every micro-batch, reduce, clip, update, publish."""
+        """One optimizer step: forward and backward of every micro-batch, reduce, clip, update, publish.
+
+        In fp16 a step whose gradients are not all finite changes nothing but the loss scale.
+        """
         start = time.perf_counter()
         job, progress = self.job, self.progress
         global_batch = self.batch_size.at(progress.consumed_samples)
         share = global_batch // (self.config.training.micro_batch_size * self.data.size)
         batches = self.loader.step(progress.consumed_samples, share)
         items, tokens = self._count(batches)
+        num_micro_batches = share * self.data.size
         totals = _Totals()
         part = self.world.axis("mp").rank if self.config.parallel.sequence_parallel else 0
+        # fp16: a loss per token of the global batch has gradients too small to represent; a mean over the micro-batch
+        # has not. What is left to do is divided out in fp32, after the reduction.
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.value * tokens / num_micro_batches
         job.sharding.begin_step()
         for number, batch in enumerate(batches):
             job.sharding.begin_micro_batch(last=number == share - 1)
@@ -166,22 +177,28 @@ class Trainer:
             )
             tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
             terms = job.model(tensors, batch.valid_tokens)
-            self.objective.of(terms, items, share * self.data.size).backward()
+            loss = self.objective.of(terms, items, num_micro_batches)
+            (loss if factor == 1.0 else loss * factor).backward()
             totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
         job.sharding.finish()
         job.traffic.check_settled()
         sum_partial(job.sharding, job.partial, self.world.axis("mp"), job.meter)
+        if factor != 1.0:
+            scale_gradients(job.sharding.parts, 1 / factor)
         norm = global_norm(job.sharding.parts, self.world.axis("world"))
-        if self.config.optimizer.clip_grad > 0:
-            clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
-        lr = self.learning_rate.at(progress.iteration)
-        job.optimizer.step(lr)
-        job.sharding.publish()
-        self._move_router_bias(totals.load)
+        scale, skipped = self._check_overflow(norm)
+        lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
+        if not skipped:
+            if self.config.optimizer.clip_grad > 0:
+                clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
+            job.optimizer.step(lr)
+            job.sharding.publish()
+            self._move_router_bias(totals.load)
         progress.iteration += 1
+        progress.skipped_steps += skipped
         progress.consumed_samples += global_batch
         progress.consumed_tokens += tokens
-        progress.micro_batches += share * self.data.size
+        progress.micro_batches += num_micro_batches
         return Step(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -190,15 +207,53 @@ class Trainer:
             lr=lr,
             sums=totals.sums,
             items=items,
-            num_micro_batches=share * self.data.size,
+            num_micro_batches=num_micro_batches,
             aux=totals.aux,
             z=totals.z,
             load=totals.load,
             dropped=totals.dropped,
             norm=norm,
+            loss_scale=scale,
+            skipped=skipped,
+            sent_bytes=self._take_sent(),
             seconds=time.perf_counter() - start,
             exposed_seconds=job.meter.take() if job.metered else None,
         )
+
+    def _check_overflow(self, norm: Tensor) -> tuple[float, bool]:
+        """The loss scale of this step, and whether its gradients overflowed; the same on every rank, as the norm is.
+
+        Raises TrainingError where no smaller scale is left, naming the first parameter that went bad.
+        """
+        if self.loss_scale is None:
+            return 1.0, False
+        scale, overflow = self.loss_scale.value, not math.isfinite(norm.item())
+        if overflow and self.loss_scale.exhausted:
+            raise TrainingError(
+                f"iteration {self.progress.iteration + 1}: the gradients overflow at the least loss scale, {scale:g}; "
+                f"{self.progress.skipped_steps} steps were skipped so far. The first gradient that is not finite, in "
+                f"the order of the backward pass, is that of {self._first_bad_parameter()}. Lower --lr, use bf16, or "
+                "resume from an earlier checkpoint."
+            )
+        self.loss_scale.update(overflow=overflow)
+        return scale, overflow
+
+    def _first_bad_parameter(self) -> str:
+        """The last one in forward order, over all ranks, whose gradient is not finite."""
+        order = {spec.name: number for number, spec in enumerate(self.job.table)}
+        grads = [part.grad for part in self.job.sharding.parts if part.grad is not None]
+        bad = [
+            order[view.spec.name] for view in self.job.sharding.views(grads) if not view.tensor.isfinite().all().item()
+        ]
+        last = torch.tensor(max(bad, default=-1), device=self.world.device.torch_device)
+        all_reduce_(last, self.world.axis("world"), dist.ReduceOp.MAX)
+        return self.job.table[int(last.item())].name
+
+    def _take_sent(self) -> dict[str, int]:
+        """Bytes that this rank sent since the last call, by axis and kind of collective."""
+        sent = {f"{axis}/{kind}": amount for (axis, kind), amount in sorted(self.world.ledger.items()) if amount}
+        self.world.ledger.clear()
+        return sent
 
     def _count(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int]:
         """Denominators and tokens of the global batch, from the labels, before the first forward."""
@@ -223,6 +278,8 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         training = self.config.training
+        self.job.sharding.wait()
+        sent = dict(self.world.ledger)
         self._evaluation = evaluate(
             self.job.model,
             self.corpus.heldout,
@@ -233,6 +290,9 @@ class Trainer:
             data=self.data,
             device=self.world.device.torch_device,
         )
+        # What an evaluation sends is no step's.
+        self.world.ledger.clear()
+        self.world.ledger.update(sent)
         self.monitor.resume_clock()
         return self._evaluation
 
@@ -250,10 +310,12 @@ class Trainer:
             random=not checkpoint.no_load_rng,
             override_schedule=self.config.optimizer.override_opt_param_scheduler,
         )
-        self.progress = state.load(root, self.job, self.progress, self.learning_rate.to_dict(), options)
+        self.progress = state.load(
+            root, self.job, self.progress, self.learning_rate.to_dict(), options, self.loss_scale
+        )
 
     def _save(self, root: Path) -> None:
-        self._checkpoint = state.save(root, self.job, self.progress, self.learning_rate.to_dict())
+        self._checkpoint = state.save(root, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
         self.monitor.resume_clock()
 
     def _export(self) -> Path | None:

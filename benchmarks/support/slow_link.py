@@ -54,6 +54,9 @@ def slow_link() -> Iterator[SlowLink]:
         for number, namespace in enumerate(link.namespaces):
             interface = link.interfaces[number]
             _run("ip", "-n", namespace, "addr", "add", f"10.99.0.{number + 1}/24", "dev", interface)
+            for kind in ("rmem", "wmem"):
+                # Room for whole messages: with less, the core that computes must wake gloo's thread for every chunk.
+                _run("ip", "netns", "exec", namespace, "sysctl", "-qw", f"net.ipv4.tcp_{kind}=4096 8388608 16777216")
             for name in (interface, "lo"):
                 _run("ip", "-n", namespace, "link", "set", name, "up")
         yield link

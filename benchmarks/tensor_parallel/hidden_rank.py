@@ -1,6 +1,6 @@
 """One of the two ranks whose mp communication is hidden or not: forward and backward of one sample per turn.
 
-Requests: ``blocking`` (collectives before and behind the products), ``whole`` and ``pieces`` (under the products, uncut
+Requests: ``blocking`` (the same collectives, waited for at once), ``whole`` and ``pieces`` (under the products, uncut
 or cut), ``alone`` (the same computation, and collectives that return at once without their data).
 """
 
@@ -23,7 +23,8 @@ from megapar.core.tickets import Traffic
 from megapar.model.decoder import Decoder
 from megapar.model.sizes import DecoderSizes
 
-WAYS = {"blocking": None, "whole": Overlap(pieces=1), "pieces": Overlap(), "alone": None}
+BLOCKING = Overlap(pieces=1, blocking=True)
+WAYS = {"blocking": BLOCKING, "whole": Overlap(pieces=1), "pieces": Overlap(), "alone": BLOCKING}
 
 
 class Steps:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ class Axis:
 
     name: for messages. size: ranks along the axis. rank: this rank's coordinate, 0 <= rank < size.
     group: the process group; None exactly when size is 1, where nothing is communicated.
-    ranks: the global ranks along the axis through this rank, in coordinate order.
+    ranks: the global ranks along the axis through this rank, in coordinate order. ledger: (axis, kind of collective)
+    -> bytes that this rank sent; all axes of a world write into one.
     """
 
     name: str
@@ -23,6 +25,11 @@ class Axis:
     rank: int
     group: ProcessGroup | None
     ranks: tuple[int, ...]
+    ledger: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
+
+    def count(self, kind: str, sent_bytes: float) -> None:
+        """Note what a collective sends from here."""
+        self.ledger[self.name, kind] += round(sent_bytes)
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:

@@ -17,15 +17,14 @@ The axis is an argument; at size 1 every function returns its input and communic
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core import transport
 from megapar.core.axis import Axis
-from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
@@ -61,7 +60,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce in place, outside autograd; returns its argument."""
     if axis.size > 1:
-        dist.all_reduce(x, op=op, group=axis.group)
+        transport.all_reduce(x, axis, op)
     return x
 
 
@@ -76,44 +75,6 @@ def own_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.narrow(dim, axis.rank * length, length)
 
 
-def sum_pieces(piece: Tensor, whole: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
-    """Sum ``whole`` [size * n, ..] over the axis and put this rank's rows [n, ..] into ``piece``.
-
-    On a CPU, gloo's reduce-scatter is an all-reduce of everything (torch 2.13), twice the bytes: there the pieces are
-    exchanged and each rank sums its own, in rank order. Returns what to wait for where ``async_op``.
-    """
-    if piece.device.type != "cpu":
-        return reduce_scatter_single(piece, whole, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
-    received = whole.new_empty((axis.size, *piece.shape))
-    work = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
-    if work is not None:
-        return _SumWork(work, received, piece)
-    torch.sum(received, 0, out=piece)
-    return None
-
-
-class _SumWork(dist.Work):
-    """An exchange of pieces [size, n, ..] whose sum is written to ``piece`` by the first ``wait``."""
-
-    def __init__(self, exchange: dist.Work, received: Tensor, piece: Tensor) -> None:
-        super().__init__()
-        self._exchange = exchange
-        self._received: Tensor | None = received
-        self._piece = piece
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the exchange, then sum; the second time nothing."""
-        if self._received is not None:
-            self._exchange.wait(timeout)
-            received, self._received = self._received, None
-            torch.sum(received, 0, out=self._piece)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the sum is there, which only ``wait`` makes."""
-        return self._received is None
-
-
 def _sum(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis)
 
@@ -122,7 +83,7 @@ def _join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All ranks' pieces, concatenated along ``dim`` in rank order."""
     piece = x.movedim(dim, 0).contiguous()
     whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    all_gather_single(whole, piece, group=axis.group)
+    transport.all_gather(whole, piece, axis)
     return whole.movedim(0, dim).contiguous()
 
 
@@ -132,7 +93,7 @@ def _sum_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of {axis.name}")
     whole = x.movedim(dim, 0).contiguous()
     piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    sum_pieces(piece, whole, axis)
+    transport.reduce_scatter(piece, whole, axis)
     return piece.movedim(0, dim).contiguous()
 
 

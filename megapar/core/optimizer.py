@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.sharding.part import Part
 
@@ -27,7 +27,7 @@ def global_norm(parts: Sequence[Part], world: Axis) -> Tensor:
     if grads:
         total = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads)]).square().sum()
     if world.group is not None:
-        dist.all_reduce(total, group=world.group)
+        transport.all_reduce(total, world)
     return total.sqrt().to(dtype)
 
 
@@ -36,6 +36,11 @@ def clip(parts: Sequence[Part], norm: Tensor, limit: float) -> None:
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     grads = [part.grad for part in parts if part.grad is not None]
     torch._foreach_mul_(grads, factor)
+
+
+def scale_gradients(parts: Sequence[Part], factor: float) -> None:
+    """Multiply all gradients by one number."""
+    torch._foreach_mul_([part.grad for part in parts if part.grad is not None], factor)
 
 
 class Optimizer:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
-from megapar.core.tickets import AllGather, Flight, Reduce, ReduceScatter, Traffic
+from megapar.core.tickets import AllGather, Exchange, Flight, Reduce, ReduceScatter, Traffic
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -43,11 +43,12 @@ class Overlap:
     """How finely a collective is cut, so that one piece travels while another is computed.
 
     pieces: at most so many. piece_bytes: and none sends less than about this, where latency would cost more than it
-    hides.
+    hides. blocking: wait at the launch, so that nothing is hidden.
     """
 
     pieces: int = 4
     piece_bytes: int = 1 << 20
+    blocking: bool = False
 
     def cut(self, rows: int, row_bytes: int) -> list[slice]:
         """Slices of ``rows`` rows that each send ``row_bytes``; the same on every rank that has the same rows."""
@@ -62,6 +63,13 @@ class Road(NamedTuple):
     mp: Axis
     overlap: Overlap
     traffic: Traffic
+
+    def launch(self, exchange: Exchange, x: Tensor) -> Flight:
+        """Start a collective."""
+        flight = self.traffic.launch(exchange, x)
+        if self.overlap.blocking and flight.work is not None:
+            self.traffic.meter.wait(flight.work)
+        return flight
 
 
 class GatheredColumn(torch.autograd.Function):
@@ -99,7 +107,7 @@ class GatheredColumn(torch.autograd.Function):
             else:
                 for rank, dy_BsO in enumerate(dy.chunk(size, 1)):
                     _multiply(dy_BsO, weight, None, dx_MBsI[rank])
-            back = road.traffic.launch(ReduceScatter(road.mp), dx_MBsI.flatten(0, 1))
+            back = road.launch(ReduceScatter(road.mp), dx_MBsI.flatten(0, 1))
         for _, x_MBsI in _landings(gathered, road):
             dw = dy.flatten(0, 1).t() @ x_MBsI.transpose(0, 1).flatten(0, 2)
         db = dy.sum((0, 1)) if ctx.biased else None
@@ -131,7 +139,7 @@ class ScatteredRow(torch.autograd.Function):
                 _multiply(x_BMpI[:, rank], right, None, y_MBpO[rank])
             # Rows of one sample lie together and can land where they belong.
             into = y[:, rows] if batch == 1 else None
-            flights.append((rows, road.traffic.launch(ReduceScatter(road.mp, into), y_MBpO.flatten(0, 1))))
+            flights.append((rows, road.launch(ReduceScatter(road.mp, into), y_MBpO.flatten(0, 1))))
         for rows, y_BpO in _landings(flights, road):
             if batch > 1:
                 y[:, rows] = y_BpO
@@ -229,7 +237,7 @@ def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, Flight
         whole = x.new_empty((mp.size, *piece.shape))
         # In place: x itself is used under the collective and kept behind it, so it does not travel.
         whole[mp.rank].copy_(piece)
-        flights.append((rows, road.traffic.launch(AllGather(mp, whole.flatten(0, 1)), whole[mp.rank])))
+        flights.append((rows, road.launch(AllGather(mp, whole.flatten(0, 1)), whole[mp.rank])))
     return flights
 
 
@@ -246,7 +254,7 @@ def _multiply_and_sum(x: Tensor, right: Tensor, road: Road) -> tuple[Tensor, lis
     y, flights = x.new_empty((x.shape[0], right.shape[1])), []
     for rows in road.overlap.cut(x.shape[0], y.shape[1] * y.element_size()):
         torch.mm(x[rows], right, out=y[rows])
-        flights.append(road.traffic.launch(Reduce(road.mp, in_place=True), y[rows]))
+        flights.append(road.launch(Reduce(road.mp, in_place=True), y[rows]))
     return y, flights
 
 

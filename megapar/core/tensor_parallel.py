@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
-from megapar.core.collectives import all_gather, all_reduce_, copy, reduce, reduce_scatter
+from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_scatter
 from megapar.core.overlap import CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
 from megapar.core.tickets import Traffic
 
@@ -93,19 +93,18 @@ class ColumnLinear(nn.Module):
         self.out_dims = piece_shape(out_dims, split, mp)
         self.weight = parameter((*self.out_dims, in_features), dtype, device)
         self.bias = parameter(self.out_dims, dtype, device) if bias else None
-        self.enter: Callable[[Tensor, Axis], Tensor] = _gather_sequence if sequence_parallel else copy
-        self.hidden = GatheredColumn if sequence_parallel else CopiedColumn
-        self.overlap: Overlap | None = Overlap()
+        self.product = GatheredColumn if sequence_parallel else CopiedColumn
+        self.overlap = Overlap()
         self.traffic = Traffic()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
         weight = local(self.weight).flatten(0, -2)
         bias = None if self.bias is None else local(self.bias).flatten()
-        if self.mp.size == 1 or self.overlap is None:
-            y = F.linear(self.enter(x, self.mp), weight, bias)
+        if self.mp.size == 1:
+            y = F.linear(x, weight, bias)
         else:
-            y = self.hidden.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))
+            y = self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
 
@@ -136,25 +135,22 @@ class RowLinear(nn.Module):
         self.mp = mp
         self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
         self.bias = parameter((out_features,), dtype, device) if bias else None
-        self.leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
-        self.hidden = ScatteredRow if sequence_parallel else ReducedRow
-        self.overlap: Overlap | None = Overlap()
+        self.product = ScatteredRow if sequence_parallel else ReducedRow
+        self.overlap = Overlap()
         self.traffic = Traffic()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/mp] to [B, S(/mp), O]."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        if self.mp.size == 1 or self.overlap is None:
-            y = self.leave(F.linear(x, weight), self.mp)
-            return y if bias is None else y + bias
-        return self.hidden.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))  # type: ignore[no-any-return]
+        if self.mp.size == 1:
+            return F.linear(x, weight, bias)
+        return self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))  # type: ignore[no-any-return]
 
 
-def hide_communication(model: nn.Module, overlap: Overlap | None, traffic: Traffic) -> None:
+def hide_communication(model: nn.Module, overlap: Overlap, traffic: Traffic) -> None:
     """How the linear layers of ``model`` communicate from now on.
 
-    overlap: how finely what hides under products is cut; None: blocking collectives before and behind the products
-    (the gathered input is then kept for the backward pass). traffic: takes part in what is launched.
+    overlap: how finely what hides under products is cut, or that nothing is to hide. traffic: counts what is launched.
     """
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
@@ -243,10 +239,6 @@ def gather_vocabulary(logits: Tensor, vocab_size: int, mp: Axis) -> Tensor:
     padded = F.pad(logits.detach(), (0, length - logits.shape[-1]))
     # Only the last pieces are shorter than the others, so all padding ends up behind the vocabulary.
     return all_gather(padded, mp, logits.dim() - 1)[..., :vocab_size]
-
-
-def _gather_sequence(x: Tensor, mp: Axis) -> Tensor:
-    return all_gather(x, mp, SEQUENCE_DIM)
 
 
 def _scatter_sequence(x: Tensor, mp: Axis) -> Tensor:

@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core import transport
 from megapar.core.axis import Axis
-from megapar.core.collectives import sum_pieces
 from megapar.core.meter import WaitMeter
-from megapar.core.torch_names import all_gather_single
 from megapar.errors import DistributedError
 
 
@@ -71,9 +70,7 @@ class AllToAll:
         """[sum(send), ..] to [sum(receive), ..], in rank order."""
         rows = x.shape[0] if self.receive is None else sum(self.receive)
         y = x.new_empty((rows, *x.shape[1:]))
-        receive = None if self.receive is None else list(self.receive)
-        send = None if self.send is None else list(self.send)
-        return y, dist.all_to_all_single(y, x, receive, send, group=self.axis.group, async_op=True)
+        return y, transport.all_to_all(y, x, self.axis, self.receive, self.send, async_op=True)
 
     def conjugate(self) -> AllToAll:
         """The way back."""
@@ -94,7 +91,7 @@ class AllGather:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] to [size * n, ..]."""
         y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:])) if self.into is None else self.into
-        return y, all_gather_single(y, x, group=self.axis.group, async_op=True)
+        return y, transport.all_gather(y, x, self.axis, async_op=True)
 
     def conjugate(self) -> ReduceScatter:
         """Every rank used the rows for a part of its own: the parts are summed."""
@@ -115,7 +112,7 @@ class ReduceScatter:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[size * n, ..] to [n, ..]."""
         y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:])) if self.into is None else self.into
-        return y, sum_pieces(y, x, self.axis, async_op=True)
+        return y, transport.reduce_scatter(y, x, self.axis, async_op=True)
 
     def conjugate(self) -> AllGather:
         """Each rank's rows reach what all ranks computed."""
@@ -136,7 +133,7 @@ class Reduce:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] to [n, ..]."""
         y = x if self.in_place else x.clone()
-        return y, dist.all_reduce(y, group=self.axis.group, async_op=True)
+        return y, transport.all_reduce(y, self.axis, async_op=True)
 
     def conjugate(self) -> Copy:
         """What follows a sum is the same on every rank, and so is the gradient."""

@@ -8,6 +8,7 @@ has no group, and axes with the same ranks share one communicator.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +22,8 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.errors import DistributedError
+
+GRACE = timedelta(seconds=3)
 
 # Made in this order on every rank. "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat
 # them, "data" are the positions that read data of their own.
@@ -48,6 +51,7 @@ class World:
     rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
     sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must stand in the order of
     their coordinates there. Rank 0 is the same in both. launched: by rank, the number it was launched with.
+    ledger: (axis, kind of collective) -> bytes that this rank has sent.
     """
 
     def __init__(
@@ -65,11 +69,12 @@ class World:
         self._launched = launched
         self._store = store
         self._timeout = timeout
+        self.ledger: Counter[tuple[str, str]] = Counter()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._make_axis(name) for name in _AXES}
         everyone = tuple(range(grid.world_size))
         group = dist.group.WORLD if grid.world_size > 1 else None
-        self._axes["world"] = Axis("world", grid.world_size, rank, group, everyone)
+        self._axes["world"] = Axis("world", grid.world_size, rank, group, everyone, self.ledger)
 
     @classmethod
     def start(cls, grid: Grid, device: Device, timeout: timedelta, rendezvous_url: str | None = None) -> World:
@@ -99,6 +104,23 @@ class World:
             device_id=device.device_id,
         )
         return cls(ordered, rank, device, store, timeout, launched)
+
+    @classmethod
+    def pretend(cls, grid: Grid, device: Device, rank: int) -> World:
+        """The world as rank ``rank`` of the grid would see it, alone, on torch's fake process groups.
+
+        Collectives return at once and move nothing; with fake tensors the real training code runs as any rank of any
+        cluster. rank: as launched, as in ``start``.
+        """
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        if grid.world_size == 1:
+            return cls(grid, 0, device, None, GRACE)
+        ordered = replace(grid, order=DENSE_AXES)
+        launched = [grid.rank(**ordered.dense(number)) for number in range(grid.world_size)]
+        rank = launched.index(rank)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
+        return cls(ordered, rank, device, None, GRACE, launched)
 
     @property
     def num_groups(self) -> int:
@@ -141,24 +163,41 @@ class World:
         key = (-1, *ranks) if name == "ep" else ranks
         if key not in self._groups:
             self._groups[key] = self._make_group(name, ranks)
-        return Axis(name, len(ranks), ranks.index(self.rank), self._groups[key], ranks)
+        return Axis(name, len(ranks), ranks.index(self.rank), self._groups[key], ranks, self.ledger)
 
     def _make_group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        assert self._store is not None
+        if self._store is None:  # pretended
+            alone: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+            return alone
         store = dist.PrefixStore(f"group/{name}/{ranks[0]}", self._store)
         launched = tuple(self._launched[rank] for rank in ranks)
         roll_call(store, name, launched, self._launched[self.rank], self._timeout)
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=self._timeout, use_local_synchronization=True, group_desc=name
-        )
         try:
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=self._timeout, use_local_synchronization=True, group_desc=name
+            )
             dist.all_reduce(torch.ones(1, device=self.device.torch_device), group=group)
             self.device.synchronize()
         except RuntimeError as error:
+            silent = silent_ranks(store, launched, self._launched[self.rank])
+            who = f"ranks {silent} are silent" if silent else "all its ranks are there, so look at the network"
             raise DistributedError(
-                f"group {name} of ranks {list(launched)} failed its first collective: {error}"
+                f"group {name} of ranks {list(launched)} failed its first collective; {who}. {error}"
             ) from error
         return group
+
+
+def silent_ranks(store: dist.Store, ranks: tuple[int, ...], rank: int, grace: timedelta = GRACE) -> list[int]:
+    """After a failure that all ranks of a group see: those that do not say within ``grace`` that they saw it too."""
+    store.set(f"failed/{rank}", "1")
+    silent: list[int] = []
+    for other in ranks:
+        try:
+            # All get the same moment: whoever is alive noticed the failure when this rank did.
+            store.wait([f"failed/{other}"], timedelta(milliseconds=1) if silent else grace)
+        except (RuntimeError, dist.DistStoreError):
+            silent.append(other)
+    return silent
 
 
 def roll_call(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> None:

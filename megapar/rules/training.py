@@ -104,6 +104,47 @@ RULES: tuple[Rule, ...] = (
         failing="--sharding-stage 1 --gradient-merge-mode micro_batch",
     ),
     Rule(
+        id="offload-stage",
+        reads=("optimizer_offload", "sharding_stage"),
+        when=lambda f: f.optimizer_offload,
+        requires=lambda f: f.sharding_stage < 3,
+        message="--optimizer-offload at --sharding-stage 3 would leave master weights on the device",
+        fix="Choose --sharding-stage 1 or 2.",
+        source=SHARDING,
+        passing="--optimizer-offload --sharding-stage 2",
+        failing="--optimizer-offload --sharding-stage 3",
+    ),
+    Rule(
+        id="reduce-dtype-wide",
+        reads=("grad_reduce_dtype", "dtype"),
+        when=lambda f: f.grad_reduce_dtype == "bf16",
+        requires=lambda f: f.dtype not in ("fp64", "fp16"),
+        message="--grad-reduce-dtype bf16 rounds the gradients of an fp16 or fp64 run away",
+        fix="Leave it out, or choose --dtype bf16 or fp32.",
+        source=SHARDING,
+        passing="--grad-reduce-dtype bf16 --dtype bf16",
+        failing="--grad-reduce-dtype bf16 --dtype fp64",
+    ),
+    Rule(
+        id="reduce-dtype-adds",
+        reads=("grad_reduce_dtype", "sharding_stage", "gradient_merge_mode", "gradient_merge_acc_step", "hybrid_dp"),
+        when=lambda f: f.grad_reduce_dtype == "bf16" and f.sharding_stage == 3,
+        requires=lambda f: (
+            f.gradient_merge_acc_step == 1 or (f.gradient_merge_mode == "micro_batch" and not f.hybrid_dp)
+        ),
+        message=(
+            "at --sharding-stage 3 several micro-batches are added up in --grad-reduce-dtype before the last reduction "
+            "(--gradient-merge-mode step, --hybrid-dp), which bf16 is too coarse for"
+        ),
+        fix="Leave --grad-reduce-dtype out, choose stage 1 or 2, or one micro-batch per step.",
+        source=SHARDING,
+        passing="--grad-reduce-dtype bf16 --sharding-stage 3 --world-size 2 --gradient-merge-acc-step 2",
+        failing=(
+            "--grad-reduce-dtype bf16 --sharding-stage 3 --world-size 2 --gradient-merge-acc-step 2 "
+            "--gradient-merge-mode step"
+        ),
+    ),
+    Rule(
         id="segment-anchors",
         reads=("sharding_segment_strategy", "segment_anchors"),
         requires=lambda f: (f.sharding_segment_strategy == "segment_anchors") == bool(f.segment_anchors),

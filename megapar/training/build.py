@@ -12,7 +12,9 @@ from torch import nn
 
 from megapar.arguments import Config
 from megapar.core.device.base import Device
+from megapar.core.loss_scale import LossScale
 from megapar.core.meter import WaitMeter
+from megapar.core.offload import OffloadedOptimizer
 from megapar.core.optimizer import Optimizer
 from megapar.core.overlap import Overlap
 from megapar.core.schedule import BatchSize, LearningRate
@@ -48,6 +50,12 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Of gradients on their way: ``--grad-reduce-dtype``; "fp32" is the master's dtype."""
+    chosen = DTYPES[config.sharding.grad_reduce_dtype]
+    return master_dtype(dtype) if chosen == torch.float32 else chosen
+
+
 def timeout(config: Config) -> timedelta:
     """How long ranks wait for each other."""
     return timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -73,6 +81,20 @@ def make_objective(config: Config) -> Objective:
     if config.kind == "ernie":
         return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
     return Objective({"lm": 1.0}, config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff)
+
+
+def make_loss_scale(config: Config) -> LossScale | None:
+    """The dynamic loss scale, which only fp16 needs."""
+    training = config.training
+    if training.dtype != "fp16":
+        return None
+    return LossScale(
+        value=training.initial_loss_scale,
+        minimum=training.min_loss_scale,
+        factor=training.loss_scale_factor,
+        window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+    )
 
 
 def make_learning_rate(config: Config) -> LearningRate:
@@ -110,7 +132,7 @@ class Job:
     table: tuple[ParameterSpec, ...]
     model: Model
     sharding: Sharding
-    optimizer: Optimizer
+    optimizer: Optimizer | OffloadedOptimizer
     meter: WaitMeter
     traffic: Traffic
     metered: bool
@@ -138,14 +160,20 @@ def make_job(config: Config, world: World) -> Job:
         fill(view.tensor, rows[view.spec.name], view.box, seed=config.training.seed, init_std=sizes.init_std)
     _zero_buffers(model, table)
     sharding.publish()
-    optimizer = Optimizer(
-        sharding.parts,
-        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        eps=config.optimizer.adam_eps,
-        weight_decay=config.optimizer.weight_decay,
-    )
+    optimizer = _make_optimizer(config, world, sharding)
     partial = _partial_names(table, sequence_parallel=config.parallel.sequence_parallel)
     return Job(world, sizes, table, model, sharding, optimizer, meter, traffic, not cut_parameters, partial)
+
+
+def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
+    common: dict[str, Any] = {
+        "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        "eps": config.optimizer.adam_eps,
+        "weight_decay": config.optimizer.weight_decay,
+    }
+    if config.sharding.optimizer_offload:
+        return OffloadedOptimizer(sharding.parts, world.device, **common)
+    return Optimizer(sharding.parts, **common)
 
 
 def _make_model(
@@ -162,7 +190,9 @@ def _make_model(
         model = Ernie(sizes, **common)
     else:
         model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, **common)
-    hide_communication(model, Overlap() if config.parallel.tp_comm_overlap else None, traffic)
+    hide_communication(
+        model, Overlap() if config.parallel.tp_comm_overlap else Overlap(pieces=1, blocking=True), traffic
+    )
     return model
 
 
@@ -191,6 +221,7 @@ def _full(
         specs,
         dtype,
         master_dtype(dtype),
+        reduce_dtype(config, dtype),
         together=together,
         plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
         prefetch=config.sharding.sharding_prefetch_segments,
@@ -213,12 +244,14 @@ def _zero(
         model.units(),
         [(spec, named[spec.name]) for spec in specs],
         master_dtype(dtype),
+        reduce_dtype(config, dtype),
         make_segments(config, make_sizes(config)),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         overlap_reduce=config.sharding.overlap_grad_reduce != "off",
         overlap_gather=config.sharding.overlap_param_gather != "off",
         prefetch=config.sharding.sharding_prefetch_segments,
         meter=meter,
+        offload=config.sharding.optimizer_offload,
     )
 
 

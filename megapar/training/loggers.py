@@ -62,6 +62,9 @@ class TensorBoardLogger:
             "speed/exposed_communication_seconds": record.exposed_communication_seconds,
             "memory/peak_bytes": record.peak_memory_bytes,
             "experts/dropped_tokens": record.dropped_tokens,
+            "precision/loss_scale": record.loss_scale,
+            "precision/skipped": float(record.skipped),
+            **{f"sent_bytes/{name}": amount for name, amount in record.sent_bytes.items()},
         }
         for name, value in scalars.items():
             if value is not None:
@@ -149,5 +152,8 @@ def describe(record: Record, train_iters: int) -> str:
         f"MFU {100 * record.mfu:.1f} %",
         f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",
     ]
+    parts += [f"sent {sum(record.sent_bytes.values()) / 2**20:,.1f} MiB"] if record.sent_bytes else []
+    parts += [f"loss scale {record.loss_scale:g}"] if record.loss_scale != 1 else []
+    parts += ["skipped"] if record.skipped else []
     parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []
     return " | ".join(parts)

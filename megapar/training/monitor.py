@@ -29,6 +29,7 @@ class Step:
 
     sums: term -> sum over own items. items: term -> denominators over the global batch. aux, z: sums over own
     micro-batches. load: [layers, experts] own counts. norm: the global gradient norm.
+    skipped: the gradients overflowed and nothing was changed. sent_bytes: "axis/collective" -> by this rank.
     evaluation: means of an evaluation that followed the step.
     """
 
@@ -45,6 +46,9 @@ class Step:
     load: Tensor
     dropped: Tensor
     norm: Tensor
+    loss_scale: float
+    skipped: bool
+    sent_bytes: dict[str, int]
     seconds: float
     exposed_seconds: float | None
     evaluation: dict[str, float] | None = None
@@ -105,6 +109,8 @@ class Monitor:
                 logger.log(record)
             logger.flush()
         for record in records:
+            if record.skipped:
+                continue
             if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
                 raise TrainingError(
                     f"iteration {record.iteration}: loss {record.loss}, gradient norm {record.grad_norm} "
@@ -156,8 +162,9 @@ class Monitor:
             loss=loss,
             grad_norm=row[-1],
             lr=step.lr,
-            loss_scale=1.0,
-            skipped=False,
+            loss_scale=step.loss_scale,
+            skipped=step.skipped,
+            sent_bytes=step.sent_bytes,
             dropped_tokens=round(row[len(names) + 2]),
             iteration_seconds=step.seconds,
             tokens_per_second=rate,

@@ -11,8 +11,9 @@ class Record:
     """One iteration. Losses are unweighted means over the global batch, except ``loss``, which is differentiated.
 
     dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
-    time the host waited for collectives; None where it is not metered. expert_load: percentiles of an expert's share
-    of the routed pairs, times the number of experts, per mixture-of-experts layer.
+    time the host waited for collectives; None where it is not metered. skipped: the gradients overflowed in fp16 and
+    nothing was changed. sent_bytes: "axis/collective" -> what the reporting rank sent in the step. expert_load:
+    percentiles of an expert's share of the routed pairs, times the number of experts, per mixture-of-experts layer.
     """
 
     iteration: int
@@ -34,6 +35,7 @@ class Record:
     mfu: float
     peak_memory_bytes: int
     exposed_communication_seconds: float | None
+    sent_bytes: dict[str, int]
     eval_loss: float | None = None
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None

@@ -10,6 +10,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
+from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
 from megapar.core.sharding.cut import is_primary
 from megapar.errors import CheckpointError
@@ -18,9 +19,10 @@ from megapar.training.build import Job
 
 @dataclass
 class Progress:
-    """How far a run is. iteration: optimizer steps done. consumed_samples, consumed_tokens: read so far.
+    """How far a run is. iteration: steps done. consumed_samples, consumed_tokens: read so far.
 
-    micro_batches: run so far by all data ranks together. dropout_seed: of the random streams.
+    micro_batches: run so far by all data ranks together. dropout_seed: of the random streams. skipped_steps: of the
+    iterations those that overflowed and changed nothing.
     """
 
     iteration: int = 0
@@ -28,6 +30,7 @@ class Progress:
     consumed_tokens: int = 0
     micro_batches: int = 0
     dropout_seed: int = 0
+    skipped_steps: int = 0
 
 
 def model_facts(job: Job) -> dict[str, Any]:
@@ -76,11 +79,15 @@ def exists(root: Path) -> bool:
     return folders.latest(root) is not None
 
 
-def save(root: Path, job: Job, progress: Progress, schedule: dict[str, Any]) -> Path:
+def save(
+    root: Path, job: Job, progress: Progress, schedule: dict[str, Any], loss_scale: LossScale | None = None
+) -> Path:
     """Write a checkpoint of this iteration under ``root`` and make it the latest; the folder."""
     world = job.world
     folder = folders.iteration_folder(root, progress.iteration)
     scalars = {**asdict(progress), "optimizer_steps": job.optimizer.num_steps, "schedule": schedule}
+    if loss_scale is not None:
+        scalars["loss_scale"] = loss_scale.state()
     layout = {"grid": _grid_facts(job), "model": model_facts(job)}
     store.save(folder, {**weights(job), **moments(job)}, scalars, layout=layout, group=world.axis("world").group)
     if world.rank == 0:
@@ -108,7 +115,14 @@ class LoadOptions:
     override_schedule: bool = False
 
 
-def load(root: Path, job: Job, progress: Progress, schedule: dict[str, Any], options: LoadOptions) -> Progress:
+def load(
+    root: Path,
+    job: Job,
+    progress: Progress,
+    schedule: dict[str, Any],
+    options: LoadOptions,
+    loss_scale: LossScale | None = None,
+) -> Progress:
     """Fill weights (and moments) from a checkpoint, on whatever layout it was saved; where the run stands then.
 
     progress: where this run stands without it. Raises CheckpointError where there is no checkpoint, it is damaged, of
@@ -130,7 +144,10 @@ def load(root: Path, job: Job, progress: Progress, schedule: dict[str, Any], opt
     if options.optimizer:
         job.optimizer.num_steps = saved["optimizer_steps"]
         _check_schedule(folder, saved["schedule"], schedule, options)
-    fields = {name: saved[name] for name in asdict(progress)}
+        if loss_scale is not None and "loss_scale" in saved:
+            loss_scale.restore(saved["loss_scale"])
+    # Checkpoints from before a counter was there have it at its start.
+    fields = {name: saved.get(name, value) for name, value in asdict(progress).items()}
     if not options.random:
         fields["dropout_seed"] = progress.dropout_seed
     return Progress(**fields)

@@ -58,7 +58,11 @@ def test_column_linear_keeps_its_real_axes():
 
 
 # How the layers communicate: blocking, in one piece, in uneven pieces.
-WAYS = {"blocking": None, "whole": Overlap(pieces=1), "pieces": Overlap(pieces=3, piece_bytes=1)}
+WAYS = {
+    "blocking": Overlap(pieces=1, blocking=True),
+    "whole": Overlap(pieces=1),
+    "pieces": Overlap(pieces=3, piece_bytes=1),
+}
 SAMPLES, LENGTH = 3, 16
 
 
@@ -78,7 +82,7 @@ def pair(mp, sequence_parallel, overlap, bias, traffic):
     return layers
 
 
-def mlp(mp, sequence_parallel=False, overlap=None, samples=SAMPLES, bias=True, recomputed=False):
+def mlp(mp, sequence_parallel=False, overlap=WAYS["whole"], samples=SAMPLES, bias=True, recomputed=False):
     """{name: tensor} of column -> product of the halves -> row: y, dx and the weights' gradients.
 
     Input and output gradient are not contiguous. Nothing may be in flight afterwards, inputs must be left alone, and
@@ -242,7 +246,7 @@ def kept_on_ranks(rank, world_size, overlap):
 
 def test_of_a_gathered_input_the_own_rows_are_kept():
     assert run_ranks(2, kept_on_ranks, "whole") == [2 * LENGTH * 4] * 2
-    assert run_ranks(2, kept_on_ranks, "blocking") == [2 * 2 * LENGTH * 4] * 2
+    assert run_ranks(2, kept_on_ranks, "blocking") == [2 * LENGTH * 4] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
+from contextlib import ExitStack
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -95,6 +99,41 @@ def test_a_silent_rank_is_named_with_its_group() -> None:
     first, second, _ = run_ranks(3, call_without_rank_two, group=False)
     for message in (first, second):
         assert "group sharding of ranks [0, 1, 2]: ranks [2] did not answer within 1 s" in message
+
+
+def stop_one(rank: int, world_size: int, rendezvous: str, where: str) -> tuple[str, float]:
+    """Rank 1's process is stopped during start-up; the message that this rank ends with and the seconds it took."""
+    notes = dist.FileStore(f"{rendezvous}.notes", world_size)
+    begin = time.perf_counter()
+
+    def stop(*_: object, **__: object) -> None:
+        notes.set("process", str(os.getpid()))
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        raise DistributedError("continued by the test")
+
+    with ExitStack() as stack:
+        if rank == 1 and where == "roll call":
+            stack.enter_context(patch.object(World, "_make_group", stop))
+        elif rank == 1:
+            stack.enter_context(patch.object(dist, "all_reduce", stop))
+        with pytest.raises(DistributedError) as caught:
+            start(rank, world_size, rendezvous, Grid(sharding=world_size), timedelta(seconds=1))
+    seconds = time.perf_counter() - begin
+    notes.set(f"rank {rank} is done", "")
+    if rank == 0:
+        notes.wait(["rank 2 is done"])
+        os.kill(int(notes.get("process")), signal.SIGCONT)
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("where", ["roll call", "collective"])
+def test_a_process_that_stops_during_start_up_is_named_by_the_others(where: str) -> None:
+    first, _, third = run_ranks(3, stop_one, where, group=False, timeout=30)
+    for message, seconds in (first, third):
+        assert message.startswith("group ")
+        assert "of ranks [0, 1, 2]" in message
+        assert "ranks [1] did not answer" in message if where == "roll call" else "ranks [1] are silent" in message
+        assert seconds < 12
 
 
 def wrong_world(rank: int, world_size: int, rendezvous: str) -> str:

@@ -2,6 +2,7 @@
 
 python -m tests.equivalence.product --all           every row, fp64, with seconds per row
 python -m tests.equivalence.product --match ernie   only rows whose name has this in it
+python -m tests.equivalence.product --sharding      every stage, segment plan, replica count, merge mode and mp
 """
 
 from __future__ import annotations
@@ -15,7 +16,20 @@ from megapar.arguments import parse
 from megapar.errors import ConfigError
 from tests.equivalence.compare import differences
 from tests.equivalence.run import Trace, trace
-from tests.equivalence.table import BIASED, CLIPPED, DROPS, MANY, QK_NORM, ROWS, STEP, UNTIED, Row
+from tests.equivalence.table import (
+    BIASED,
+    CLIPPED,
+    DROPS,
+    MANY,
+    MERGED_AT_1,
+    QK_NORM,
+    ROWS,
+    SHARDING_FACTORS,
+    STEP,
+    UNTIED,
+    Row,
+    sharding_row,
+)
 from tests.support.ranks import run_ranks
 
 STEPS = 2
@@ -41,6 +55,15 @@ def all_rows() -> list[Row]:
     return list(found)
 
 
+def sharding_rows() -> list[Row]:
+    """The full product of sharding's factors."""
+    return [
+        sharding_row(*factors, CLIPPED if number % 2 else ())
+        for number, factors in enumerate(itertools.product(*SHARDING_FACTORS))
+        if (factors[1], factors[4]) != MERGED_AT_1
+    ]
+
+
 def _legal(row: Row) -> bool:
     try:
         parse(row.kind, row.flags(), {"WORLD_SIZE": str(row.world_size)})
@@ -61,9 +84,11 @@ def main() -> int:
     """Run rows and print one line each; 1 where a row differs from one process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="the full product; without it the rows of the suite")
+    parser.add_argument("--sharding", action="store_true", help="the full product of sharding's factors")
     parser.add_argument("--match", default="", help="only rows whose name contains this")
     asked = parser.parse_args()
-    rows = [row for row in (all_rows() if asked.all else ROWS) if asked.match in row.name]
+    rows = all_rows() if asked.all else sharding_rows() if asked.sharding else list(ROWS)
+    rows = [row for row in rows if asked.match in row.name]
     references: dict[tuple[str, tuple[str, ...]], Trace] = {}
     failed = 0
     for number, row in enumerate(rows, 1):

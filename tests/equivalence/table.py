@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMMON = ("--train-iters", "10", "--data-path", "mock", "--seed", "7", "--global-batch-size", "8", "--lr", "1e-2")
+from tests.support.pairwise import pairwise
+
+COMMON = ("--train-iters", "10", "--data-path", "mock", "--seed", "7", "--lr", "1e-2")
 MODELS: dict[str, tuple[str, ...]] = {
     "moe": (
         *("--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4", "--num-query-groups", "2"),
@@ -31,7 +33,7 @@ class Row:
     """One line of the table.
 
     model: a name of MODELS. world_size: processes. layout: flags of the layout. options: flags that the one-process
-    reference gets too. micro_batch: samples of a micro-batch, on every layout the same.
+    reference gets too. micro_batch: samples of a micro-batch, on every layout the same. batch: the global batch.
     """
 
     model: str
@@ -39,12 +41,13 @@ class Row:
     layout: tuple[str, ...]
     options: tuple[str, ...] = ()
     micro_batch: int = 1
+    batch: int = 8
 
     @property
     def name(self) -> str:
         """Readable, unique id."""
         flags = " ".join((*self.layout, *self.options)).replace("--", "")
-        return f"{self.model} x{self.world_size} mbs{self.micro_batch} {flags}"
+        return f"{self.model} x{self.world_size} mbs{self.micro_batch} gbs{self.batch} {flags}"
 
     @property
     def kind(self) -> str:
@@ -58,7 +61,8 @@ class Row:
 
     def reference_flags(self) -> tuple[str, ...]:
         """Flags of the run on one process."""
-        return (*MODELS[self.model], *COMMON, "--micro-batch-size", str(self.micro_batch), *self.options)
+        size = ("--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(self.batch))
+        return (*MODELS[self.model], *COMMON, *size, *self.options)
 
     def flags(self) -> tuple[str, ...]:
         """Flags of the run on the layout."""
@@ -130,6 +134,7 @@ EXPERT_ROWS: tuple[Row, ...] = (
     Row("moe", 8, (*EP4, *MP2, *EMP1, *SP, "--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3")),
 )
 
+OFFLOAD = ("--optimizer-offload",)
 STEP = ("--gradient-merge-mode", "step")
 
 
@@ -141,13 +146,45 @@ def _segments(megabytes: float, prefetch: int) -> tuple[str, ...]:
 ONE, THREE, MANY = _segments(100, 0), _segments(0.08, 1), _segments(0.005, 3)
 ANCHORED = ("--sharding-segment-strategy", "segment_anchors", "--segment-anchors", "layers.1.attention", "layers.?.mlp")
 
+
+def sharding_row(
+    model: str,
+    stage: int,
+    plan: tuple[str, ...],
+    replicas: int,
+    merge: tuple[int, str],
+    mp: int,
+    options: tuple[str, ...],
+) -> Row:
+    """Sharding 2 at a stage, in segments; merge: micro-batches per step, and when they are reduced."""
+    accumulation, mode = merge
+    layout = (*_stages(2)[stage - 1], *(("--hybrid-dp",) if replicas > 1 else ()), *(MP2 if mp > 1 else ()))
+    layout = (*layout, *plan, *(("--gradient-merge-mode", mode) if mode else ()))
+    return Row(model, 2 * replicas * mp, layout, options, 1, 2 * replicas * accumulation)
+
+
+# Every stage, plan, number of replicas, number of micro-batches with merge mode, and mp.
+SHARDING_FACTORS = (
+    BOTH,
+    (1, 2, 3),
+    (ONE, THREE, MANY, ANCHORED),
+    (1, 2),
+    ((1, ""), (3, "step"), (3, "micro_batch")),
+    (1, 2),
+)
+MERGED_AT_1 = (1, (3, "micro_batch"))  # is stage 2
+
 SEGMENT_ROWS: tuple[Row, ...] = (
-    *(Row("ernie", 2, (*layout, *plan)) for layout in _stages(2) for plan in (ONE, THREE, MANY, ANCHORED)),
-    *(Row("moe", 4, (*layout, *MANY), CLIPPED) for layout in _stages(2, "--hybrid-dp")),
+    *(
+        sharding_row(*factors, CLIPPED if number % 2 else ())  # type: ignore[arg-type]
+        for number, factors in enumerate(
+            pairwise(SHARDING_FACTORS, lambda chosen: (chosen[1], chosen[4]) != MERGED_AT_1)
+        )
+    ),
     *(Row("moe", 4, (*EP2, *layout, *THREE, *STEP), UNTIED) for layout in _stages(4)),
-    *(Row("ernie", 4, (*layout, *ANCHORED, *STEP)) for layout in _stages(2, "--hybrid-dp")[1:]),
-    *(Row("moe", 4, (*MP2, *SP, *layout, *MANY)) for layout in _stages(2)),
     Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[2], *MANY, *STEP)),
+    *(Row(kind, 4, (*_stages(2, "--hybrid-dp")[stage], *OFFLOAD)) for kind, stage in (("moe", 0), ("ernie", 1))),
+    Row("moe", 1, OFFLOAD, BIASED),
 )
 
 ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS)

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import os
 import resource
+from typing import Any
 
 import torch
+from torch import Tensor
+
+# torch.Stream where the device has streams, NoStream elsewhere.
+Stream = Any
+
+
+class NoStream:
+    """The stream of a device that has none: what is enqueued has been done."""
+
+    def wait_stream(self, other: object) -> None:
+        """Nothing to wait for."""
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to leave."""
 
 
 class Device:
@@ -38,6 +56,18 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done; nothing to do on a CPU."""
+
+    def new_stream(self) -> Stream:
+        """A queue of work beside the current one."""
+        return NoStream()
+
+    def current_stream(self) -> Stream:
+        """The queue that operations go to now."""
+        return NoStream()
+
+    def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device can copy from and to by itself, filled with zeros."""
+        return torch.zeros(numel, dtype=dtype)
 
     def peak_memory_bytes(self) -> int:
         """Highest number of bytes held so far: resident memory of the process on CPU, allocated bytes elsewhere."""
@@ -72,6 +102,20 @@ class Accelerator(Device):
     def synchronize(self) -> None:
         """Wait until everything enqueued on the device is done."""
         self.module.synchronize()
+
+    def new_stream(self) -> Stream:
+        """A stream of this rank's device."""
+        stream: Stream = torch.Stream(self.torch_device)
+        return stream
+
+    def current_stream(self) -> Stream:
+        """The current stream of this rank's device."""
+        stream: Stream = torch.accelerator.current_stream(self.torch_device)
+        return stream
+
+    def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Page-locked host memory."""
+        return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
     def peak_memory_bytes(self) -> int:
         """Highest number of bytes allocated on the device so far."""

@@ -32,7 +32,15 @@ def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def _measure(device: Device, dtype: torch.dtype) -> float:
-    size = 1024 if device.type == "cpu" else 8192
+    if device.type != "cpu":
+        return _gemm_flops(device, dtype, 8192)
+    # Some dtypes have no fast kernel on a CPU: what a small product shows must do where a large one would take seconds.
+    small = _gemm_flops(device, dtype, 256)
+    return small if small < 20e9 else _gemm_flops(device, dtype, 1024)
+
+
+def _gemm_flops(device: Device, dtype: torch.dtype, size: int) -> float:
+    """The best of a few square products."""
     a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
     best = float("inf")
     for _ in range(4):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from megapar.core import transport
+from megapar.core.axis import Axis
 from megapar.core.sharding.cut import Described, is_primary, master_box, shard_dim
 from megapar.core.sharding.part import Part, View
 from megapar.core.sharding.plan import PlannedSegment
@@ -39,29 +43,33 @@ class FullSharding:
         specs: Sequence[Described],
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
         *,
         together: Sequence[str] = (),
         plan: Sequence[PlannedSegment] | None = None,
         prefetch: int = 1,
         reduce_every_micro_batch: bool = True,
     ) -> None:
+        # A segment may end inside a layer, at a linear whose output is a view; nothing here changes one in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._model = model
         self._reduce_every = reduce_every_micro_batch
-        self._dtypes = (compute_dtype, master_dtype)
+        self._dtypes = (compute_dtype, master_dtype, reduce_dtype)
         left = whole_experts(world, specs)
         self._ignored = _retype(model, [spec.name for spec in left], compute_dtype)
         self._wrap_apart(world, model, specs)
-        mesh = _mesh(world, "shard", "replica")
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, together, plan)
+        # What the forward uses last (tied, also first) the backward uses at once: it stays gathered in between.
+        last = groups[0] if "head" in together else groups[-1]
         for modules in groups:
-            self._wrap(modules if len(modules) > 1 else modules[0], mesh)
-        self._wrap(model, mesh)
+            self._wrap(modules if len(modules) > 1 else modules[0], world, stays=modules is last)
+        self._wrap(model, world)
         _prefetch(groups, prefetch)
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                # Sums, never means, on every backend: the loss carries its own denominators.
                 module.set_gradient_divide_factor(1.0)
-                if world.device.type == "cpu":
-                    module.set_force_sum_reduction_for_comms(True)
+                module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device=world.device.torch_device)
         named = dict(model.named_parameters())
         names = {spec.name for spec in left}
@@ -76,22 +84,50 @@ class FullSharding:
         """Modules whose parameters travel otherwise than their unit's: experts over edp, fp32 ones in fp32."""
         if world.axis("expert_shard").size > 1 and _apart(world):
             for name in _modules(spec for spec in specs if spec.expert):
-                self._wrap(model.get_submodule(name), _mesh(world, "expert_shard", "expert_replica"))
+                self._wrap(model.get_submodule(name), world, expert=True)
         if self._dtypes[0] != self._dtypes[1]:
             for name in _modules(spec for spec in specs if spec.fp32):
-                self._wrap(model.get_submodule(name), _mesh(world, "shard", "replica"), fp32=True)
+                self._wrap(model.get_submodule(name), world, fp32=True)
 
-    def _wrap(self, module: nn.Module | list[nn.Module], mesh: DeviceMesh, *, fp32: bool = False) -> None:
-        compute, master = self._dtypes
+    def _wrap(
+        self,
+        module: nn.Module | list[nn.Module],
+        world: World,
+        *,
+        expert: bool = False,
+        fp32: bool = False,
+        stays: bool = False,
+    ) -> None:
+        """Make one group of a module or several: gathered, reduced and counted together.
+
+        stays: gathered once per micro-batch, not again for the backward.
+        """
+        compute, master, reduce = self._dtypes
         policy = MixedPrecisionPolicy(
-            param_dtype=None if fp32 or compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
+            param_dtype=None if fp32 or compute == master else compute,
+            reduce_dtype=master if fp32 else reduce,
+            cast_forward_inputs=False,
         )
-        parts = mesh.size(-1)
+        names = ("expert_shard", "expert_replica") if expert else ("shard", "replica")
+        shard, replica = (world.axis(name) for name in names)
 
         def place(parameter: nn.Parameter) -> Shard:
-            return Shard(shard_dim(tuple(parameter.shape), parts))
+            return Shard(shard_dim(tuple(parameter.shape), shard.size))
 
-        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=place, ignored_params=self._ignored)
+        fully_shard(
+            module,
+            mesh=_mesh(world, *names),
+            mp_policy=policy,
+            shard_placement_fn=place,
+            ignored_params=self._ignored,
+            reshard_after_forward=not stays,
+        )
+        first = module[0] if isinstance(module, list) else module
+        assert isinstance(first, FSDPModule)
+        first.set_custom_all_gather(_AllGather(shard))  # type: ignore[arg-type]
+        first.set_custom_reduce_scatter(_ReduceScatter(shard))  # type: ignore[arg-type]
+        if replica.size > 1:
+            first.set_all_reduce_hook(_counts(replica))
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -121,6 +157,50 @@ class FullSharding:
         """Each parameter's piece; parts are parameters here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
             yield View(spec, box, tensor)
+
+
+class _Comm:
+    """What FSDP2 asks of a collective: where its buffers come from, and the call."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of this size."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Comm):
+    """FSDP2's gather through our transport, which counts it."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return transport.all_gather(output_tensor, input_tensor, self._axis, async_op=async_op)
+
+
+class _ReduceScatter(_Comm):
+    """FSDP2's reduction through our transport, which counts it and sends half of what gloo's own would."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        assert op == dist.ReduceOp.SUM, op
+        return transport.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
+
+
+def _counts(replica: Axis) -> Callable[[Tensor], None]:
+    """FSDP2 sums over the replicas itself and calls this with the result."""
+
+    def summed(gradient: Tensor) -> None:
+        transport.count_all_reduce(gradient, replica)
+
+    return summed
 
 
 def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str]) -> list[list[nn.Module]]:

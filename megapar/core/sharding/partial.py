@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding.part import Sharding
@@ -26,7 +26,7 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
     grads = [part.grad for part in sharding.parts if part.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in wanted]
     message = torch.cat([piece.flatten() for piece in pieces])
-    work = dist.all_reduce(message, group=mp.group, async_op=True)
+    work = transport.all_reduce(message, mp, async_op=True)
     assert work is not None
     meter.wait(work)
     _scatter(message, pieces)

@@ -10,7 +10,7 @@ the other, decayed ones first, and those together that the same axes split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.buffers import BufferPool
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, shard_dim
-from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 
 # (description, local parameter, this rank's master box, whether this rank counts it in the global norm)
 Entry = tuple[Described, nn.Parameter, Box, bool]
@@ -96,7 +96,8 @@ class Segment:
     """Masters, gradients and the collectives of one segment on this rank.
 
     master [P]: fp32 values of this rank's row. A single rank's fp32 parameters are views of it. units: the layers that
-    have parameters in it.
+    have parameters in it. reduce_dtype: what gradients travel in; they are accumulated in the master's dtype.
+    new_master: gives the master its memory (elements, dtype), such as pinned host memory; by default on the device.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class Segment:
         shard: Axis,
         replica: Axis,
         master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
         *,
         whole_gradients: bool,
         meter: WaitMeter,
         pool: BufferPool,
+        new_master: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.units = frozenset(spec.unit for spec, *_ in parameters)
         self._meter = meter
@@ -119,7 +122,11 @@ class Segment:
         self.row = self.members[-1].offset + self.members[-1].numel
         first = parameters[0][1]
         self.dtype = first.dtype
-        self.master = torch.zeros(self.row, dtype=master_dtype, device=first.device)
+        if new_master is None:
+            self.master = torch.zeros(self.row, dtype=master_dtype, device=first.device)
+        else:
+            self.master = new_master(self.row, master_dtype)
+        self._reduce_dtype = reduce_dtype
         self.gradient: Tensor | None = None
         # Whole main gradients are kept over the micro-batches where the reduction runs once per step (stage 1).
         self.whole_gradients = whole_gradients or shard.size == 1
@@ -127,9 +134,11 @@ class Segment:
         self._seen: set[int] = set()
         self._missing = len(self.members)
         self._reduced: Tensor | None = None
+        self._summed: Tensor | None = None  # over the replicas
+        self._lent: list[Tensor] = []  # what the collective in flight reads and writes
         self._work: list[dist.Work] = []
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
-        self.aliased = shard.size == 1 and self.dtype == master_dtype
+        self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
         if self.aliased:
             for member in self.members:
                 member.parameter.data = self.piece(self.master, member)
@@ -191,7 +200,9 @@ class Segment:
         """All members' gradients as [n, P]; a member that got none has gradient zero."""
         flat = self._flat
         if flat is None:
-            flat = self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
+            # Nothing is added up in it where each micro-batch is reduced: it may have the dtype that travels.
+            dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
+            flat = self._flat = self._pool.take((self.shard.size, self.row), dtype)
         for index, member in enumerate(self.members):
             if not self.whole_gradients and member.parameter.grad is not None:
                 self._columns(flat, member).copy_(member.rows(member.parameter.grad))
@@ -206,8 +217,11 @@ class Segment:
         if self.shard.group is None:
             self._reduced = flat[0]
             return
-        self._reduced = self._pool.take((self.row,), flat.dtype)
-        work = reduce_scatter_single(self._reduced, flat.view(-1), group=self.shard.group, async_op=overlap)
+        message = flat if flat.dtype == self._reduce_dtype else self._lend(flat.shape).copy_(flat)
+        # A CPU exchanges pieces in place of a reduce-scatter and needs room for what arrives.
+        scratch = self._lend(flat.shape) if flat.device.type == "cpu" else None
+        self._reduced = self._pool.take((self.row,), self._reduce_dtype)
+        work = transport.reduce_scatter(self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch)
         if work is not None:
             self._work.append(work)
 
@@ -216,29 +230,56 @@ class Segment:
         if self._reduced is None:
             return
         self._wait()
+        self._give_back()
         if self.shard.group is not None and self._flat is not None:
             self._pool.give(self._flat)
             self._flat = None
-        if self.shard.group is None or self.gradient is None:
-            # One rank accumulates in place: what was reduced is the sum over the micro-batches already.
-            self.gradient = self._reduced
-        else:
-            self.gradient.add_(self._reduced)
-            self._pool.give(self._reduced)
+        self._accumulate_reduced(self._reduced)
         self._reduced = None
         if last and self.replica.group is not None:
-            work = dist.all_reduce(self.gradient, group=self.replica.group, async_op=overlap)
+            assert self.gradient is not None
+            same = self.gradient.dtype == self._reduce_dtype
+            self._summed = self.gradient if same else self._lend((self.row,)).copy_(self.gradient)
+            work = transport.all_reduce(self._summed, self.replica, async_op=overlap)
             if work is not None:
                 self._work.append(work)
+
+    def _accumulate_reduced(self, reduced: Tensor) -> None:
+        """Into the main gradient, in the master's dtype."""
+        if self.shard.group is None or (self.gradient is None and reduced.dtype == self.master.dtype):
+            # One rank accumulates in place: what was reduced is the sum over the micro-batches already.
+            self.gradient = reduced
+            return
+        if self.gradient is None:
+            self.gradient = self._pool.take((self.row,), self.master.dtype).copy_(reduced)
+        else:
+            self.gradient.add_(reduced)
+        self._pool.give(reduced)
 
     def finish(self) -> None:
         """Wait for the sum over replicas."""
         self._wait()
+        if self._summed is not None and self._summed is not self.gradient:
+            assert self.gradient is not None
+            self.gradient.copy_(self._summed)
+        self._summed = None
+        self._give_back()
 
     def _wait(self) -> None:
         for work in self._work:
             self._meter.wait(work)
         self._work.clear()
+
+    def _lend(self, shape: Sequence[int]) -> Tensor:
+        """A buffer in the dtype that travels, until ``_give_back``."""
+        buffer = self._pool.take(shape, self._reduce_dtype)
+        self._lent.append(buffer)
+        return buffer
+
+    def _give_back(self) -> None:
+        for buffer in self._lent:
+            self._pool.give(buffer)
+        self._lent.clear()
 
     # Parameters: publish (after the optimizer) -> receive (before the forward)
 
@@ -247,13 +288,15 @@ class Segment:
         if self.aliased:
             return
         # A copy also where the dtypes agree: the optimizer may step while the row still travels.
-        row = self._pool.take((self.row,), self.dtype).copy_(self.master)
+        # From host memory it is copied first and cast on the device: a cast on the host would not wait for its values.
+        master = self.master.to(self.members[0].parameter.device, non_blocking=True)
+        row = self._pool.take((self.row,), self.dtype).copy_(master)
         if self.shard.group is None:
             self._fill(row.unsqueeze(0))
             self._pool.give(row)
             return
         flat = self._pool.take((self.shard.size, self.row), self.dtype)
-        work = all_gather_single(flat.view(-1), row, group=self.shard.group, async_op=overlap)
+        work = transport.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
         self._gather = (flat, row, work)
         if work is None:
             self.receive()

@@ -34,10 +34,11 @@ class ZeroSharding:
 
     units: the model's units in forward order, each the modules whose forward needs its parameters.
     parameters: (description, local parameter) of every trainable parameter.
-    reduce_every_micro_batch: stage 2's way: only a row of gradients is kept over the micro-batches.
+    reduce_dtype: what gradients travel in. reduce_every_micro_batch: stage 2's way: only a row of gradients is kept
+    over the micro-batches.
     plan: which parameters travel together, in forward order; names it has beyond ``parameters`` are passed over.
     overlap_reduce: reduce-scatter inside the backward. overlap_gather: gather inside the next forward, ``prefetch``
-    segments ahead of the one in use.
+    segments ahead of the one in use. offload: masters live in host memory.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ZeroSharding:
         units: Mapping[str, Sequence[nn.Module]],
         parameters: Sequence[tuple[Described, nn.Parameter]],
         master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
         plan: Sequence[PlannedSegment],
         *,
         reduce_every_micro_batch: bool,
@@ -53,12 +55,14 @@ class ZeroSharding:
         overlap_gather: bool,
         prefetch: int,
         meter: WaitMeter,
+        offload: bool = False,
     ) -> None:
         self._reduce_every = reduce_every_micro_batch
         self._overlap_reduce = overlap_reduce
         self._overlap_gather = overlap_gather
         self._prefetch = prefetch
-        self.segments = _make_segments(world, plan, parameters, master_dtype, not reduce_every_micro_batch, meter)
+        dtypes = (master_dtype, reduce_dtype)
+        self.segments = _make_segments(world, plan, parameters, dtypes, not reduce_every_micro_batch, meter, offload)
         self._to_gather = len(self.segments)  # the first one whose published row has not been sent
         self._last = False
         self._running = False  # a micro-batch's backward may have left segments to launch
@@ -175,9 +179,10 @@ def _make_segments(
     world: World,
     plan: Sequence[PlannedSegment],
     parameters: Sequence[tuple[Described, nn.Parameter]],
-    master_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     whole_gradients: bool,
     meter: WaitMeter,
+    offload: bool,
 ) -> list[Segment]:
     """One segment per planned one, dtype and pair of axes, in forward order."""
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
@@ -193,7 +198,13 @@ def _make_segments(
         boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
         segments.append(
-            Segment(boxed, cut, repeat, master_dtype, whole_gradients=whole_gradients, meter=meter, pool=pool)
+            Segment(
+                *(boxed, cut, repeat, *dtypes),
+                whole_gradients=whole_gradients,
+                meter=meter,
+                pool=pool,
+                new_master=world.device.pinned_zeros if offload else None,
+            )
         )
     return segments
 

@@ -1,0 +1,106 @@
+"""AdamW whose state and master weights live in host memory and visit the device for the update.
+
+Two slots on the device; program order of the streams for parts 0, 1, 2, ..:
+
+    in        load 0   load 1             load 2 (after store 0)   ..
+    compute            update 0  update 1                update 2
+    out                          store 0  store 1                  ..
+
+Source: the optimizer-state offload of Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2, with the update left on
+the device. On a CPU host and device are the same memory: the copies are made and nothing runs beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megapar.core.device.base import Device, Stream
+from megapar.core.optimizer import MOMENTS
+from megapar.core.sharding.part import Part
+
+
+class OffloadedOptimizer:
+    """The updates of ``Optimizer``, bit for bit, for parts whose masters lie in host memory.
+
+    Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], device: Device, *, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        self._parts = parts
+        self._device = device
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._moments = {
+            name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
+        }
+        largest = max(part.master.numel() for part in parts)
+        self._slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
+        self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
+        self._in, self._out = device.new_stream(), device.new_stream()
+
+    def step(self, lr: float) -> None:
+        """One update of all masters from their parts' gradients; the current stream sees them in host memory."""
+        current = self._device.current_stream()
+        self._in.wait_stream(current)
+        self._load(0)
+        steps = self._step.clone()  # each update counts up its own
+        for number, part in enumerate(self._parts):
+            current.wait_stream(self._in)
+            if number + 1 < len(self._parts):
+                self._load(number + 1)
+            self._update(number, part, lr, steps.clone())
+            self._store(number, current)
+        self._step += 1
+        current.wait_stream(self._out)
+
+    def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A part's master and moments: in host memory, and in its slot."""
+        host = [self._parts[number].master, *(self._moments[name][number] for name in MOMENTS)]
+        slot = self._slots[number % 2, :, : host[0].numel()]
+        return host, list(slot.unbind())
+
+    def _load(self, number: int) -> None:
+        # What the slot held before must have been stored.
+        self._in.wait_stream(self._out)
+        with self._in:
+            for source, target in zip(*self._views(number), strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def _store(self, number: int, current: Stream) -> None:
+        self._out.wait_stream(current)
+        with self._out:
+            for target, source in zip(*self._views(number), strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def _update(self, number: int, part: Part, lr: float, step: Tensor) -> None:
+        assert part.grad is not None
+        master, first, second = self._views(number)[1]
+        adamw(
+            *([master], [part.grad], [first], [second], [], [step]),
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=lr,
+            weight_decay=self._weight_decay if part.decay else 0.0,
+            eps=self._eps,
+            maximize=False,
+        )
+
+    def moments(self, name: str) -> list[Tensor]:
+        """``exp_avg`` or ``exp_avg_sq`` of every part, in host memory."""
+        return self._moments[name]
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far; drives the bias correction."""
+        return int(self._step.item())
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        self._step.fill_(float(steps))

@@ -1,0 +1,99 @@
+"""The collectives themselves, over an axis of more than one rank; what they send is added to the axis' ledger.
+
+Bytes are what one rank sends when nothing is sent twice, n ranks and a whole message of w bytes:
+
+    all_gather, reduce_scatter    w (n - 1) / n
+    all_reduce                    2 w (n - 1) / n     a reduce-scatter and an all-gather
+    all_to_all                    the rows for other ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.axis import Axis
+from megapar.core.torch_names import all_gather_single, reduce_scatter_single
+
+
+def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
+    """The pieces [n, ..] of all ranks into ``whole`` [size * n, ..], in rank order."""
+    axis.count("all_gather", whole.nbytes * (axis.size - 1) / axis.size)
+    return all_gather_single(whole, piece, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def all_reduce(
+    x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, async_op: bool = False
+) -> dist.Work | None:
+    """The sum (or what ``op`` says) over all ranks, in place."""
+    count_all_reduce(x, axis)
+    return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def count_all_reduce(x: Tensor, axis: Axis) -> None:
+    """Note an all-reduce of ``x`` that somebody else makes."""
+    axis.count("all_reduce", 2 * x.nbytes * (axis.size - 1) / axis.size)
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    receive: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """``send[r]`` rows to rank r, ``receive[r]`` rows from it; None, both: even pieces."""
+    rows = sent.shape[0] - (sent.shape[0] // axis.size if send is None else send[axis.rank])
+    axis.count("all_to_all", rows * sent.nbytes / max(1, sent.shape[0]))
+    splits = None if receive is None else list(receive), None if send is None else list(send)
+    return dist.all_to_all_single(  # type: ignore[no-any-return]
+        received, sent, *splits, group=axis.group, async_op=async_op
+    )
+
+
+def reduce_scatter(
+    piece: Tensor, whole: Tensor, axis: Axis, *, async_op: bool = False, scratch: Tensor | None = None
+) -> dist.Work | None:
+    """Sum ``whole`` [size * n, ..] over the axis and put this rank's rows [n, ..] into ``piece``.
+
+    On a CPU, gloo's reduce-scatter is an all-reduce of everything (torch 2.13), twice the bytes: there the pieces are
+    exchanged and each rank sums its own, in rank order. scratch: room like ``whole`` for them, by default new. Returns
+    what to wait for where ``async_op``.
+    """
+    axis.count("reduce_scatter", whole.nbytes * (axis.size - 1) / axis.size)
+    if piece.device.type != "cpu":
+        return reduce_scatter_single(piece, whole, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+    received = (torch.empty_like(whole) if scratch is None else scratch).view(axis.size, *piece.shape)
+    work = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
+    if work is not None:
+        return _SumWork(work, received, piece)
+    torch.sum(received, 0, out=piece)
+    return None
+
+
+class _SumWork(dist.Work):
+    """An exchange of pieces [size, n, ..] whose sum is written to ``piece`` by the first ``wait``."""
+
+    def __init__(self, exchange: dist.Work, received: Tensor, piece: Tensor) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._received: Tensor | None = received
+        self._piece = piece
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the exchange, then sum; the second time nothing."""
+        if self._received is not None:
+            self._exchange.wait(timeout)
+            received, self._received = self._received, None
+            torch.sum(received, 0, out=self._piece)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the sum is there, which only ``wait`` makes."""
+        return self._received is None

@@ -1,0 +1,70 @@
+"""The 32-GPU examples of the sharding design document, each run as the actual ranks 0, 7, 17 and 31."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megapar.arguments import parse
+from megapar.core.sharding.part import Part
+from megapar.tools.pretend import pretend
+from tests.support.ranks import run_ranks
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RANKS = (0, 7, 17, 31)
+ALL = tuple(range(32))
+# axis -> its ranks through ranks 0, 7, 17, 31, written out by hand from rank = mp + MP (sharding + SH dp)
+EXAMPLES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
+    "sharding-32": {"sharding": (ALL,) * 4, "mp": ((0,), (7,), (17,), (31,)), "dp": ((0,), (7,), (17,), (31,))},
+    "sharding-8-dp-4": {
+        "sharding": (tuple(range(8)), tuple(range(8)), tuple(range(16, 24)), tuple(range(24, 32))),
+        "dp": ((0, 8, 16, 24), (7, 15, 23, 31), (1, 9, 17, 25), (7, 15, 23, 31)),
+        "mp": ((0,), (7,), (17,), (31,)),
+    },
+    "mp-8-sharding-4": {
+        "mp": (tuple(range(8)), tuple(range(8)), tuple(range(16, 24)), tuple(range(24, 32))),
+        "sharding": ((0, 8, 16, 24), (7, 15, 23, 31), (1, 9, 17, 25), (7, 15, 23, 31)),
+        "dp": ((0,), (7,), (17,), (31,)),
+    },
+    "mp-2-sharding-4-dp-4": {
+        "mp": ((0, 1), (6, 7), (16, 17), (30, 31)),
+        "sharding": ((0, 2, 4, 6), (1, 3, 5, 7), (17, 19, 21, 23), (25, 27, 29, 31)),
+        "dp": ((0, 8, 16, 24), (7, 15, 23, 31), (1, 9, 17, 25), (7, 15, 23, 31)),
+    },
+}
+
+
+def step_as(rank: int, world_size: int, rendezvous: str, name: str, stage: int) -> list[dict[str, object]]:
+    """One step as each of the four ranks; what they saw."""
+    seen = []
+    for pretended in RANKS:
+        flags = ["--config", str(CONFIGS / f"{name}.yaml"), "--data-path", "mock", "--sharding-stage", str(stage)]
+        flags += ["--device", "cpu", "--micro-batch-size", "1", "--num-layers", "4"]
+        config = parse("ernie", flags, {"WORLD_SIZE": "32", "RANK": str(pretended)})
+        with pretend(config, pretended) as trainer:
+            step = trainer.step()
+            parts: list[Part] = trainer.job.sharding.parts
+            axes = {axis: trainer.world.axis(axis).ranks for axis in ("sharding", "mp", "dp")}
+            seen.append(
+                {
+                    "axes": axes,
+                    "fake": all(isinstance(part.master, FakeTensor) for part in parts)
+                    and isinstance(step.norm, torch.Tensor),
+                    "elements": sum(part.master.numel() for part in parts),
+                    "sent": step.sent_bytes,
+                }
+            )
+    return seen
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_seed_examples_step_on_32_ranks(name: str) -> None:
+    results = run_ranks(1, step_as, name, 1, group=False, timeout=120)[0]
+    for number, result in enumerate(results):
+        assert result["axes"] == {axis: ranks[number] for axis, ranks in EXAMPLES[name].items()}
+        assert result["fake"]
+    elements = [result["elements"] for result in results]
+    assert len(set(elements)) == 1

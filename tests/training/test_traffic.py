@@ -1,0 +1,91 @@
+"""The bytes a step sends are those of the formulas, at every stage and in every merge mode."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from megapar.arguments import parse
+from megapar.core.sharding.cut import shard_dim
+from megapar.model.table import ParameterSpec, table_of
+from megapar.training.sizes import make_sizes
+from tests.support.training import COMMON, SMALL, run
+
+LAST = ("embedding", "head")  # tied, they are one group at stage 3, which stays gathered from forward to backward
+
+
+def padded(specs: list[ParameterSpec], ranks: int) -> int:
+    """Elements of all parameters, each padded so that sharding can cut it evenly."""
+    total = 0
+    for spec in specs:
+        dim = shard_dim(spec.shape, ranks)
+        rows = -(-spec.shape[dim] // ranks) * ranks
+        total += prod(spec.shape) // spec.shape[dim] * rows
+    return total
+
+
+def specs(kind: str) -> tuple[list[ParameterSpec], list[ParameterSpec]]:
+    """Trainable parameters: those of stage 3's last group, and the others."""
+    rows = [spec for spec in table_of(make_sizes(parse(kind, [*SMALL[kind], *COMMON], {}))) if spec.trainable]
+    return [s for s in rows if s.unit in LAST], [s for s in rows if s.unit not in LAST]
+
+
+def sent(world_size: int, kind: str, *flags: str) -> dict[str, int]:
+    """By rank 0 in the third step."""
+    return run(world_size, kind, "--train-iters", "4", *flags).records[2].sent_bytes
+
+
+@pytest.mark.parametrize(("stage", "mode"), [(1, "step"), (2, "step"), (2, "micro_batch")])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_stages_1_and_2_reduce_in_the_main_dtype_and_gather_in_the_compute_dtype(
+    stage: int, mode: str, dtype: str
+) -> None:
+    flags = ("--sharding-degree", "2", "--sharding-stage", str(stage), "--gradient-merge-mode", mode)
+    found = sent(2, "ernie", *flags, "--dtype", dtype, "--global-batch-size", "6")
+    last, others = specs("ernie")
+    elements = padded(last + others, 2)
+    reductions = 3 if mode == "micro_batch" else 1
+    main, compute = {"fp64": (8, 8), "bf16": (4, 2)}[dtype]
+    assert found["shard/reduce_scatter"] == reductions * elements * main // 2
+    assert found["shard/all_gather"] == elements * compute // 2
+    assert "replica/all_reduce" not in found
+
+
+@pytest.mark.parametrize("mode", ["step", "micro_batch"])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_stage_3_gathers_twice_in_a_micro_batch_but_what_is_used_last_once(mode: str, dtype: str) -> None:
+    flags = ("--sharding-degree", "2", "--sharding-stage", "3", "--gradient-merge-mode", mode)
+    found = sent(2, "ernie", *flags, "--dtype", dtype, "--global-batch-size", "6")
+    last, others = specs("ernie")
+    main, compute = {"fp64": (8, 8), "bf16": (4, 2)}[dtype]
+    reductions = 3 if mode == "micro_batch" else 1
+    assert found["shard/reduce_scatter"] == reductions * padded(last + others, 2) * main // 2
+    assert found["shard/all_gather"] == 3 * (2 * padded(others, 2) + padded(last, 2)) * compute // 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_sum_the_owned_shard_once(stage: int) -> None:
+    flags = ("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", str(stage))
+    found = sent(4, "ernie", *flags, "--dtype", "fp64")
+    last, others = specs("ernie")
+    assert found["replica/all_reduce"] == 2 * (padded(last + others, 2) // 2 * 8) // 2
+
+
+def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
+    last, others = specs("ernie")
+    elements = padded(last + others, 2)
+    flags = ("--sharding-degree", "2", "--dtype", "bf16", "--grad-reduce-dtype", "bf16", "--sharding-stage")
+    assert sent(2, "ernie", *flags, "1")["shard/reduce_scatter"] == elements * 2 // 2
+    assert sent(2, "ernie", *flags, "2")["shard/reduce_scatter"] == 4 * elements * 2 // 2
+    assert sent(2, "ernie", *flags, "3")["shard/reduce_scatter"] == 4 * elements * 2 // 2
+    one = (*flags, "2", "--global-batch-size", "4", "--hybrid-dp")
+    assert sent(4, "ernie", *one)["replica/all_reduce"] == 2 * (elements // 2 * 2) // 2
+
+
+def test_experts_and_tensor_parallel_layers_are_counted_by_axis() -> None:
+    found = sent(4, "moe", "--mp-degree", "2", "--ep-degree", "2", "--sequence-parallel", "--dtype", "fp64")
+    assert {name.split("/")[0] for name in found} >= {"mp", "ep", "shard"}
+    assert found["ep/all_to_all"] > 0
+    assert found["mp/all_gather"] > 0
+    assert found["mp/reduce_scatter"] > 0
