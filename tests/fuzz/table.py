@@ -300,7 +300,7 @@ LATER = (
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
-    Option(name="optimizer_offload", wild=(True,), layout=True),
+    Option(name="optimizer_offload", values=(None, None, True), wild=(True,), layout=True),
     Option(name="recompute_interval", wild=(1,), layout=True),
     Option(name="recompute_partition", wild=(True,), layout=True),
     Option(name="ampipe_degree", wild=(2,), layout=True, kinds=MOE),
