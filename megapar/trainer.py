@@ -345,7 +345,9 @@ class Trainer:
                 loggers.append(JsonLinesLogger(Path(logging.metrics_jsonl), first))
             if logging.tensorboard_dir:
                 loggers.append(TensorBoardLogger(Path(logging.tensorboard_dir), first))
-        self.peak, self.peak_source = peak_flops(device, build.compute_dtype(self.config, device))
+        self.peak, self.peak_source = math.nan, "unknown"
+        if self.terminal is not None:  # nobody reads the other ranks' records, and all together would measure less
+            self.peak, self.peak_source = peak_flops(device, build.compute_dtype(self.config, device))
         return Monitor(
             self.data,
             device,

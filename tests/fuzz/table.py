@@ -155,6 +155,13 @@ LAYOUT = (
     Option(name="ep_degree", values=_ep_degrees, wild=(2, 3, 4, 16), layout=True, kinds=MOE),
     Option(name="rank_order", values=(None, *ORDERS), wild=(("dp", "pp", "mp"), (*ORDERS[0][1:], "tp")), layout=True),
     Option(name="tp_comm_overlap", values=(None, False), when=lambda d: _mp(d) > 1, wild=(False,), layout=True),
+    Option(
+        name="optimizer_offload",
+        values=(None, None, True),
+        when=lambda d: d.sharding_stage != 3,
+        wild=(True,),
+        layout=True,
+    ),
     Option(name="overlap_grad_reduce", values=(None, "off", "on"), layout=True),
     Option(name="overlap_param_gather", values=(None, "off", "on"), layout=True),
 )
@@ -300,7 +307,6 @@ LATER = (
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
-    Option(name="optimizer_offload", values=(None, None, True), wild=(True,), layout=True),
     Option(name="recompute_interval", wild=(1,), layout=True),
     Option(name="recompute_partition", wild=(True,), layout=True),
     Option(name="ampipe_degree", wild=(2,), layout=True, kinds=MOE),

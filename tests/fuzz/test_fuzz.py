@@ -16,7 +16,7 @@ from tests.fuzz.option import Option, spell_all
 from tests.fuzz.regressions import REGRESSIONS, Regression
 from tests.fuzz.table import OPTIONS
 
-CASES = 20
+CASES = 12
 
 
 def last(fuzzer: Fuzzer) -> Tally:

@@ -89,3 +89,17 @@ def test_experts_and_tensor_parallel_layers_are_counted_by_axis() -> None:
     assert found["ep/all_to_all"] > 0
     assert found["mp/all_gather"] > 0
     assert found["mp/reduce_scatter"] > 0
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_a_coarser_reduction_rounds_gradients_and_nothing_else(stage: str) -> None:
+    flags = ("--sharding-degree", "2", "--dtype", "fp32", "--sharding-stage", stage, "--attention-dropout", "0")
+    if stage != "3":
+        flags = (*flags, "--hybrid-dp")
+    ranks = 2 if stage == "3" else 4
+    fine = run(ranks, "ernie", *flags, "--hidden-dropout", "0").records
+    coarse = run(ranks, "ernie", *flags, "--hidden-dropout", "0", "--grad-reduce-dtype", "bf16").records
+    assert coarse[0].loss == fine[0].loss
+    assert coarse[0].grad_norm != fine[0].grad_norm
+    assert coarse[0].grad_norm == pytest.approx(fine[0].grad_norm, rel=2e-3)
+    assert coarse[-1].loss == pytest.approx(fine[-1].loss, rel=2e-2)

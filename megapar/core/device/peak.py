@@ -35,8 +35,8 @@ def _measure(device: Device, dtype: torch.dtype) -> float:
     if device.type != "cpu":
         return _gemm_flops(device, dtype, 8192)
     # Some dtypes have no fast kernel on a CPU: what a small product shows must do where a large one would take seconds.
-    small = _gemm_flops(device, dtype, 256)
-    return small if small < 20e9 else _gemm_flops(device, dtype, 1024)
+    small = _gemm_flops(device, dtype, 128)
+    return small if small < 10e9 else _gemm_flops(device, dtype, 512)
 
 
 def _gemm_flops(device: Device, dtype: torch.dtype, size: int) -> float:

@@ -1,0 +1,89 @@
+"""Bytes per rank of parameters, gradients and optimizer state, counted in the trainer that runs as each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.sharding.shape import BALANCE, TRAINING
+from benchmarks.support.table import print_table
+from megapar.arguments import parse
+from megapar.core.sharding.cut import local_box
+from megapar.model.table import table_of
+from megapar.tools.pretend import PretendedTrainer, pretend
+from megapar.training.sizes import make_sizes
+
+DEGREES = (1, 2, 4, 8)
+KINDS = ("parameters", "gradients", "state")
+
+
+def measure() -> dict[str, object]:
+    """Print a table per model; per model, stage and degree the largest rank's bytes, and max/mean."""
+    found: dict[str, object] = {}
+    for name, (kind, flags) in BALANCE.items():
+        rows = []
+        for degree in DEGREES:
+            # One rank alone has no experts elsewhere.
+            own = flags if degree > 1 else tuple(flag for flag in flags if flag not in ("--ep-degree", "2"))
+            peers = whole_tensors(kind, own, degree)
+            for stage in (1, 2, 3):
+                ranks = [held(kind, own, degree, stage, rank) for rank in range(degree)]
+                spread = {what: _spread([rank[what] for rank in ranks]) for what in KINDS}
+                found[f"{name}, stage {stage}, degree {degree}"] = {
+                    "bytes": {what: max(rank[what] for rank in ranks) for what in KINDS},
+                    "max_to_mean": spread,
+                    "whole_tensors_max_to_mean": peers,
+                }
+                sizes = [f"{max(rank[what] for rank in ranks) / 2**20:,.1f}" for what in KINDS]
+                rows.append((str(degree), str(stage), *sizes, f"{max(spread.values()):.4f}", f"{peers:.2f}"))
+        print(f"{name}: MiB on the fullest rank (bf16 parameters, fp32 gradients and state)\n")
+        print_table(("degree", "stage", *KINDS, "max/mean", "whole tensors"), rows)
+    return found
+
+
+def held(kind: str, flags: Sequence[str], degree: int, stage: int, rank: int) -> dict[str, int]:
+    """Bytes on one rank after a step; gradients are those that are kept between micro-batches."""
+    place = {"WORLD_SIZE": str(degree), "RANK": str(rank)}
+    more = ["--sharding-stage", str(stage), "--dtype", "bf16", "--device", "cpu"]
+    with pretend(parse(kind, [*flags, *_training(flags), *more], place), rank) as trainer:
+        trainer.step()
+        return _count(trainer, stage)
+
+
+def _training(flags: Sequence[str]) -> list[str]:
+    """A file says how long its run is."""
+    return ["--data-path", "mock", "--micro-batch-size", "1"] if "--config" in flags else list(TRAINING)
+
+
+def _count(trainer: PretendedTrainer, stage: int) -> dict[str, int]:
+    parts = trainer.job.sharding.parts
+    masters = sum(part.master.nbytes for part in parts)
+    parameters = sum(
+        p.to_local().nbytes if stage == 3 and hasattr(p, "to_local") else p.nbytes
+        for p in trainer.job.model.parameters()
+    )
+    whole = sum(4 * p.numel() for p in trainer.job.model.parameters())
+    return {
+        "parameters": parameters,
+        "gradients": whole if stage == 1 else sum(part.grad.nbytes for part in parts if part.grad is not None),
+        "state": (2 if stage == 3 else 3) * masters,  # moments, and masters where they are not the parameters
+    }
+
+
+def whole_tensors(kind: str, flags: Sequence[str], degree: int) -> float:
+    """Max/mean where a tensor has one owner: the next rank begins when the bytes so far exceed its even share.
+
+    The rule of Paddle's static sharding, for the same parameters.
+    """
+    config = parse(kind, [*flags, *_training(flags), "--device", "cpu"], {"WORLD_SIZE": str(degree)})
+    sizes = [local_box(row, config.grid, 0).numel for row in table_of(make_sizes(config)) if row.trainable]
+    owned, owner, total = [0] * degree, 0, 0
+    for size in sizes:
+        owned[owner] += size
+        total += size
+        if total > sum(sizes) * (owner + 1) / degree and owner + 1 < degree:
+            owner += 1
+    return _spread(owned)
+
+
+def _spread(values: Sequence[int]) -> float:
+    return max(values) * len(values) / sum(values)

@@ -1,0 +1,25 @@
+"""The models of this benchmark."""
+
+from __future__ import annotations
+
+# Dense decoder of about 31 M parameters: what the link and one machine are measured with.
+DECODER = (
+    *("--num-layers", "8", "--hidden-size", "512", "--num-attention-heads", "8", "--ffn-hidden-size", "1536"),
+    *("--vocab-size", "8192", "--seq-length", "256", "--num-experts", "0"),
+)
+# Whose bytes per rank are counted. Of the second one's experts a rank has two, which 4 ranks share at degree 8.
+BALANCE = {
+    "ERNIE 3.0 base": ("ernie", ("--config", "configs/ernie-3.0-base.yaml")),
+    "MoE, 4 experts over ep 2": (
+        "moe",
+        (
+            *("--num-layers", "12", "--hidden-size", "768", "--num-attention-heads", "12", "--num-query-groups", "4"),
+            *("--ffn-hidden-size", "2048", "--vocab-size", "40000", "--seq-length", "512", "--num-experts", "4"),
+            *("--moe-ffn-hidden-size", "1024", "--first-k-dense", "1", "--ep-degree", "2"),
+        ),
+    ),
+}
+TRAINING = (
+    *("--data-path", "mock", "--micro-batch-size", "1", "--train-iters", "100000", "--clip-grad", "0"),
+    *("--log-interval", "100000", "--eval-interval", "0"),
+)
