@@ -33,7 +33,8 @@ class Row:
     """One line of the table.
 
     model: a name of MODELS. world_size: processes. layout: flags of the layout. options: flags that the one-process
-    reference gets too. micro_batch: samples of a micro-batch, on every layout the same. batch: the global batch.
+    reference gets too. micro_batch: samples of a micro-batch, on every layout the same. accumulation: micro-batches of
+    a step on each data rank.
     """
 
     model: str
@@ -41,13 +42,19 @@ class Row:
     layout: tuple[str, ...]
     options: tuple[str, ...] = ()
     micro_batch: int = 1
-    batch: int = 8
+    accumulation: int = 2
 
     @property
     def name(self) -> str:
         """Readable, unique id."""
         flags = " ".join((*self.layout, *self.options)).replace("--", "")
-        return f"{self.model} x{self.world_size} mbs{self.micro_batch} gbs{self.batch} {flags}"
+        return f"{self.model} x{self.world_size} mbs{self.micro_batch} acc{self.accumulation} {flags}"
+
+    @property
+    def batch(self) -> int:
+        """Samples of the global batch."""
+        mp = int(self.layout[self.layout.index("--mp-degree") + 1]) if "--mp-degree" in self.layout else 1
+        return self.world_size // mp * self.micro_batch * self.accumulation
 
     @property
     def kind(self) -> str:
@@ -160,7 +167,7 @@ def sharding_row(
     accumulation, mode = merge
     layout = (*_stages(2)[stage - 1], *(("--hybrid-dp",) if replicas > 1 else ()), *(MP2 if mp > 1 else ()))
     layout = (*layout, *plan, *(("--gradient-merge-mode", mode) if mode else ()))
-    return Row(model, 2 * replicas * mp, layout, options, 1, 2 * replicas * accumulation)
+    return Row(model, 2 * replicas * mp, layout, options, 1, accumulation)
 
 
 # Every stage, plan, number of replicas, number of micro-batches with merge mode, and mp.
