@@ -41,11 +41,10 @@ def measure() -> dict[str, object]:
 
 
 def held(kind: str, flags: Sequence[str], degree: int, stage: int, rank: int) -> dict[str, int]:
-    """Bytes on one rank after a step; gradients are those that are kept between micro-batches."""
+    """Bytes on one rank; gradients are those that are kept between micro-batches."""
     place = {"WORLD_SIZE": str(degree), "RANK": str(rank)}
     more = ["--sharding-stage", str(stage), "--dtype", "bf16", "--device", "cpu"]
     with pretend(parse(kind, [*flags, *_training(flags), *more], place), rank) as trainer:
-        trainer.step()
         return _count(trainer, stage)
 
 
@@ -64,7 +63,7 @@ def _count(trainer: PretendedTrainer, stage: int) -> dict[str, int]:
     whole = sum(4 * p.numel() for p in trainer.job.model.parameters())
     return {
         "parameters": parameters,
-        "gradients": whole if stage == 1 else sum(part.grad.nbytes for part in parts if part.grad is not None),
+        "gradients": whole if stage == 1 else masters,  # fp32, beside the masters
         "state": (2 if stage == 3 else 3) * masters,  # moments, and masters where they are not the parameters
     }
 

@@ -53,10 +53,11 @@ class Turns:
         sharding = self._trainer.job.sharding
         assert isinstance(sharding, ZeroSharding)
         sharding.wait()
+        reductions = [_reduction(segment) for segment in reversed(sharding.segments)]
+        gathers = [_gather(segment) for segment in sharding.segments]
         dist.barrier()
-        reductions = [self._timed(lambda s=s: _reduce(s)) for s in reversed(sharding.segments)]  # type: ignore[misc]
-        gathers = [self._timed(lambda s=s: _gather(s)) for s in sharding.segments]  # type: ignore[misc]
-        return {"seconds": sum(reductions) + sum(gathers), "first": gathers[0], "last": reductions[-1]}
+        seconds = [self._timed(work) for work in (*reductions, *gathers)]
+        return {"seconds": sum(seconds), "first": seconds[len(reductions)], "last": seconds[len(reductions) - 1]}
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._device.synchronize()
@@ -66,14 +67,16 @@ class Turns:
         return time.perf_counter() - start
 
 
-def _reduce(segment: Segment) -> None:
+def _reduction(segment: Segment) -> Callable[[], object]:
     whole = torch.zeros(segment.shard.size * segment.row, device=segment.master.device)
-    transport.reduce_scatter(whole.new_empty(segment.row), whole, segment.shard)
+    piece, scratch = torch.zeros_like(whole[: segment.row]), torch.zeros_like(whole)
+    return lambda: transport.reduce_scatter(piece, whole, segment.shard, scratch=scratch)
 
 
-def _gather(segment: Segment) -> None:
+def _gather(segment: Segment) -> Callable[[], object]:
     row = torch.zeros(segment.row, dtype=segment.dtype, device=segment.master.device)
-    transport.all_gather(row.new_empty(segment.shard.size * segment.row), row, segment.shard)
+    whole = row.new_zeros(segment.shard.size * segment.row)
+    return lambda: transport.all_gather(whole, row, segment.shard)
 
 
 def main() -> None:

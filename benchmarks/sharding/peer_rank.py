@@ -63,7 +63,7 @@ def wrap(model: Loss, kind: str, dtype: str) -> nn.Module:
     policy = MixedPrecisionPolicy()
     if dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.decoder.layers:
+    for layer in model.decoder.layers.values():
         fully_shard(layer, mp_policy=policy)
     wrapped: nn.Module = fully_shard(model, mp_policy=policy)
     return wrapped

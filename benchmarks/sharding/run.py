@@ -29,7 +29,7 @@ OURS = {
     "stage 3": ("--sharding-stage", "3"),
 }
 PEERS = {"DDP": "ddp", "FSDP2 per layer": "fsdp2"}
-TOKENS = 2 * 256
+TOKENS = 2 * 2048
 
 
 def main() -> None:
