@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Dense decoder of about 17 M parameters: what the link and one machine are measured with. Many tokens per parameter keep
-# what gloo costs of the computing cores small beside what it sends.
+# Dense decoder of about 17 M parameters: what the link and one machine are measured with. Many tokens per parameter
+# keep what gloo costs of the computing cores small beside what it sends.
 DECODER = (
     *("--num-layers", "8", "--hidden-size", "384", "--num-attention-heads", "6", "--ffn-hidden-size", "1152"),
     *("--vocab-size", "4096", "--seq-length", "2048", "--num-experts", "0"),
