@@ -87,8 +87,12 @@ class ZeroSharding:
         for part in self.parts:
             part.grad = None
 
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Expect one gradient of every parameter; they are reduced now or, at stage 1, in the last micro-batch."""
+    def begin_micro_batch(self, *, last: bool, gradients: int = 1) -> None:
+        """Expect one gradient of every parameter; they are reduced now or, at stage 1, in the last micro-batch.
+
+        gradients: of every parameter before it is reduced: those of the whole step, where a pipeline mixes the
+        micro-batches and they are reduced once.
+        """
         if self._running and self._reducing:
             self._settle_all()
         self._running = True
@@ -96,7 +100,7 @@ class ZeroSharding:
         self._ready.clear()
         self._next = len(self.segments) - 1
         for segment in self.segments:
-            segment.begin_micro_batch()
+            segment.begin_micro_batch(gradients)
 
     def finish(self) -> None:
         """Close what did not fire and wait for all reductions."""
