@@ -150,7 +150,9 @@ class ZeroSharding:
                 yield View(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        def gradient_is_there(_: Tensor) -> None:
+        def gradient_is_there(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return  # it is made later (``core.weight_gradients``), or there is none
             if self.segments[number].add(index) and self._overlap_reduce and self._reducing:
                 self._ready.add(number)
                 while self._next in self._ready:
