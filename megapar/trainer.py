@@ -25,13 +25,14 @@ from megapar.core.device.peak import peak_flops
 from megapar.core.device.pick import pick
 from megapar.core.optimizer import clip, global_norm, scale_gradients
 from megapar.core.random import seed_micro_batch
-from megapar.core.sharding.partial import sum_partial
+from megapar.core.sharding.partial import sum_partial, sum_tied
 from megapar.core.world import World
 from megapar.data.batches import Loader, MicroBatch
 from megapar.data.corpus import Corpus
 from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
 from megapar.model.flops import flops_per_token
+from megapar.model.terms import Terms
 from megapar.training import build, export, state
 from megapar.training.evaluate import evaluate
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
@@ -170,7 +171,17 @@ class Trainer:
         # has not. What is left to do is divided out in fp32, after the reduction.
         factor = 1.0 if self.loss_scale is None else self.loss_scale.value * tokens / num_micro_batches
         job.sharding.begin_step()
-        for number, batch in enumerate(batches):
+        if job.pipeline is not None:
+            first = progress.micro_batches + self.data.rank
+
+            def seed(number: int, chunk: int) -> None:
+                seed_micro_batch(progress.dropout_seed, first + number * self.data.size, part, chunk)
+
+            def add(terms: Terms) -> None:
+                totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
+
+            job.pipeline.step(batches, items, num_micro_batches, factor, seed, add)
+        for number, batch in enumerate(batches if job.pipeline is None else ()):
             job.sharding.begin_micro_batch(last=number == share - 1)
             seed_micro_batch(
                 progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank, part
@@ -183,6 +194,8 @@ class Trainer:
         job.sharding.finish()
         job.traffic.check_settled()
         sum_partial(job.sharding, job.partial, self.world.axis("mp"), job.meter)
+        if job.tied is not None:
+            sum_tied(job.sharding, job.tied, self.world.axis("pp"), job.meter)
         if factor != 1.0:
             scale_gradients(job.sharding.parts, 1 / factor)
         norm = global_norm(job.sharding.parts, self.world.axis("world"))
@@ -272,7 +285,8 @@ class Trainer:
             total = load.clone()
             if self.data.group is not None:
                 dist.all_reduce(total, group=self.data.group)
-            self.job.model.update_router_bias(total, rate)
+            rows = total if self.job.pipeline is None else total[self.job.model.load_rows]
+            self.job.model.update_router_bias(rows, rate)
 
     # Around the step
 
@@ -289,6 +303,8 @@ class Trainer:
             micro_batch_size=training.micro_batch_size,
             data=self.data,
             device=self.world.device.torch_device,
+            pp=self.world.axis("pp"),
+            forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
         )
         # What an evaluation sends is no step's.
         self.world.ledger.clear()
@@ -350,6 +366,7 @@ class Trainer:
             self.peak, self.peak_source = peak_flops(device, build.compute_dtype(self.config, device))
         return Monitor(
             self.data,
+            self.world.axis("pp"),
             device,
             self.objective,
             loggers,

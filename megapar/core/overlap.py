@@ -23,7 +23,7 @@ O out features on this rank, H features outside the layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,11 +58,19 @@ class Overlap:
 
 
 class Road(NamedTuple):
-    """How a layer communicates: over which axis, how finely cut, and who counts."""
+    """How a layer communicates: over which axis, how finely cut, and who counts.
+
+    later: takes the product of a weight's gradient and gives the gradient, or None where it is made later; None: now.
+    """
 
     mp: Axis
     overlap: Overlap
     traffic: Traffic
+    later: Callable[[Callable[[], Tensor]], Tensor | None] | None = None
+
+    def weight_gradient(self, product: Callable[[], Tensor]) -> Tensor | None:
+        """The product, or None where somebody makes it later."""
+        return product() if self.later is None else self.later(product)
 
     def launch(self, exchange: Exchange, x: Tensor) -> Flight:
         """Start a collective."""
@@ -108,8 +116,8 @@ class GatheredColumn(torch.autograd.Function):
                 for rank, dy_BsO in enumerate(dy.chunk(size, 1)):
                     _multiply(dy_BsO, weight, None, dx_MBsI[rank])
             back = road.launch(ReduceScatter(road.mp), dx_MBsI.flatten(0, 1))
-        for _, x_MBsI in _landings(gathered, road):
-            dw = dy.flatten(0, 1).t() @ x_MBsI.transpose(0, 1).flatten(0, 2)
+        for _, whole in _landings(gathered, road):
+            dw = road.weight_gradient(lambda x=whole: dy.flatten(0, 1).t() @ x.transpose(0, 1).flatten(0, 2))
         db = dy.sum((0, 1)) if ctx.biased else None
         if back is not None:
             dx = road.traffic.land(back)
@@ -157,19 +165,16 @@ class ScatteredRow(torch.autograd.Function):
         if needs_dx:
             dx = x.new_empty(x.shape)
             _multiply(dy, weight, None, dx.unflatten(1, (mp.size, -1))[:, mp.rank])
-        if needs_dw:
-            dw = dy.flatten(0, 1).t() @ x_BMsI[:, mp.rank].flatten(0, 1)
+        if needs_dw and road.later is None:  # under the gathers
+            dw = _own_product(dy, x_BMsI, mp)
         pieces = []
         for rows, dy_MBpO in _landings(flights, road):
             pieces.append(dy_MBpO)
             if dx is not None:
                 for rank in _others(mp):
                     _multiply(dy_MBpO[rank], weight, None, dx.unflatten(1, (mp.size, -1))[:, rank, rows])
-        if dw is not None:
-            dy_BMsO = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(0, 1)
-            for others in (slice(0, mp.rank), slice(mp.rank + 1, mp.size)):
-                if others.start < others.stop:
-                    dw.addmm_(dy_BMsO[:, others].flatten(0, 2).t(), x_BMsI[:, others].flatten(0, 2))
+        if needs_dw:
+            dw = road.weight_gradient(lambda own=dw: _whole_product(own, dy, pieces, x_BMsI, mp))
         return dx, dw, dy.sum((0, 1)) if ctx.biased else None, None
 
 
@@ -193,7 +198,7 @@ class CopiedColumn(torch.autograd.Function):
         road, (x, weight), dy = ctx.road, ctx.saved_tensors, grads[0].flatten(0, -2)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx, flights = _multiply_and_sum(dy, weight, road) if needs_dx else (None, [])
-        dw = dy.t() @ x.flatten(0, -2) if needs_dw else None
+        dw = road.weight_gradient(lambda: dy.t() @ x.flatten(0, -2)) if needs_dw else None
         db = dy.sum(0) if ctx.biased else None
         for flight in flights:
             road.traffic.land(flight)
@@ -209,7 +214,7 @@ class ReducedRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
         """y [.., O]."""
-        ctx.biased = bias is not None
+        ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
         y, flights = _multiply_and_sum(x.flatten(0, -2), weight.t(), road)
         for flight in flights:
@@ -222,11 +227,26 @@ class ReducedRow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         """dx [.., I], dw [O, I], db [O]."""
-        (x, weight), dy = ctx.saved_tensors, grads[0]
+        road, (x, weight), dy = ctx.road, ctx.saved_tensors, grads[0]
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dy @ weight if needs_dx else None
-        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2) if needs_dw else None
+        dw = road.weight_gradient(lambda: dy.flatten(0, -2).t() @ x.flatten(0, -2)) if needs_dw else None
         return dx, dw, dy.flatten(0, -2).sum(0) if ctx.biased else None, None
+
+
+def _own_product(dy: Tensor, x_BMsI: Tensor, mp: Axis) -> Tensor:
+    """dw [O, I] of this rank's rows."""
+    return dy.flatten(0, 1).t() @ x_BMsI[:, mp.rank].flatten(0, 1)
+
+
+def _whole_product(own: Tensor | None, dy: Tensor, pieces: list[Tensor], x_BMsI: Tensor, mp: Axis) -> Tensor:
+    """dw [O, I] of all rows; ``own``: of this rank's, where it is there already. pieces: gathered dy [M, B, p, O]."""
+    dw = _own_product(dy, x_BMsI, mp) if own is None else own
+    dy_BMsO = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(0, 1)
+    for others in (slice(0, mp.rank), slice(mp.rank + 1, mp.size)):
+        if others.start < others.stop:
+            dw.addmm_(dy_BMsO[:, others].flatten(0, 2).t(), x_BMsI[:, others].flatten(0, 2))
+    return dw
 
 
 def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, Flight]]:

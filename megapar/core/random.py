@@ -17,10 +17,11 @@ def stream_seed(seed: int, *path: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def seed_micro_batch(seed: int, number: int, part: int = 0) -> None:
+def seed_micro_batch(seed: int, number: int, part: int = 0, chunk: int = 0) -> None:
     """Seed torch's default generators for micro-batch ``number``, counted over the whole run.
 
     part: which part of the positions this rank has, where sequence parallelism cuts them, so that parts draw different
-    masks.
+    masks. chunk: of a pipeline, likewise.
     """
-    torch.manual_seed(stream_seed(seed, "dropout", number, part))
+    path = (number, part, chunk) if chunk else (number, part)
+    torch.manual_seed(stream_seed(seed, "dropout", *path))

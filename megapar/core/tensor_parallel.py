@@ -23,6 +23,7 @@ from megapar.core.box import Box
 from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_scatter
 from megapar.core.overlap import CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
 from megapar.core.tickets import Traffic
+from megapar.core.weight_gradients import WeightGradients, linear
 
 SEQUENCE_DIM = 1
 
@@ -96,15 +97,17 @@ class ColumnLinear(nn.Module):
         self.product = GatheredColumn if sequence_parallel else CopiedColumn
         self.overlap = Overlap()
         self.traffic = Traffic()
+        self.weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
         weight = local(self.weight).flatten(0, -2)
         bias = None if self.bias is None else local(self.bias).flatten()
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         if self.mp.size == 1:
-            y = F.linear(x, weight, bias)
+            y = linear(x, weight, bias, later)
         else:
-            y = self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))
+            y = self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic, later))
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
 
@@ -138,13 +141,15 @@ class RowLinear(nn.Module):
         self.product = ScatteredRow if sequence_parallel else ReducedRow
         self.overlap = Overlap()
         self.traffic = Traffic()
+        self.weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, I/mp] to [B, S(/mp), O]."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         if self.mp.size == 1:
-            return F.linear(x, weight, bias)
-        return self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic))  # type: ignore[no-any-return]
+            return linear(x, weight, bias, later)
+        return self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic, later))  # type: ignore[no-any-return]
 
 
 def hide_communication(model: nn.Module, overlap: Overlap, traffic: Traffic) -> None:
@@ -155,6 +160,13 @@ def hide_communication(model: nn.Module, overlap: Overlap, traffic: Traffic) -> 
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             module.overlap, module.traffic = overlap, traffic
+
+
+def split_weight_gradients(model: nn.Module, weight_gradients: WeightGradients) -> None:
+    """Let the weights' part of the backward of the layers of ``model`` run apart, when ``weight_gradients`` says so."""
+    for module in model.modules():
+        if hasattr(module, "weight_gradients"):
+            module.weight_gradients = weight_gradients  # type: ignore[assignment]
 
 
 class VocabularyEmbedding(nn.Module):

@@ -5,6 +5,7 @@ Bytes are what one rank sends when nothing is sent twice, n ranks and a whole me
     all_gather, reduce_scatter    w (n - 1) / n
     all_reduce                    2 w (n - 1) / n     a reduce-scatter and an all-gather
     all_to_all                    the rows for other ranks
+    send                          the message
 """
 
 from __future__ import annotations
@@ -75,6 +76,21 @@ def reduce_scatter(
         return _SumWork(work, received, piece)
     torch.sum(received, 0, out=piece)
     return None
+
+
+def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
+    """Launch ``x`` to the rank at coordinate ``to``; it must not be changed until the result was waited for."""
+    axis.count("send", x.nbytes)
+    work: dist.Work | None = dist.isend(x, axis.ranks[to], group=axis.group)
+    assert work is not None
+    return work
+
+
+def receive(x: Tensor, axis: Axis, source: int) -> dist.Work:
+    """Launch the receipt of ``x`` from the rank at coordinate ``source``; messages come in the order of the sends."""
+    work: dist.Work | None = dist.irecv(x, axis.ranks[source], group=axis.group)
+    assert work is not None
+    return work
 
 
 class _SumWork(dist.Work):

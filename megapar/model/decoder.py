@@ -6,17 +6,22 @@ under sequence parallelism, written S(/mp).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
+from megapar.core.device.ops import wide
+from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
 from megapar.core.tickets import Traffic
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
-from megapar.model.embedding import DecoderEmbedding, own_sequence
+from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
@@ -74,8 +79,12 @@ class Decoder(nn.Module):
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
-    launch; by default each layer has its own.
+    launch; by default each layer has its own. holding: what of the model this rank has in a pipeline; by default all.
     """
+
+    embedding: DecoderEmbedding | TiedWord | None
+    final_norm: nn.Module | None
+    lm_head: LmHead | None
 
     def __init__(
         self,
@@ -86,14 +95,24 @@ class Decoder(nn.Module):
         emp: Axis,
         sequence_parallel: bool = False,
         traffic: Traffic | None = None,
+        holding: Holding | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        held = holding or Holding(tuple(range(sizes.num_layers)), True, True)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
-        self.embedding = DecoderEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        common: dict[str, Any] = {
+            "mp": mp,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.embedding = DecoderEmbedding(sizes, **common) if held.first else None
+        if held.last and not held.first and sizes.tie_embeddings:
+            self.embedding = TiedWord(sizes.vocab_size, sizes.hidden_size, **common)
         self.layers = nn.ModuleDict()
-        for layer in range(sizes.num_layers):
+        for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
                 sizes,
                 layer,
@@ -106,8 +125,8 @@ class Decoder(nn.Module):
                 device=device,
             )
         norm, epsilon = sizes.normalization, sizes.layernorm_epsilon
-        self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device)
-        self.lm_head = LmHead(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device) if held.last else None
+        self.lm_head = LmHead(sizes, **common) if held.last else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """The loss terms of one micro-batch.
@@ -116,22 +135,69 @@ class Decoder(nn.Module):
         padding, which must stand behind the text of its sample.
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
+        assert self.lm_head is not None
         x, stats = self._run(batch, valid_tokens)
         return collect({"lm": self.lm_head(x, batch["labels"], self.tied_weight)}, stats)
 
+    def run_chunk(
+        self,
+        chunk: Chunk,
+        x: Tensor | None,
+        batch: dict[str, Tensor],
+        valid_tokens: int | None = None,
+        tied_weight: Tensor | None = None,
+    ) -> tuple[Tensor | None, Terms]:
+        """One chunk of a pipeline: (x for the next one, or None behind the last; the terms of its own layers).
+
+        x: [B, S(/mp), H] of the chunk before, None for the first. batch, valid_tokens: as in ``forward``; every rank of
+        a pipeline reads the same. tied_weight: what the head computes with in place of the embedding's weight.
+        """
+        context = self._context(batch, valid_tokens)
+        if chunk.first:
+            assert self.embedding is not None
+            x = self.embedding(batch["tokens"], batch["positions"])
+        assert x is not None
+        x, stats = self._run_layers(x, context, map(str, chunk.layers))
+        like = x.new_zeros((), dtype=wide(x.dtype))
+        if not chunk.last:
+            return x, collect({}, stats, like)
+        assert self.final_norm is not None
+        assert self.lm_head is not None
+        tied = self.tied_weight if tied_weight is None else tied_weight
+        return None, collect({"lm": self.lm_head(self.final_norm(x), batch["labels"], tied)}, stats)
+
+    def boundary_shape(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
+        """[B, S(/mp), H] of the activations between two chunks."""
+        samples, length = batch["tokens"].shape
+        return samples, length // (self.mp.size if self.sequence_parallel else 1), self.sizes.hidden_size
+
+    @property
+    def load_rows(self) -> list[int]:
+        """Which rows of a load [L, E] of the whole model belong to layers that are here."""
+        moe = self.sizes.moe_layers
+        return [moe.index(int(name)) for name in sorted(self.layers, key=int) if int(name) in moe]
+
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
+        assert self.lm_head is not None
         return self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
 
     @property
     def tied_weight(self) -> Tensor | None:
         """The embedding's weight where the head uses it too."""
-        return self.embedding.word.weight if self.sizes.tie_embeddings else None
+        return self.embedding.word.weight if self.sizes.tie_embeddings and self.embedding is not None else None
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
         """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
-        blocks = {f"layers.{name}": (block,) for name, block in self.layers.items()}
-        return {"embedding": (self.embedding,), **blocks, "head": (self.final_norm, self.lm_head)}
+        units: dict[str, tuple[nn.Module, ...]] = {}
+        if isinstance(self.embedding, DecoderEmbedding):
+            units["embedding"] = (self.embedding,)
+        elif self.embedding is not None and self.lm_head is not None:
+            units["embedding"] = (self.lm_head,)  # whose call takes the copy of the weight
+        units |= {f"layers.{name}": (block,) for name, block in self.layers.items()}
+        if self.final_norm is not None and self.lm_head is not None:
+            units["head"] = (self.final_norm, self.lm_head)
+        return units
 
     def correction_biases(self) -> list[Tensor]:
         """The routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
@@ -149,15 +215,20 @@ class Decoder(nn.Module):
 
     def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats]]:
         """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""
-        positions = batch["positions"]
+        assert self.embedding is not None
+        assert self.final_norm is not None
         context = self._context(batch, valid_tokens)
-        x = self.embedding(batch["tokens"], positions)
+        x = self.embedding(batch["tokens"], batch["positions"])
+        x, stats = self._run_layers(x, context, self.layers)
+        return self.final_norm(x), stats
+
+    def _run_layers(self, x: Tensor, context: Context, names: Iterable[str]) -> tuple[Tensor, list[MoeStats]]:
         stats = []
-        for block in self.layers.values():
-            x, layer_stats = block(x, context)
+        for name in names:
+            x, layer_stats = self.layers[name](x, context)
             if layer_stats is not None:
                 stats.append(layer_stats)
-        return self.final_norm(x), stats
+        return x, stats
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None

@@ -51,6 +51,32 @@ class DecoderEmbedding(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
+class TiedWord(nn.Module):
+    """The word embedding on the last stage of a pipeline, where only the head uses it; the first stage has it too.
+
+    word [V/mp, H]: the same values on both; gradients are summed over the two once per step.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.word = VocabularyEmbedding(
+            vocab_size, hidden_size, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+        )
+
+    def forward(self, *_: Tensor) -> Tensor:
+        """Raises RuntimeError: tokens are embedded on the first stage."""
+        raise RuntimeError("the last stage of a pipeline has the word embedding for its head only")
+
+
 class ErnieEmbedding(nn.Module):
     """Words, positions, token types and task types, summed, normalised.
 

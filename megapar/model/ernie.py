@@ -6,6 +6,9 @@ parallelism, written S(/mp).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.collectives import copy, gather
 from megapar.core.device.ops import wide
+from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import (
     SEQUENCE_DIM,
     Linear,
@@ -23,7 +27,7 @@ from megapar.core.tensor_parallel import (
 )
 from megapar.model.block import ErnieBlock
 from megapar.model.context import Context
-from megapar.model.embedding import ErnieEmbedding, own_sequence
+from megapar.model.embedding import ErnieEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import ErnieSizes
@@ -93,8 +97,12 @@ class Ernie(nn.Module):
     """An ERNIE encoder with its heads.
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``ernie_table(sizes)``.
+    names, global shapes and cuts are those of ``ernie_table(sizes)``. holding: what of the model this rank has in a
+    pipeline; by default all.
     """
+
+    embedding: ErnieEmbedding | TiedWord | None
+    lm_head: MaskedLmHead | None
 
     def __init__(
         self,
@@ -102,21 +110,30 @@ class Ernie(nn.Module):
         *,
         mp: Axis,
         sequence_parallel: bool = False,
+        holding: Holding | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.sizes, self.mp, self.sequence_parallel = sizes, mp, sequence_parallel
-        self.embedding = ErnieEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
-        self.layers = nn.ModuleDict()
-        for layer in range(sizes.num_layers):
-            self.layers[str(layer)] = ErnieBlock(
-                sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-            )
+        held = holding or Holding(tuple(range(sizes.num_layers)), True, True)
+        self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         H = sizes.hidden_size
-        self.pooler = Pooler(H, H, dtype=dtype, device=device) if sizes.sop else None
-        self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device)
-        self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sizes.sop else None
+        common: dict[str, Any] = {
+            "mp": mp,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.embedding = ErnieEmbedding(sizes, **common) if held.first else None
+        if held.last and not held.first:
+            self.embedding = TiedWord(sizes.vocab_size, H, **common)
+        self.layers = nn.ModuleDict()
+        for layer in held.layers:
+            self.layers[str(layer)] = ErnieBlock(sizes, **common)
+        sop = sizes.sop and held.last
+        self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
+        self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device) if held.last else None
+        self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """The loss terms of one micro-batch.
@@ -125,38 +142,86 @@ class Ernie(nn.Module):
         padding; masked_index [M] (into the flattened B * S), masked_labels [M]; sop_labels [B] with ``sop``.
         valid_tokens is taken for the sake of one call for all models; nothing here depends on it.
         """
-        x = self._run(batch)
-        rows = x.flatten(0, 1).index_select(0, batch["masked_index"])
-        sums = {"lm": self.lm_head(rows, batch["masked_labels"], self.embedding.word.weight)}
-        if self.pooler is not None and self.sop_head is not None:
-            sums["sop"] = self.sop_head(self.pooler(x), batch["sop_labels"])
-        return collect(sums, ())
+        return collect(self._sums(self._run(batch), batch, self.tied_weight), ())
+
+    def run_chunk(
+        self,
+        chunk: Chunk,
+        x: Tensor | None,
+        batch: dict[str, Tensor],
+        valid_tokens: int | None = None,
+        tied_weight: Tensor | None = None,
+    ) -> tuple[Tensor | None, Terms]:
+        """One chunk of a pipeline: (x for the next one, or None behind the last; its terms).
+
+        x: [B, S(/mp), H] of the chunk before, None for the first. batch, valid_tokens: as in ``forward``; every rank of
+        a pipeline reads the same. tied_weight: what the head computes with in place of the embedding's weight.
+        """
+        if chunk.first:
+            x = self._embed(batch)
+        assert x is not None
+        x = self._run_layers(x, batch, map(str, chunk.layers))
+        if not chunk.last:
+            return x, collect({}, (), x.new_zeros((), dtype=wide(x.dtype)))
+        word = self.tied_weight if tied_weight is None else tied_weight
+        return None, collect(self._sums(self._leave(x), batch, word), ())
+
+    def boundary_shape(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
+        """[B, S(/mp), H] of the activations between two chunks."""
+        samples, length = batch["tokens"].shape
+        return samples, length // (self.mp.size if self.sequence_parallel else 1), self.sizes.hidden_size
 
     def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """(masked-word logits [B, S, V] of every position, sentence-order logits [B, 2] or None); for inspection."""
+        assert self.lm_head is not None
         x = self._run(batch)
         order = None
         if self.pooler is not None and self.sop_head is not None:
             order = self.sop_head.logits(self.pooler(x))
-        return self.lm_head.logits(x, self.embedding.word.weight), order
+        return self.lm_head.logits(x, self.tied_weight), order
 
     @property
     def tied_weight(self) -> Tensor:
         """The word embedding, which is the masked-word head's decoder too."""
+        assert self.embedding is not None
         return self.embedding.word.weight
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
         """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
-        blocks = {f"layers.{name}": (block,) for name, block in self.layers.items()}
+        units: dict[str, tuple[nn.Module, ...]] = {}
+        if isinstance(self.embedding, ErnieEmbedding):
+            units["embedding"] = (self.embedding,)
+        elif self.embedding is not None and self.lm_head is not None:
+            units["embedding"] = (self.lm_head,)  # whose call takes the copy of the weight
+        units |= {f"layers.{name}": (block,) for name, block in self.layers.items()}
         head = tuple(m for m in (self.lm_head, self.pooler, self.sop_head) if m is not None)
-        return {"embedding": (self.embedding,), **blocks, "head": head}
+        return {**units, "head": head} if head else units
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
         """Everything but the heads: the whole x [B, S, H] on every mp rank."""
-        tokens, valid = batch["tokens"], batch.get("valid")
+        return self._leave(self._run_layers(self._embed(batch), batch, self.layers))
+
+    def _embed(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.embedding is not None
+        x: Tensor = self.embedding(batch["tokens"], batch["token_types"], batch["task_types"], batch["positions"])
+        return x
+
+    def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
+        valid = batch.get("valid")
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
-        context = Context(valid, own_valid, tokens.numel())
-        x: Tensor = self.embedding(tokens, batch["token_types"], batch["task_types"], batch["positions"])
-        for block in self.layers.values():
-            x, _ = block(x, context)
+        context = Context(valid, own_valid, batch["tokens"].numel())
+        for name in names:
+            x, _ = self.layers[name](x, context)
+        return x
+
+    def _leave(self, x: Tensor) -> Tensor:
         return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x
+
+    def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
+        """The loss sums of the heads; word: the masked-word head's decoder."""
+        assert self.lm_head is not None
+        rows = x.flatten(0, 1).index_select(0, batch["masked_index"])
+        sums = {"lm": self.lm_head(rows, batch["masked_labels"], word)}
+        if self.pooler is not None and self.sop_head is not None:
+            sums["sop"] = self.sop_head(self.pooler(x), batch["sop_labels"])
+        return sums

@@ -8,6 +8,8 @@ causal half as Megatron-LM counts it since 2025.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 
 FORWARD_AND_BACKWARD = 3
@@ -23,6 +25,20 @@ def step_flops(sizes: DecoderSizes | ErnieSizes, sequences: int, seq_length: int
         masked = sequences * seq_length * 15 // 100 if predicted is None else predicted
         return FORWARD_AND_BACKWARD * (sequences * _ernie(sizes, seq_length) + masked * _ernie_word(sizes))
     return FORWARD_AND_BACKWARD * sequences * _decoder(sizes, seq_length)
+
+
+def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
+    """Forward FLOPs of one sequence: of the embedding, of every layer, of the head (masked words: 15 %)."""
+    length = sizes.seq_length
+    if isinstance(sizes, ErnieSizes):
+        one = replace(sizes, num_layers=1, sop=False)
+        head = _ernie(replace(sizes, num_layers=0), length) + length * 15 // 100 * _ernie_word(sizes)
+        return [0, *[_ernie(one, length)] * sizes.num_layers, head]
+    head = 2 * sizes.hidden_size * sizes.vocab_size * length
+    moe, single = set(sizes.moe_layers), replace(sizes, num_layers=1)
+    routed = _decoder(replace(single, first_k_dense=0), length) - head
+    dense = _decoder(replace(single, first_k_dense=1), length) - head
+    return [0, *(routed if layer in moe else dense for layer in range(sizes.num_layers)), head]
 
 
 def flops_per_token(sizes: DecoderSizes | ErnieSizes, seq_length: int) -> float:

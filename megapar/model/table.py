@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megapar.core.box import Box
+from megapar.core.pipeline.stages import Stages
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.sizes import MoeSizes
 
@@ -38,6 +39,7 @@ class ParameterSpec:
     trainable: False for a buffer that no gradient moves. expert: sharded over edp, not over (sharding, cp).
     mp_partial: each mp rank's gradient is a partial sum: "never" | "sp" (under sequence parallelism) | "always".
     pieces: the Hugging Face tensors it consists of; where there is no such form, names in the same manner.
+    stage: the coordinate on pp that answers for it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ParameterSpec:
     expert: bool = False
     mp_partial: str = "never"
     pieces: tuple[Piece, ...] = ()
+    stage: int = 0
 
     @property
     def numel(self) -> int:
@@ -69,6 +72,11 @@ class ParameterSpec:
 def table_of(sizes: DecoderSizes | ErnieSizes) -> tuple[ParameterSpec, ...]:
     """The table of either model."""
     return ernie_table(sizes) if isinstance(sizes, ErnieSizes) else decoder_table(sizes)
+
+
+def placed(table: Iterable[ParameterSpec], stages: Stages) -> tuple[ParameterSpec, ...]:
+    """The table with each row's stage."""
+    return tuple(replace(spec, stage=stages.rank_of_unit(spec.unit)) for spec in table)
 
 
 def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:

@@ -27,9 +27,9 @@ class Terms(NamedTuple):
     dropped: Tensor
 
 
-def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats]) -> Terms:
-    """Sums the layers' statistics beside the loss sums."""
-    like = sums["lm"]
+def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats], like: Tensor | None = None) -> Terms:
+    """Sums the layers' statistics beside the loss sums; ``like``: for zeros where there are no sums (in a pipeline)."""
+    like = sums["lm"] if like is None else like
     if not stats:
         zero = like.new_zeros(())
         count = torch.zeros((), dtype=torch.int64, device=like.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel import local
+from megapar.core.weight_gradients import Later, WeightGradients
 from megapar.moe.grouped import grouped_linear
 
 
@@ -57,6 +58,7 @@ class Experts(nn.Module):
         self.down = create(hidden_size, ffn_hidden_size)
         self.register_parameter(f"{self.up_name}_bias", create(*up) if add_bias else None)
         self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
+        self.weight_gradients: WeightGradients | None = None
 
     def forward(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
         """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R."""
@@ -64,14 +66,17 @@ class Experts(nn.Module):
         expert_R = None
         if self.has_bias:
             expert_R = torch.repeat_interleave(counts_E, output_size=rows_RH.shape[0])
-        hidden = grouped_linear(rows_RH, up.flatten(1, -2), counts_E)
+        hidden = grouped_linear(rows_RH, up.flatten(1, -2), counts_E, self._later(self.up_name))
         if expert_R is not None:
             hidden = hidden + self._bias(f"{self.up_name}_bias", expert_R)
         hidden = op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
-        out_RH = grouped_linear(hidden, local(self.down), counts_E)
+        out_RH = grouped_linear(hidden, local(self.down), counts_E, self._later("down"))
         if expert_R is not None:
             out_RH = _AddOnce.apply(out_RH, self._bias("down_bias", expert_R), self.adds_down_bias)
         return out_RH
+
+    def _later(self, name: str) -> Later | None:
+        return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name))
 
     def _bias(self, name: str, expert_R: Tensor) -> Tensor:
         """The bias of each row's expert."""

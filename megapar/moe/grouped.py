@@ -14,17 +14,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar.core.weight_gradients import Later
 
 GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 ALIGNMENT_BYTES = 16
 
 
-def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, later: Later | None = None) -> Tensor:
     """[R, O]: each row times the transposed weight of its expert.
 
     rows_RI: the rows of expert 0, then those of expert 1, and so on. counts_E: int64, rows of each expert,
-    some perhaps 0; they must sum to R, because what lies beyond is not computed.
+    some perhaps 0; they must sum to R, because what lies beyond is not computed. later: gets the product of the
+    weight's gradient (``core.weight_gradients``).
     """
+    if later is not None:
+        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later)  # type: ignore[no-any-return]
     if _grouped_mm_takes(rows_RI, weight_EOI):
         return grouped_linear_fused(rows_RI, weight_EOI, counts_E)
     return grouped_linear_reference(rows_RI, weight_EOI, counts_E)
@@ -51,6 +57,37 @@ def _grouped_mm_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
     item_bytes = rows_RI.element_size()
     lengths = (*weight_EOI.shape[1:], weight_EOI.storage_offset(), rows_RI.storage_offset())
     return weight_EOI.is_contiguous() and all(length * item_bytes % ALIGNMENT_BYTES == 0 for length in lengths)
+
+
+class _SplitBackward(torch.autograd.Function):
+    """dx [R, I] at once, dw [E, O, I] when ``later`` says."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, later: Later) -> Tensor:
+        ctx.later = later
+        ctx.save_for_backward(rows, weight, counts)
+        return grouped_linear(rows, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, weight, counts), dy = ctx.saved_tensors, grads[0].contiguous()
+        fused = _grouped_mm_takes(rows, weight)
+        ends = counts.cumsum(0).to(torch.int32)
+        dx = None
+        if ctx.needs_input_grad[0] and fused:
+            dx = F.grouped_mm(dy, weight, offs=ends)
+        elif ctx.needs_input_grad[0]:
+            dx = grouped_linear_reference(dy, weight.transpose(1, 2), counts)
+
+        def product() -> Tensor:
+            if fused:
+                return F.grouped_mm(dy.t(), rows, offs=ends)  # type: ignore[no-any-return]
+            sizes = counts.tolist()
+            pieces = zip(dy.split(sizes), rows.split(sizes), strict=True)
+            return torch.stack([dy_e.t() @ rows_e for dy_e, rows_e in pieces])
+
+        return dx, ctx.later(product) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _ContiguousGradient(torch.autograd.Function):

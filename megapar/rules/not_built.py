@@ -31,11 +31,6 @@ def _indexed(f: Facts) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    _later("pp_degree", "pipeline parallelism", "--world-size 2 --pp-degree 2"),
-    _later("pp_seg_method", "pipeline parallelism", "--world-size 2 --pp-degree 2 --pp-seg-method balanced"),
-    _later("pp_schedule", "pipeline schedules", "--world-size 2 --pp-degree 2 --pp-schedule gpipe"),
-    _later("vpp_degree", "pipeline chunks", "--world-size 2 --pp-degree 2 --vpp-degree 2 --pp-schedule interleaved"),
-    _later("use_nanopipe", "the zero-bubble schedule", "--world-size 2 --pp-degree 2 --use-nanopipe"),
     _later("cp_degree", "context parallelism", "--world-size 2 --cp-degree 2"),
     _later("recompute_interval", "recompute", "--recompute-interval 1"),
     _later("recompute_offload", "recompute", "--recompute-interval 1 --recompute-offload"),

@@ -33,6 +33,23 @@ def recomputes(f: Facts) -> bool:
     )
 
 
+def _micro_batches(f: Facts) -> list[int]:
+    """Micro-batches per step of one data rank, all that a ramp-up of the batch size comes to."""
+    if f.rampup_batch_size is None:
+        return [f.gradient_merge_acc_step]
+    start, increment, _ = f.rampup_batch_size
+    unit = f.micro_batch_size * f.data_ranks
+    sizes = [*range(start, f.global_batch_size, max(1, increment)), f.global_batch_size]
+    return [size // unit for size in sizes]
+
+
+def _enough(f: Facts) -> str:
+    """The least number of micro-batches, for a sentence."""
+    unit = f.micro_batch_size * f.data_ranks
+    return f"Choose --gradient-merge-acc-step {f.pp_degree}, which is --global-batch-size {unit * f.pp_degree}."
+
+
+_BATCH = ("gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks")
 _RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
 
 RULES: tuple[Rule, ...] = (
@@ -90,12 +107,23 @@ RULES: tuple[Rule, ...] = (
         failing="--world-size 2 --pp-degree 2 --use-nanopipe --pp-schedule gpipe",
     ),
     Rule(
+        id="micro-batches-enough",
+        reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
+        when=lambda f: f.pp_degree > 1 and f.pp_schedule == "1f1b" and not f.use_nanopipe,
+        requires=lambda f: min(_micro_batches(f)) >= f.pp_degree,
+        message="1f1b needs at least as many micro-batches per step as there are stages, from a ramp's first step on",
+        fix=_enough,
+        source="pipeline",
+        passing="--world-size 4 --pp-degree 4 --gradient-merge-acc-step 5",
+        failing="--world-size 4 --pp-degree 4 --gradient-merge-acc-step 3",
+    ),
+    Rule(
         id="micro-batches-stages",
-        reads=("pp_degree", "gradient_merge_acc_step", "pp_schedule", "use_nanopipe"),
+        reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and (f.pp_schedule == "interleaved" or zero_bubble(f)),
-        requires=lambda f: f.gradient_merge_acc_step % f.pp_degree == 0,
+        requires=lambda f: all(count and count % f.pp_degree == 0 for count in _micro_batches(f)),
         message="interleaved and zero-bubble schedules need micro-batches in whole multiples of --pp-degree",
-        fix=lambda f: f"Choose --gradient-merge-acc-step {f.pp_degree} or {2 * f.pp_degree}.",
+        fix=_enough,
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 4",
         failing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 3",
@@ -127,7 +155,9 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_RECOMPUTES),
         when=lambda f: f.pp_degree > 1 and zero_bubble(f),
         requires=lambda f: not recomputes(f),
-        message="recompute under the zero-bubble schedule recomputes twice",
+        message=(
+            "zero-bubble keeps what weight gradients need until their own step, so that recompute would save little"
+        ),
         fix="Leave one out.",
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --use-nanopipe",

@@ -29,9 +29,16 @@ def _launch(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _plan(argv: Sequence[str]) -> int:
+    from megapar.tools.plan import main
+
+    return main(argv)
+
+
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProxyType(
     {
         "launch": (_launch, "check the configuration once, then start the ranks of this node"),
+        "plan": (_plan, "show what a configuration will do: --show-schedule draws its pipeline"),
         "rules": (_rules, "print the compatibility matrix"),
         "docs": (_docs, "write docs/compatibility.md and docs/flags.md"),
     }

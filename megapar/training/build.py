@@ -17,13 +17,16 @@ from megapar.core.meter import WaitMeter
 from megapar.core.offload import OffloadedOptimizer
 from megapar.core.optimizer import Optimizer
 from megapar.core.overlap import Overlap
+from megapar.core.pipeline.schedule import ZERO_BUBBLE
+from megapar.core.pipeline.stages import Stages
 from megapar.core.schedule import BatchSize, LearningRate
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
-from megapar.core.tensor_parallel import hide_communication
+from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.tickets import Traffic
+from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.data import corpus
 from megapar.data.corpus import Corpus
@@ -31,9 +34,11 @@ from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
 from megapar.model.initialize import fill
 from megapar.model.sizes import ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.training.objective import Objective
+from megapar.training.pipelined import PipelinedModel
 from megapar.training.sizes import Sizes, make_segments, make_sizes
+from megapar.training.stages import effective_schedule, make_stages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -124,7 +129,8 @@ class Job:
     """A model with what holds its parameters, gradients and optimizer state.
 
     traffic: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
-    every wait. partial: parameters whose gradients mp ranks must sum.
+    every wait. partial: parameters whose gradients mp ranks must sum. pipeline: runs the model where pp > 1. tied: the
+    parameter that the first and the last stage have, whose gradients they sum.
     """
 
     world: World
@@ -137,22 +143,28 @@ class Job:
     traffic: Traffic
     metered: bool
     partial: tuple[str, ...]
+    pipeline: PipelinedModel | None = None
+    tied: str | None = None
 
 
 def make_job(config: Config, world: World) -> Job:
     """Build and initialise the model as this rank holds it."""
     sizes = make_sizes(config)
-    table = table_of(sizes)
+    stages = make_stages(config, sizes)
+    table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
     meter = WaitMeter()
     traffic = Traffic(meter)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model = _make_model(
-        config, sizes, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
+        config, sizes, stages, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
     )
+    pipeline: PipelinedModel | None = None
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
         sharding = _full(config, world, sizes, model, trainable, dtype, meter)
+    elif world.grid.pp > 1:
+        sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, meter)
     else:
         sharding = _zero(config, world, model, trainable, dtype, meter)
     rows = {spec.name: spec for spec in table}
@@ -162,7 +174,46 @@ def make_job(config: Config, world: World) -> Job:
     sharding.publish()
     optimizer = _make_optimizer(config, world, sharding)
     partial = _partial_names(table, sequence_parallel=config.parallel.sequence_parallel)
-    return Job(world, sizes, table, model, sharding, optimizer, meter, traffic, not cut_parameters, partial)
+    job = Job(world, sizes, table, model, sharding, optimizer, meter, traffic, not cut_parameters, partial, pipeline)
+    holding = stages.holding(world.axis("pp").rank)
+    if pipeline is not None and model.embedding is not None and holding.first != holding.last:
+        job.tied = "embedding.word.weight" if model.tied_weight is not None else None
+    return job
+
+
+def _pipelined(
+    config: Config,
+    world: World,
+    stages: Stages,
+    model: Model,
+    specs: list[ParameterSpec],
+    dtype: torch.dtype,
+    meter: WaitMeter,
+) -> tuple[Sharding, PipelinedModel]:
+    """Stages 1 and 2 for each chunk by itself, whose backward is one of many, and what runs the chunks."""
+    pp = world.axis("pp")
+    mine = stages.on(pp.rank)
+
+    def index_of(spec: ParameterSpec) -> int:
+        chunk = stages.chunk_of_unit(spec.unit)
+        return chunk.index if chunk.rank == pp.rank else mine[-1].index  # a tied embedding's second copy
+
+    names = dict(model.named_parameters())
+    here = [spec for spec in specs if spec.name in names]
+    shardings = {
+        chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype, meter)
+        for chunk in mine
+    }
+    schedule = effective_schedule(config)
+    weight_gradients = WeightGradients() if schedule == ZERO_BUBBLE else None
+    if weight_gradients is not None:
+        split_weight_gradients(model, weight_gradients)
+    pipeline = PipelinedModel(
+        *(model, stages, pp, schedule, make_objective(config), shardings, world.device.torch_device),
+        reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
+        weight_gradients=weight_gradients,
+    )
+    return CombinedSharding(tuple(shardings.values())), pipeline
 
 
 def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
@@ -177,11 +228,12 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
 
 
 def _make_model(
-    config: Config, sizes: Sizes, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
+    config: Config, sizes: Sizes, stages: Stages, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
 ) -> Model:
     common: dict[str, Any] = {
         "mp": world.axis("mp"),
         "sequence_parallel": config.parallel.sequence_parallel,
+        "holding": stages.holding(world.axis("pp").rank),
         "dtype": dtype,
         "device": torch.device("meta") if meta else world.device.torch_device,
     }
@@ -236,7 +288,7 @@ def _full(
 
 def _zero(
     config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype, meter: WaitMeter
-) -> Sharding:
+) -> ZeroSharding:
     """Stages 1 and 2."""
     named = dict(model.named_parameters())
     return ZeroSharding(
@@ -259,5 +311,5 @@ def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
     """Buffers of the table (the router's correction bias) start at zero; memory may come uninitialised."""
     buffers = dict(model.named_buffers())
     for spec in table:
-        if not spec.trainable:
+        if not spec.trainable and spec.name in buffers:
             buffers[spec.name].zero_()

@@ -2,46 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.sharding.cut import is_primary, master_box
+from megapar.core.sharding.cut import is_primary, is_speaker, master_box
 from megapar.core.sharding.part import View
 from megapar.core.world import World
+from megapar.model.table import ParameterSpec
 
 
-def collect(world: World, view: View) -> Tensor | None:
+def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.dtype) -> Tensor | None:
     """The whole tensor on the CPU of rank 0, None elsewhere; every rank must call it with the same parameter.
 
-    Each rank that answers for its piece sends it; which rank holds what is arithmetic over the grid.
+    Each rank that answers for its piece sends it; which rank holds what is arithmetic over the grid. view: None on
+    ranks whose pipeline stage does not have the parameter.
     """
-    grid, spec = world.grid, view.spec
+    grid = world.grid
     if grid.world_size == 1:
+        assert view is not None
         return view.tensor.detach().cpu()
     owners = [rank for rank in range(grid.world_size) if is_primary(spec, grid, rank)]
-    mine = view.tensor.detach().cpu().contiguous()
+    mine = None if view is None else view.tensor.detach().cpu().contiguous()
     if world.rank != 0:
-        if world.rank in owners and mine.numel():
+        if world.rank in owners and mine is not None and mine.numel():
             dist.send(mine, 0)
         return None
-    whole = torch.empty(spec.shape, dtype=mine.dtype)
+    whole = torch.empty(spec.shape, dtype=dtype)
     for rank in owners:
         box = master_box(spec, grid, rank)
         if rank == 0:
+            assert mine is not None
             whole[box.slices] = mine
         elif box.numel:
-            piece = torch.empty(box.sizes, dtype=mine.dtype)
+            piece = torch.empty(box.sizes, dtype=dtype)
             dist.recv(piece, rank)
             whole[box.slices] = piece
     return whole
 
 
-def collect_all(world: World, views: Iterator[View]) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) one after the other on rank 0; other ranks yield nothing but must be run to the end."""
-    for view in views:
-        whole = collect(world, view)
-        if whole is not None:
-            yield view.spec.name, whole
+def collect_all(world: World, table: Iterable[ParameterSpec], views: Iterable[View]) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) one after the other on rank 0; other ranks yield nothing but must be run to the end.
+
+    table: of the whole model; its trainable parameters are collected in its order. views: what this rank has of them.
+    """
+    mine = {view.spec.name: view for view in views}
+    dtype = next(iter(mine.values())).tensor.dtype
+    for spec in table:
+        if spec.trainable:
+            whole = collect(world, spec, mine.get(spec.name), dtype)
+            if whole is not None:
+                yield spec.name, whole
+
+
+def collect_buffers(
+    world: World, table: Iterable[ParameterSpec], buffers: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``collect_all``, of what no gradient moves; every rank of a stage has these whole.
+
+    dtype: of all of them, for a rank 0 that has none.
+    """
+    for spec in table:
+        if spec.trainable:
+            continue
+        speaker = next(rank for rank in range(world.grid.world_size) if is_speaker(spec, world.grid, rank))
+        if world.rank == speaker and speaker:
+            dist.send(buffers[spec.name].cpu().contiguous(), 0)
+        elif world.rank == 0:
+            whole = torch.empty(spec.shape, dtype=dtype) if speaker else buffers[spec.name].cpu()
+            if speaker:
+                dist.recv(whole, speaker)
+            yield spec.name, whole

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.data.batches import Collate
 from megapar.data.samples import Samples
+from megapar.model.terms import Terms
 from megapar.training.objective import Objective
 
 
@@ -23,13 +26,17 @@ def evaluate(
     micro_batch_size: int,
     data: Axis,
     device: torch.device,
+    pp: Axis,
+    forward: Callable[[dict[str, Tensor], int], Terms] | None = None,
 ) -> dict[str, float]:
     """Mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
     Micro-batch j is samples [j * micro_batch_size, ...) of the first ``num_samples`` (the last one may be smaller);
     data rank r of R runs j = r, R + r, ... Ranks that have none left repeat the first one uncounted, because the
-    others may need them in a collective.
+    others may need them in a collective. forward: how a pipeline over ``pp`` runs the model; its ranks add up their
+    terms.
     """
+    run = model if forward is None else forward
     names = list(objective.weights)
     totals = torch.zeros(2, len(names), dtype=torch.float64)
     num_batches = -(-num_samples // micro_batch_size)
@@ -39,7 +46,7 @@ def evaluate(
             number = round_start + data.rank
             first = number * micro_batch_size if number < num_batches else 0
             batch = collate([samples[i] for i in range(first, min(first + micro_batch_size, num_samples))])
-            terms = model(batch.to(device, non_blocking=True).tensors, batch.valid_tokens)
+            terms = run(batch.to(device, non_blocking=True).tensors, batch.valid_tokens)
             if number < num_batches:
                 totals[0] += torch.stack([terms.sums[name] for name in names]).double().cpu()
                 totals[1] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
@@ -47,6 +54,9 @@ def evaluate(
         model.train()
     if data.group is not None:
         dist.all_reduce(totals, group=data.group)
+    if pp.group is not None:
+        totals[1] *= pp.rank == 0  # every stage has read the same
+        dist.all_reduce(totals, group=pp.group)
     sums, items = totals.tolist()
     means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)

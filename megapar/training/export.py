@@ -12,7 +12,7 @@ from torch import Tensor
 from megapar.data.tokenizer import Tokenizer
 from megapar.model import hf
 from megapar.training.build import Job
-from megapar.training.collect import collect_all
+from megapar.training.collect import collect_all, collect_buffers
 
 
 def save_hf(folder: Path, job: Job, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
@@ -33,7 +33,6 @@ def save_hf(folder: Path, job: Job, tokenizer: Tokenizer | None, dtype: torch.dt
 
 
 def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
-    yield from collect_all(job.world, job.sharding.views([part.master for part in job.sharding.parts]))
-    if job.world.rank == 0:
-        buffers = dict(job.model.named_buffers())
-        yield from ((spec.name, buffers[spec.name].cpu()) for spec in job.table if not spec.trainable)
+    masters = [part.master for part in job.sharding.parts]
+    yield from collect_all(job.world, job.table, job.sharding.views(masters))
+    yield from collect_buffers(job.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)

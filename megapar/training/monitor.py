@@ -63,6 +63,7 @@ class Monitor:
     def __init__(
         self,
         data: Axis,
+        pp: Axis,
         device: Device,
         objective: Objective,
         loggers: Sequence[Logger],
@@ -72,6 +73,7 @@ class Monitor:
         peak: float,
     ) -> None:
         self._data = data
+        self._pp = pp
         self._device = device
         self._objective = objective
         self._loggers = loggers
@@ -136,6 +138,8 @@ class Monitor:
         stacked = torch.stack(rows)
         if self._data.group is not None:
             dist.all_reduce(stacked, group=self._data.group)
+        if self._pp.group is not None:  # every stage has the routing of its layers, the last one the losses
+            dist.all_reduce(stacked, group=self._pp.group)
         norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)
         values: list[list[float]] = torch.cat([stacked, norms], dim=1).tolist()
         return values

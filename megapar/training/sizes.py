@@ -11,8 +11,9 @@ from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import table_of
 from megapar.moe.sizes import MoeSizes
+from megapar.training.stages import Sizes as Sizes
+from megapar.training.stages import outline as pipeline_outline
 
-Sizes = DecoderSizes | ErnieSizes
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
@@ -99,4 +100,4 @@ def outline(config: Config) -> str:
     lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
     if len(shown) < len(segments):
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
-    return "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
+    return pipeline_outline(config, sizes) + "\n".join([f"segments: {len(segments)}", *lines]) + "\n"

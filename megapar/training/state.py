@@ -12,7 +12,7 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
-from megapar.core.sharding.cut import is_primary
+from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointError
 from megapar.training.build import Job
 
@@ -49,10 +49,11 @@ def weights(job: Job) -> dict[str, Shard]:
     state = _shards(job, "model", [part.master for part in job.sharding.parts])
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
-        if not spec.trainable:
+        if not spec.trainable and spec.name in buffers:
             box = Box.whole(spec.shape)
             name = f"model/{spec.name}"
-            state[name] = Shard(name, spec.shape, box, buffers[spec.name], primary=job.world.rank == 0)
+            primary = is_speaker(spec, job.world.grid, job.world.rank)
+            state[name] = Shard(name, spec.shape, box, buffers[spec.name], primary=primary)
     return state
 
 

@@ -22,7 +22,7 @@ from megapar.core.world import World
 from megapar.moe.router import Router
 from megapar.trainer import Trainer
 from megapar.training import build
-from megapar.training.collect import collect_all
+from megapar.training.collect import collect_all, collect_buffers
 from tests.support import late
 
 # (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
@@ -103,10 +103,11 @@ def _device(backend: str) -> Device:
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     job = trainer.job
-    whole = collect_all(trainer.world, job.sharding.views([part.master for part in job.sharding.parts]))
-    buffers = dict(job.model.named_buffers())
+    masters = [part.master for part in job.sharding.parts]
+    whole = collect_all(trainer.world, job.table, job.sharding.views(masters))
     found = {name: value.clone() for name, value in whole}
-    return found | {spec.name: buffers[spec.name].clone() for spec in job.table if not spec.trainable}
+    buffers = collect_buffers(trainer.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
+    return found | {name: value.clone() for name, value in buffers}
 
 
 def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor]]:
@@ -116,7 +117,7 @@ def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor
 
     def keep_and_norm(parts: Sequence[Part], world: Axis) -> Tensor:
         grads = [part.grad for part in parts if part.grad is not None]
-        whole = collect_all(trainer.world, trainer.job.sharding.views(grads))
+        whole = collect_all(trainer.world, trainer.job.table, trainer.job.sharding.views(grads))
         kept.append({name: value.clone() for name, value in whole})
         return norm(parts, world)
 
@@ -129,14 +130,17 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     chosen: Routing = {}
     current = [0]
     seed = megapar.trainer.seed_micro_batch
+    # A stage of a pipeline has some of the layers; their numbers are global.
     numbers = {
-        id(module): n for n, module in enumerate(m for m in trainer.job.model.modules() if isinstance(m, Router))
+        id(module): int(name.split(".")[1])
+        for name, module in trainer.job.model.named_modules()
+        if isinstance(module, Router)
     }
     choose = Router.choose
 
-    def seed_and_note(base: int, number: int, part: int = 0) -> None:
+    def seed_and_note(base: int, number: int, *path: int) -> None:
         current[0] = number
-        seed(base, number, part)
+        seed(base, number, *path)
 
     def choose_and_note(router: Router, probs: Tensor) -> Tensor:
         key = (current[0], numbers[id(router)])

@@ -194,4 +194,58 @@ SEGMENT_ROWS: tuple[Row, ...] = (
     Row("moe", 1, OFFLOAD, BIASED),
 )
 
-ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS)
+FOUR_LAYERS, EIGHT_LAYERS = ("--num-layers", "4"), ("--num-layers", "8")
+FOUR_LAYERS_TWO_DENSE = (*FOUR_LAYERS, "--first-k-dense", "2")
+ONE_F_ONE_B, GPIPE = (), ("--pp-schedule", "gpipe")
+INTERLEAVED = ("--pp-schedule", "interleaved", "--vpp-degree", "2")
+ZERO_BUBBLE, ZBV = ("--use-nanopipe",), ("--pp-schedule", "zero_bubble", "--vpp-degree", "2")
+ZB_THREE = ("--pp-schedule", "zero_bubble", "--vpp-degree", "3")
+BESIDE = ("mp", "sp", "sharding", "ep", "dp")
+
+
+def pipeline_row(model: str, pp: int, schedule: tuple[str, ...], beside: str, stage: int, tied: bool) -> Row:
+    """pp stages beside two ranks of another axis."""
+    layout = {
+        "mp": MP2,
+        "sp": (*MP2, *SP),
+        "sharding": (),
+        "ep": EP2,
+        "dp": ("--sharding-degree", "1", "--hybrid-dp"),
+    }[beside]
+    layers = EIGHT_LAYERS if pp == 4 and "--vpp-degree" in schedule else FOUR_LAYERS
+    stages = ("--pp-degree", str(pp), *schedule, *(("--sharding-stage", "2") if stage == 2 else ()))
+    return Row(model, 2 * pp, (*stages, *layout), (*layers, *(() if tied else UNTIED)))
+
+
+# Every number of stages, schedule, second axis, sharding stage, model and way to hold the embedding.
+PIPELINE_FACTORS = (
+    ("moe", "ernie", "gpt"),
+    (2, 4),
+    (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE, ZBV),
+    BESIDE,
+    (1, 2),
+    (True, False),
+)
+
+
+def pipeline_fits(chosen: tuple[object, ...]) -> bool:
+    """Experts are in one model, ERNIE is always tied, and stage 2 needs sharding and a backward in one piece."""
+    model, _, schedule, beside, stage, tied = chosen
+    if (beside == "ep" and model != "moe") or (model == "ernie" and not tied):
+        return False
+    return stage == 1 or (beside in ("sharding", "ep") and schedule not in (ZERO_BUBBLE, ZBV))
+
+
+PIPELINE_ROWS: tuple[Row, ...] = (
+    *(pipeline_row(*factors) for factors in pairwise(PIPELINE_FACTORS, pipeline_fits)),  # type: ignore[arg-type]
+    *(Row(kind, 2, ("--pp-degree", "2"), CLIPPED) for kind in BOTH),
+    Row("moe", 2, ("--pp-degree", "2", *ZB_THREE), (*("--num-layers", "6"), *DROPS), 2, 16),
+    Row("moe", 2, ("--pp-degree", "2", "--pp-seg-method", "0,1", *ZERO_BUBBLE), (*DROPS, *BIASED), 2, 16),
+    Row("moe", 2, ("--pp-degree", "2", "--pp-seg-method", "layer:MoeLayer", *NO_OVERLAP), FOUR_LAYERS_TWO_DENSE),
+    Row("ernie", 4, ("--pp-degree", "2", "--pp-seg-method", "balanced", *_stages(2)[0], *MANY, *OFFLOAD)),
+    Row("moe", 4, ("--pp-degree", "2", *_stages(2)[1], *STEP), FOUR_LAYERS, 1, 16),
+    Row("moe", 4, ("--pp-degree", "2", *_stages(2)[1], "--rank-order", "pp,sharding,dp,cp,mp"), BIASED, 1, 12),
+    Row("moe", 8, ("--pp-degree", "2", *EP2, *MP2, *SP, *EMP1, *_stages(2)[1]), FOUR_LAYERS),
+)
+
+ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS, *PIPELINE_ROWS)

@@ -30,8 +30,8 @@ FEW = 36  # tokens of a sample, at most about
 
 
 def _rest(d: Drawn) -> int:
-    """Ranks that mp leaves; with neither pp nor cp all of them read data of their own."""
-    return max(1, int(d.world_size // d.mp_degree))
+    """Ranks that pp and mp leave; without cp all of them read data of their own."""
+    return max(1, int(d.world_size // (d.pp_degree * d.mp_degree)))
 
 
 def _sharding(d: Drawn) -> int:
@@ -113,16 +113,55 @@ def _unit(d: Drawn) -> int:
 def _global_batches(d: Drawn) -> list[int | None]:
     if d.gradient_merge_acc_step is not None:
         return [None, _unit(d) * d.gradient_merge_acc_step]
-    return [_unit(d) * n for n in (1, 2, 3, 4)]
+    return [_unit(d) * n for n in (*_steps(d), *([] if _pipelined(d) else [4]))]
 
 
 def _rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
     unit = _unit(d)
-    return [None, None, None, (unit, unit, 2 * unit)]
+    return [None, None, None, (unit, unit, 2 * unit)] if not _pipelined(d) else [None]
 
 
-def _no_mp(d: Drawn) -> bool:
-    return _mp(d) == 1
+def _same_masks(d: Drawn) -> bool:
+    """Dropout draws what one process draws: no positions or heads are split, no layers are elsewhere."""
+    return _mp(d) == 1 and d.pp_degree == 1
+
+
+def _pipelined(d: Drawn) -> bool:
+    return bool(d.pp_degree > 1)
+
+
+def _chunks(d: Drawn) -> int:
+    """Chunks of the pipeline; every one needs a layer."""
+    return int(d.pp_degree * d.vpp_degree)
+
+
+def _split_backward(d: Drawn) -> bool:
+    return bool(d.use_nanopipe or d.pp_schedule == "zero_bubble")
+
+
+def _vpps(d: Drawn) -> list[int | None]:
+    if d.pp_schedule == "interleaved":
+        return [2, 3]
+    return [None, 2, 3] if _split_backward(d) else [None]
+
+
+def _steps(d: Drawn) -> list[int]:
+    """Micro-batches per step, simplest first: whole multiples of the stages where the schedule wants them."""
+    pp = int(d.pp_degree)
+    if pp == 1 or (d.pp_schedule == "gpipe" and not d.use_nanopipe):
+        return [1, 2, 3]
+    multiples = d.pp_schedule == "interleaved" or _split_backward(d)
+    return [pp, 2 * pp] if multiples else [pp, pp + 1, 2 * pp]
+
+
+def _layer_counts(d: Drawn) -> list[int]:
+    return [_chunks(d) + more for more in (0, 1, 2)]
+
+
+def _cuts(d: Drawn) -> list[str | None]:
+    """Ways to cut that suit any number of layers."""
+    starts = ",".join(map(str, range(_chunks(d))))
+    return [None, "balanced", starts]
 
 
 ORDERS = (
@@ -133,7 +172,33 @@ ORDERS = (
 )
 
 LAYOUT = (
-    Option(name="mp_degree", values=lambda d: [None, *divisors(d.world_size)[1:]], wild=(2, 3, 4, 16), layout=True),
+    Option(
+        name="pp_degree",
+        values=lambda d: [None, None, *(n for n in divisors(d.world_size)[1:] if n <= 4)],
+        wild=(2, 3),
+        layout=True,
+    ),
+    Option(
+        name="pp_schedule",
+        values=(None, "gpipe", "interleaved", "zero_bubble"),
+        when=_pipelined,
+        wild=("gpipe", "interleaved"),
+        layout=True,
+    ),
+    Option(
+        name="use_nanopipe",
+        values=lambda d: [None, True] if d.pp_schedule == "1f1b" else [None],
+        when=_pipelined,
+        wild=(True,),
+        layout=True,
+    ),
+    Option(name="vpp_degree", values=_vpps, when=_pipelined, wild=(2,), layout=True),
+    Option(
+        name="mp_degree",
+        values=lambda d: [None, *divisors(max(1, d.world_size // d.pp_degree))[1:]],
+        wild=(2, 3, 4, 16),
+        layout=True,
+    ),
     Option(name="hybrid_dp", values=(None, True), when=lambda d: _rest(d) > 1, wild=(True,), layout=True),
     Option(
         name="sharding_degree",
@@ -141,7 +206,12 @@ LAYOUT = (
         wild=(0, 2, 3, 8),
         layout=True,
     ),
-    Option(name="sharding_stage", values=(None, 2, 3, 1), layout=True),
+    Option(
+        name="sharding_stage",
+        values=lambda d: (None, 1) if _split_backward(d) else (None, 2, 1) if _pipelined(d) else (None, 2, 3, 1),
+        wild=(2, 3),
+        layout=True,
+    ),
     Option(name="gradient_merge_mode", values=_merged, wild=("step", "micro_batch"), layout=True),
     Option(name="sequence_parallel", values=(None, True, True), when=lambda d: _mp(d) > 1, wild=(True,), layout=True),
     Option(
@@ -167,7 +237,8 @@ LAYOUT = (
 )
 
 DECODER = (
-    Option(name="num_layers", values=(1, 2, 3), size=True),
+    Option(name="num_layers", values=_layer_counts, wild=(1, 2), size=True),
+    Option(name="pp_seg_method", values=_cuts, when=_pipelined, wild=("layer:Mlp", "layer:Conv", "0,1"), layout=True),
     Option(name="position_embedding_type", values=(None, "learned"), kinds=MOE),
     Option(name="num_attention_heads", values=_multiples(_mp, 1, 2, 4, 3), wild=(1, 3, 5), size=True),
     Option(
@@ -211,8 +282,8 @@ DECODER = (
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="use_flash_attn", values=(None, False)),
     # Masks of split heads and positions are not those of one process.
-    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
-    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
+    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _same_masks(d) else (0.0,)),
+    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _same_masks(d) else (0.0,)),
 )
 
 EXPERTS = (
@@ -284,7 +355,7 @@ ENCODER = (
 TRAINING = (
     Option(name="seed", values=(7, 1, 2**40)),
     Option(name="micro_batch_size", values=(1, 2, 3)),
-    Option(name="gradient_merge_acc_step", values=(None, 1, 2, 3), layout=True),
+    Option(name="gradient_merge_acc_step", values=lambda d: [None, *_steps(d)], wild=(1, 3), layout=True),
     Option(name="global_batch_size", values=_global_batches, wild=(7, 10), layout=True, size=True),
     Option(
         name="rampup_batch_size",
@@ -302,8 +373,6 @@ TRAINING = (
 )
 
 LATER = (
-    Option(name="pp_degree", wild=(2,), layout=True),
-    Option(name="pp_schedule", wild=("gpipe",), layout=True),
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
+from megapar.core.weight_gradients import WeightGradients
 from megapar.moe.grouped import grouped_linear, grouped_linear_fused, grouped_linear_reference
 
 COUNTS = ([3, 0, 5, 8], [16, 0, 0, 0], [0, 0, 0, 16], [4, 4, 4, 4])
@@ -73,3 +75,29 @@ def test_an_expanded_gradient_is_taken():
     rows, weight, _ = made([2, 3], torch.float32)
     grouped_linear(rows, weight, torch.tensor([2, 3])).sum().backward()
     torch.testing.assert_close(rows.grad[0], weight[0].detach().sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 0), (8, 0, 0)])
+def test_the_split_backward_gives_the_gradients_of_the_whole_one(dtype: torch.dtype, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    rows = torch.randn(sum(counts), 16, dtype=dtype)
+    weight = nn.Parameter(torch.randn(len(counts), 24, 16, dtype=dtype))
+
+    def gradients(store: WeightGradients | None) -> list[torch.Tensor]:
+        x, weight.grad = rows.clone().requires_grad_(), None
+        later = None if store is None else store.of(weight)
+        loss = grouped_linear(x, weight, torch.tensor(counts), later).sin().sum()
+        if store is None:
+            loss.backward()
+        else:
+            with store.keep("here"):
+                loss.backward()
+            assert weight.grad is None
+            store.run("here")
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [x.grad, weight.grad]
+
+    for got, want in zip(gradients(WeightGradients()), gradients(None), strict=True):
+        torch.testing.assert_close(got, want)

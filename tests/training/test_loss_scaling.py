@@ -58,7 +58,10 @@ def train(
     trainer.loader.close()
     trainer.job.sharding.wait()
     parts = trainer.job.sharding.parts
-    masters = {n: t.clone() for n, t in collect_all(world, trainer.job.sharding.views([p.master for p in parts]))}
+    masters = {
+        n: t.clone()
+        for n, t in collect_all(world, trainer.job.table, trainer.job.sharding.views([p.master for p in parts]))
+    }
     world.close()
     return records, masters
 

@@ -44,6 +44,10 @@ class Described(Protocol):
     def expert(self) -> bool:
         """Whether it is cut over the expert view's replicas instead of (sharding, cp)."""
 
+    @property
+    def stage(self) -> int:
+        """The coordinate on pp that answers for it; a tied embedding lies on the last one too."""
+
 
 def shard_dim(sizes: Sequence[int], parts: int) -> int:
     """The dim along which ``parts`` ranks share a tensor: the largest that ``parts`` divides, else 0 (padded)."""
@@ -67,11 +71,16 @@ def master_box(spec: Described, grid: Grid, rank: int) -> Box:
     return box.cut(shard_dim(box.sizes, parts), parts, grid.shard_group(rank, expert=spec.expert).index(rank))
 
 
+def is_speaker(spec: Described, grid: Grid, rank: int) -> bool:
+    """Whether this rank is the one that answers for a tensor that every rank of its stage has whole."""
+    return rank == grid.rank(pp=spec.stage)
+
+
 def is_primary(spec: Described, grid: Grid, rank: int) -> bool:
     """Whether this rank is the one that answers for its piece among the ranks that hold the same."""
-    if grid.replica_group(rank, expert=spec.expert)[0] != rank:
-        return False
     at = grid.coordinates(rank)
+    if at["pp"] != spec.stage or grid.replica_group(rank, expert=spec.expert)[0] != rank:
+        return False
     split = {axis for axis, _ in spec.axes}
     kept = ("ep", "emp") if spec.expert else ("mp",)
     return all(axis in split or at[axis] == 0 for axis in kept)

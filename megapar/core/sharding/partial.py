@@ -25,11 +25,30 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
         return
     grads = [part.grad for part in sharding.parts if part.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in wanted]
+    if not pieces:
+        return  # a stage without such parameters, on all its mp ranks
     message = torch.cat([piece.flatten() for piece in pieces])
     work = transport.all_reduce(message, mp, async_op=True)
     assert work is not None
     meter.wait(work)
     _scatter(message, pieces)
+
+
+def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
+    """Sum the finished gradient of a parameter that the first and the last stage have, in place, once per step.
+
+    The two exchange their gradients and add: a + b and b + a are the same bits, so that their weights stay the same.
+    """
+    if pp.rank not in (0, pp.size - 1):
+        return
+    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    pieces = [view.tensor for view in sharding.views(grads) if view.spec.name == name]
+    own = torch.cat([piece.flatten() for piece in pieces])
+    other = torch.empty_like(own)
+    peer = pp.size - 1 - pp.rank
+    for work in (transport.send(own, pp, peer), transport.receive(other, pp, peer)):
+        meter.wait(work)
+    _scatter(own + other, pieces)
 
 
 def _scatter(message: Tensor, pieces: Sequence[Tensor]) -> None:

@@ -170,9 +170,9 @@ class Segment:
         self.gradient = self._flat = None
         self._seen.clear()
 
-    def begin_micro_batch(self) -> None:
-        """Expect one gradient from each member."""
-        self._missing = len(self.members)
+    def begin_micro_batch(self, gradients: int = 1) -> None:
+        """Expect so many gradients from each member."""
+        self._missing = len(self.members) * gradients
 
     def add(self, index: int) -> bool:
         """Member ``index`` has its gradient of this micro-batch; True when it was the segment's last missing one."""

@@ -87,8 +87,12 @@ class ZeroSharding:
         for part in self.parts:
             part.grad = None
 
-    def begin_micro_batch(self, *, last: bool) -> None:
-        """Expect one gradient of every parameter; they are reduced now or, at stage 1, in the last micro-batch."""
+    def begin_micro_batch(self, *, last: bool, gradients: int = 1) -> None:
+        """Expect one gradient of every parameter; they are reduced now or, at stage 1, in the last micro-batch.
+
+        gradients: of every parameter before it is reduced: those of the whole step, where a pipeline mixes the
+        micro-batches and they are reduced once.
+        """
         if self._running and self._reducing:
             self._settle_all()
         self._running = True
@@ -96,7 +100,7 @@ class ZeroSharding:
         self._ready.clear()
         self._next = len(self.segments) - 1
         for segment in self.segments:
-            segment.begin_micro_batch()
+            segment.begin_micro_batch(gradients)
 
     def finish(self) -> None:
         """Close what did not fire and wait for all reductions."""
@@ -146,7 +150,9 @@ class ZeroSharding:
                 yield View(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        def gradient_is_there(_: Tensor) -> None:
+        def gradient_is_there(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return  # it is made later (``core.weight_gradients``), or there is none
             if self.segments[number].add(index) and self._overlap_reduce and self._reducing:
                 self._ready.add(number)
                 while self._next in self._ready:

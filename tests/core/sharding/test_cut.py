@@ -18,6 +18,7 @@ class Spec:
     unit: str = "u"
     decay: bool = True
     fp32: bool = False
+    stage: int = 0
 
 
 SPECS = [

@@ -1,0 +1,88 @@
+"""One stage of a pipeline of sleeping layers; ``run`` starts four of them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.support.contest import Figures, serve
+from megapar.core.axis import Axis
+from megapar.core.pipeline.runner import Runner
+from megapar.core.pipeline.schedule import make_schedule
+from megapar.core.weight_gradients import Later, WeightGradients
+
+WIDTH = 256
+
+
+class _Sleep(torch.autograd.Function):
+    """A layer that takes the same time forward, for its input's gradient and for its weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, later: Later, seconds: float) -> Tensor:
+        ctx.later, ctx.seconds = later, seconds
+        time.sleep(seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        def product() -> Tensor:
+            time.sleep(ctx.seconds)
+            return grads[0].sum(0)
+
+        time.sleep(ctx.seconds)
+        return grads[0], ctx.later(product), None, None
+
+
+class SleepingLayers:
+    """Chunks for the runner: no computation, no memory, exact times."""
+
+    def __init__(self, last_chunk: int, seconds: float, weight_gradients: WeightGradients) -> None:
+        self._last = last_chunk
+        self._seconds = seconds
+        self._weight = nn.Parameter(torch.zeros(WIDTH))
+        self._later = weight_gradients.of(self._weight)
+
+    def empty(self, micro_batch: int) -> Tensor:
+        return torch.empty(4, WIDTH)
+
+    def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        x = torch.ones(4, WIDTH) if x is None else x
+        y = _Sleep.apply(x, self._weight, self._later, self._seconds)
+        return (None, y.sum()) if chunk == self._last else (y, None)
+
+    def before_backward(self, chunk: int, micro_batch: int) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    world_size = options.world_size
+    dist.init_process_group("gloo", init_method=options.rendezvous, rank=options.rank, world_size=world_size)
+    pp = Axis("pp", world_size, options.rank, dist.group.WORLD, tuple(range(world_size)))
+
+    def turn(request: str) -> Figures:
+        """One step: ``SCHEDULE CHUNKS MICRO_BATCHES SECONDS``; seconds: of a stage's forward of one micro-batch."""
+        name, chunks, micro_batches, seconds = request.split()
+        schedule = make_schedule(name, world_size, int(chunks), int(micro_batches))
+        store = WeightGradients()
+        work = SleepingLayers(schedule.num_chunks - 1, float(seconds) / int(chunks), store)
+        dist.barrier()
+        start = time.perf_counter()
+        Runner(schedule, pp, work, store if schedule.splits_backward else None).run()
+        return {"seconds": time.perf_counter() - start}
+
+    serve(turn)
+
+
+if __name__ == "__main__":
+    main()

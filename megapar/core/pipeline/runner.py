@@ -1,0 +1,161 @@
+"""Runs a schedule on this rank: one action after the other, sends and receives in the order both ends agree on.
+
+    RECV_F  an empty buffer, filled while earlier actions run     F  waits for it; keeps what the backward needs
+    SEND_F  launched, not waited for                              B  waits for the gradient; dx goes to the chunk before
+    I, W    B in two parts: the gradient of the input, then the products of the weights
+
+Torch's own runtime is not used: it allocates the receive buffers of all micro-batches at once, agrees on one shape for
+a whole run, and its split backward runs the graph twice, collectives included. Schedules are torch's (``schedule``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core import transport
+from megapar.core.axis import Axis
+from megapar.core.pipeline import schedule as kinds
+from megapar.core.pipeline.schedule import Action, Schedule
+from megapar.core.pipeline.stages import Stages
+from megapar.core.weight_gradients import WeightGradients
+
+Place = tuple[int, int]  # chunk, micro-batch
+
+
+class Work(Protocol):
+    """What is computed; the pipeline only moves activations and gradients."""
+
+    def empty(self, micro_batch: int) -> Tensor:
+        """Room for the activations between two chunks."""
+        ...
+
+    def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(activations for the next chunk, or None behind the last; this chunk's own loss, or None without)."""
+        ...
+
+    def before_backward(self, chunk: int, micro_batch: int) -> None:
+        """Called before a micro-batch's gradients of a chunk begin to appear."""
+        ...
+
+
+class Runner:
+    """One run through a schedule; everything of it is gone afterwards.
+
+    pp: the ranks of the pipeline. weight_gradients: where I and W meet; None for schedules without them.
+    """
+
+    def __init__(self, schedule: Schedule, pp: Axis, work: Work, weight_gradients: WeightGradients | None) -> None:
+        self._schedule = schedule
+        self._pp = pp
+        self._work = work
+        self._weight_gradients = weight_gradients
+        self._received: dict[tuple[str, Place], tuple[Tensor, dist.Work | None]] = {}
+        self._inputs: dict[Place, Tensor] = {}
+        self._results: dict[Place, tuple[Tensor | None, Tensor | None]] = {}
+        self._to_send: dict[tuple[str, Place], Tensor] = {}
+        self._sent: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def run(self) -> None:
+        """The whole program of this rank; nothing is in flight when it returns."""
+        perform = {
+            kinds.FORWARD: self._forward,
+            kinds.BACKWARD: self._backward,
+            kinds.INPUT: self._backward_input,
+            kinds.WEIGHT: self._backward_weight,
+            kinds.SEND_F: self._send,
+            kinds.SEND_B: self._send,
+            kinds.RECV_F: self._receive,
+            kinds.RECV_B: self._receive,
+        }
+        for action in self._schedule.programs[self._pp.rank]:
+            perform[action.kind](action)
+        self._settle(0)
+
+    def _forward(self, action: Action) -> None:
+        place = (action.chunk, action.micro_batch)
+        x = self._take(kinds.RECV_F, place) if action.chunk else None
+        if x is not None:
+            self._inputs[place] = x.requires_grad_()
+        y, loss = self._work.forward(*place, x)
+        self._results[place] = (y, loss)
+        if y is not None:
+            self._hand_over(kinds.SEND_F, kinds.RECV_F, place, action.chunk + 1, y.detach())
+
+    def _backward(self, action: Action) -> None:
+        place = (action.chunk, action.micro_batch)
+        y, loss = self._results.pop(place)
+        roots, gradients = [], []
+        if y is not None:
+            roots, gradients = [y], [self._take(kinds.RECV_B, place)]
+        if loss is not None:
+            roots.append(loss)
+            gradients.append(torch.ones_like(loss))
+        self._work.before_backward(*place)
+        torch.autograd.backward(roots, gradients)
+        if action.chunk:
+            x = self._inputs.pop(place)
+            assert x.grad is not None
+            dx, x.grad = x.grad, None
+            self._hand_over(kinds.SEND_B, kinds.RECV_B, place, action.chunk - 1, dx)
+
+    def _backward_input(self, action: Action) -> None:
+        assert self._weight_gradients is not None
+        with self._weight_gradients.keep((action.chunk, action.micro_batch)):
+            self._backward(action)
+
+    def _backward_weight(self, action: Action) -> None:
+        assert self._weight_gradients is not None
+        self._weight_gradients.run((action.chunk, action.micro_batch))
+
+    def _hand_over(self, send: str, receive: str, place: Place, to: int, x: Tensor) -> None:
+        """To chunk ``to``: through a send that follows in the program, or directly where it is on this rank."""
+        if self._schedule.rank_of(to) == self._pp.rank:
+            self._received[receive, (to, place[1])] = (x, None)
+        else:
+            self._to_send[send, place] = x.contiguous()
+
+    def _send(self, action: Action) -> None:
+        x = self._to_send.pop((action.kind, (action.chunk, action.micro_batch)))
+        to = action.chunk + (1 if action.kind == kinds.SEND_F else -1)
+        self._sent.append((x, transport.send(x, self._pp, self._schedule.rank_of(to))))
+        # Even if every send were waited for at once nothing could hang: both ends have the same order.
+        self._settle(4 * self._schedule.num_chunks)
+
+    def _receive(self, action: Action) -> None:
+        buffer = self._work.empty(action.micro_batch)
+        source = action.chunk + (-1 if action.kind == kinds.RECV_F else 1)
+        work = transport.receive(buffer, self._pp, self._schedule.rank_of(source))
+        self._received[action.kind, (action.chunk, action.micro_batch)] = (buffer, work)
+
+    def _take(self, kind: str, place: Place) -> Tensor:
+        buffer, work = self._received.pop((kind, place))
+        if work is not None:
+            work.wait()
+        return buffer
+
+    def _settle(self, remaining: int) -> None:
+        """Wait for the oldest sends until only so many are left."""
+        while len(self._sent) > remaining:
+            self._sent.popleft()[1].wait()
+
+
+def run_forward(stages: Stages, pp: Axis, work: Work, micro_batch: int = 0) -> None:
+    """One micro-batch through this rank's chunks, without a backward; returns when what it sent has arrived."""
+    sent = []
+    x: Tensor | None = None
+    for chunk in stages.on(pp.rank):
+        if not chunk.first and x is None:
+            x = work.empty(micro_batch)
+            transport.receive(x, pp, stages.chunks[chunk.index - 1].rank).wait()
+        y, _ = work.forward(chunk.index, micro_batch, x)
+        x = y
+        if y is not None and (to := stages.chunks[chunk.index + 1].rank) != pp.rank:
+            y, x = y.contiguous(), None
+            sent.append((y, transport.send(y, pp, to)))
+    for _, flight in sent:
+        flight.wait()

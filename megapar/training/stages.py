@@ -1,0 +1,54 @@
+"""From a configuration to the stages of its pipeline. No torch."""
+
+from __future__ import annotations
+
+from megapar.arguments import Config
+from megapar.core.pipeline.schedule import ZERO_BUBBLE, style_of
+from megapar.core.pipeline.stages import CutError, PipelineLayers, Stages
+from megapar.errors import Complaint, ConfigError
+from megapar.model.flops import layer_flops
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+
+Sizes = DecoderSizes | ErnieSizes
+
+
+def effective_schedule(config: Config) -> str:
+    """``--pp-schedule``, or what ``--use-nanopipe`` makes of it."""
+    return ZERO_BUBBLE if config.pipeline.use_nanopipe else config.pipeline.pp_schedule
+
+
+def pipeline_layers(sizes: Sizes) -> PipelineLayers:
+    """The model as a list of layers: class names, with what is inside a block, and model FLOPs as costs."""
+    if isinstance(sizes, ErnieSizes):
+        names = ["ErnieEmbedding", *["ErnieBlock(Mlp)"] * sizes.num_layers, "ErnieHead"]
+    else:
+        moe = set(sizes.moe_layers)
+        inner = ["MoeLayer" if layer in moe else "Mlp" for layer in range(sizes.num_layers)]
+        names = ["DecoderEmbedding", *(f"DecoderBlock({kind})" for kind in inner), "LmHead"]
+    return PipelineLayers(tuple(names), tuple(map(float, layer_flops(sizes))))
+
+
+def make_stages(config: Config, sizes: Sizes) -> Stages:
+    """The chunks of ``--pp-seg-method``. Raises ConfigError where the model cannot be cut so."""
+    pp, vpp = config.grid.pp, config.pipeline.vpp_degree
+    if pp == 1:
+        return Stages.single(sizes.num_layers)
+    try:
+        starts = pipeline_layers(sizes).starts(pp * vpp, config.pipeline.pp_seg_method)
+    except CutError as error:
+        raise ConfigError([Complaint("pp-seg-method", f"--pp-seg-method: {error}.")]) from error
+    return Stages.of(starts, sizes.num_layers, pp, style_of(effective_schedule(config), vpp))
+
+
+def outline(config: Config, sizes: Sizes) -> str:
+    """What --validate-only adds of the pipeline: which layers, and which share of the work, every chunk has."""
+    if config.grid.pp == 1:
+        return ""
+    layers, stages = pipeline_layers(sizes), make_stages(config, sizes)
+    whole = sum(layers.costs)
+    lines = [f"pipeline: {effective_schedule(config)}, {len(stages.chunks)} chunks on {stages.num_ranks} stages"]
+    for chunk in stages.chunks:
+        ends = ("embedding, " if chunk.first else "") + f"layers {chunk.layers.start} to {chunk.layers.stop - 1}"
+        share = layers.cost(chunk) / whole
+        lines.append(f"  stage {chunk.rank}: {ends}{', head' if chunk.last else ''} ({share:.0%} of the FLOPs)")
+    return "\n".join(lines) + "\n"

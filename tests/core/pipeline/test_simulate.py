@@ -1,0 +1,126 @@
+"""Schedules without processes: none hangs, their bubbles are the published ones, drawings look like the papers'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapar.core.pipeline.draw import as_svg, as_text
+from megapar.core.pipeline.schedule import Schedule, least_micro_batches, make_schedule
+from megapar.core.pipeline.simulate import Costs, DeadlockError, bubble_formula, check, simulate
+
+KINDS = [
+    *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)),
+    *(("zero_bubble", 1), ("zero_bubble", 2), ("zero_bubble", 3)),
+]
+SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (p, 2 * p, 4 * p)]
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+def test_no_schedule_hangs_and_every_bubble_is_the_formula_s(name: str, chunks: int) -> None:
+    for ranks, micro_batches in SIZES:
+        schedule = make_schedule(name, ranks, chunks, micro_batches)
+        check(schedule)
+        formula = bubble_formula(name, ranks, chunks, micro_batches)
+        if formula is None:
+            assert (name, chunks) == ("zero_bubble", 2)
+            assert micro_batches < 2 * ranks - 1
+        else:
+            assert simulate(schedule).bubble_share == pytest.approx(formula, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_any_number_of_micro_batches_that_suffices_works(name: str) -> None:
+    for micro_batches in range(least_micro_batches(name, 4), 12):
+        check(make_schedule(name, 4, 1, micro_batches))
+
+
+def test_one_forward_one_backward_keeps_no_more_than_the_stages_that_follow() -> None:
+    assert simulate(make_schedule("1f1b", 4, 1, 16)).in_flight == (4, 3, 2, 1)
+    assert simulate(make_schedule("gpipe", 4, 1, 16)).in_flight == (16, 16, 16, 16)
+
+
+def test_slow_messages_and_a_heavy_head_show() -> None:
+    schedule = make_schedule("1f1b", 4, 1, 8)
+    assert simulate(schedule, Costs(send=0.5)).end > simulate(schedule).end
+    heavy = simulate(schedule, Costs(chunks=(1, 1, 1, 2)))
+    assert heavy.end == 8 * 6 + 3 + 6  # the last stage never rests; before it three forwards, behind it three backwards
+    assert heavy.bubble_share == pytest.approx(1 - 8 * 3 * 5 / (4 * heavy.end))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "micro_batches"), [("1f1b", 4, 1, 3), ("zero_bubble", 4, 1, 2), ("gpipe", 2, 2, 4)]
+)
+def test_what_a_schedule_cannot_do_is_an_error(name: str, ranks: int, chunks: int, micro_batches: int) -> None:
+    with pytest.raises(ValueError, match=r"needs|has one chunk"):
+        make_schedule(name, ranks, chunks, micro_batches)
+
+
+def changed(schedule: Schedule, rank: int, first: str, second: str) -> Schedule:
+    """With two actions of a rank in each other's place."""
+    program = list(schedule.programs[rank])
+    names = list(map(str, program))
+    i, j = names.index(first), names.index(second)
+    program[i], program[j] = program[j], program[i]
+    programs = [*schedule.programs[:rank], tuple(program), *schedule.programs[rank + 1 :]]
+    return replace(schedule, programs=tuple(programs))
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "second"),
+    [
+        (1, "1RECV_F0", "1RECV_F1"),  # not the order of the sends
+        (0, "0SEND_F1", "0RECV_B0"),  # each side waits for the other's message
+        (1, "1RECV_F0", "1F0"),  # computed before it is there
+    ],
+)
+def test_the_proof_can_fail(rank: int, first: str, second: str) -> None:
+    schedule = make_schedule("1f1b", 2, 1, 4)
+    check(schedule)
+    with pytest.raises(DeadlockError, match=r"hangs: rank 0 before .* rank 1 before"):
+        check(changed(schedule, rank, first, second))
+
+
+def test_work_left_out_or_done_twice_is_found() -> None:
+    schedule = make_schedule("zero_bubble", 2, 1, 2)
+    without = tuple(tuple(a for a in program if str(a) != "1W1") for program in schedule.programs)
+    with pytest.raises(DeadlockError, match="leaves out 1W1"):
+        check(replace(schedule, programs=without))
+    last = schedule.programs[1][-1]
+    with pytest.raises(DeadlockError, match="1W1 is done twice"):
+        check(replace(schedule, programs=(schedule.programs[0], (*schedule.programs[1], last))))
+
+
+DRAWN = {
+    ("gpipe", 1, 3): """
+stage 0 | F0 F1 F2  .  .  . B0  = B1  = B2  =
+stage 1 |  . F0 F1 F2 B0  = B1  = B2  =  .  .
+""",
+    ("1f1b", 1, 3): """
+stage 0 | F0 F1  .  . B0  = F2 B1  =  . B2  =
+stage 1 |  . F0 B0  = F1 B1  = F2 B2  =  .  .
+""",
+    ("zero_bubble", 1, 2): """
+stage 0 | F0 F1  . I0 W0 I1 W1
+stage 1 |  . F0 I0 F1 I1 W0 W1
+""",
+    ("interleaved", 2, 2): """
+stage 0 | 0F0 0F1 2F0 2F1   .   . 2B0   =   . 2B1   = 0B0   = 0B1   =
+stage 1 |   . 1F0 1F1 3F0 3B0   = 3F1 3B1   = 1B0   = 1B1   =   .   .
+""",
+}
+
+
+@pytest.mark.parametrize(("case", "picture"), DRAWN.items(), ids=lambda value: str(value)[:30])
+def test_drawings(case: tuple[str, int, int], picture: str) -> None:
+    name, chunks, micro_batches = case
+    schedule = make_schedule(name, 2, chunks, micro_batches)
+    assert as_text(schedule, simulate(schedule)).strip() == picture.strip()
+
+
+def test_a_picture_has_a_box_for_every_computation() -> None:
+    schedule = make_schedule("zero_bubble", 2, 2, 4)
+    svg = as_svg(schedule, simulate(schedule), "1 < 2")
+    assert svg.count("<g>") == 2 * 2 * 4 * 3
+    assert "1 &lt; 2" in svg

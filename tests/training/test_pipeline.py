@@ -1,0 +1,98 @@
+"""Pipelines in whole runs: evaluation, checkpoints across stages, exports, fp16, ramps of the batch size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.training import run
+
+FP64 = ("--dtype", "fp64")
+FOUR = ("--num-layers", "4")
+EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
+LAYOUTS = {
+    "1f1b": (2, ("--pp-degree", "2")),
+    "gpipe x sharding": (4, ("--pp-degree", "2", "--pp-schedule", "gpipe", "--sharding-stage", "2")),
+    "interleaved": (2, ("--pp-degree", "2", "--pp-schedule", "interleaved", "--vpp-degree", "2")),
+    "ZBV": (2, ("--pp-degree", "2", "--pp-schedule", "zero_bubble", "--vpp-degree", "2")),
+    "4 stages": (4, ("--pp-degree", "4", "--pp-seg-method", "balanced")),
+}
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+def test_evaluation_and_reports_are_those_of_one_process(kind: str) -> None:
+    """Also where the held-out samples leave some data ranks without a micro-batch."""
+    flags = (*FP64, *FOUR, *EVALUATED, "--micro-batch-size", "2", "--global-batch-size", "16")
+    want = run(1, kind, *flags)
+    for name, (world_size, layout) in LAYOUTS.items():
+        got = run(world_size, kind, *flags, *layout)
+        assert got.evaluation == pytest.approx(want.evaluation, rel=1e-10), name
+        for mine, theirs in zip(got.records, want.records, strict=True):
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-9), name
+            assert mine.lm_loss == pytest.approx(theirs.lm_loss, rel=1e-9)
+            assert mine.aux_loss == pytest.approx(theirs.aux_loss, rel=1e-9)
+            assert mine.expert_load == theirs.expert_load
+            assert mine.dropped_tokens == theirs.dropped_tokens
+
+
+CHAIN = (
+    LAYOUTS["1f1b"],
+    LAYOUTS["interleaved"],
+    (4, ("--pp-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
+    (1, ()),
+    LAYOUTS["ZBV"],
+    LAYOUTS["4 stages"],
+    LAYOUTS["gpipe x sharding"],
+)
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+def test_a_checkpoint_moves_between_stages(kind: str, tmp_path: Path) -> None:
+    """One iteration on each layout, handed on by checkpoints: the losses are those of one process throughout."""
+    flags = (*FP64, *FOUR, "--train-iters", str(len(CHAIN)))
+    straight = run(1, kind, *flags)
+    handed = ("--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", str(len(CHAIN)))
+    for number, (world_size, layout) in enumerate(CHAIN):
+        steps = ("--train-iters", str(number + 1))
+        (record,) = run(world_size, kind, *flags[:4], *handed, *steps, *layout).records
+        assert record.iteration == number + 1
+        assert record.loss == pytest.approx(straight.records[number].loss, rel=1e-10)
+        assert record.grad_norm == pytest.approx(straight.records[number].grad_norm, rel=1e-10)
+
+
+def test_an_export_has_every_stage_s_tensors(tmp_path: Path) -> None:
+    flags = (*FP64, *FOUR, "--train-iters", "2")
+    run(1, "moe", *flags, "--save-hf", str(tmp_path / "one"))
+    run(2, "moe", *flags, *LAYOUTS["1f1b"][1], "--save-hf", str(tmp_path / "two"))
+    want, got = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("one", "two"))
+    assert want.keys() == got.keys()
+    assert all(torch.allclose(got[name], value, rtol=1e-9, atol=1e-12) for name, value in want.items())
+
+
+def test_fp16_scales_the_loss_of_every_stage() -> None:
+    """The auxiliary losses of the first stage are scaled as the head's losses are, or its gradients would be off."""
+    flags = (*FOUR, "--dtype", "fp16", "--initial-loss-scale", "256", "--moe-aux-loss-coeff", "1.0")
+    exact = run(1, "moe", *FOUR, *FP64, *flags[6:])
+    want, got = run(1, "moe", *flags), run(2, "moe", *flags, *LAYOUTS["1f1b"][1])
+    for alone, mine, theirs in zip(want.records, got.records, exact.records, strict=True):
+        assert mine.skipped == alone.skipped
+        assert mine.loss_scale == alone.loss_scale
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=0.02)
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_on_all_stages() -> None:
+    flags = ("--dtype", "fp16", "--initial-loss-scale", str(2.0**32), "--hysteresis", "1")
+    got = run(2, "ernie", *flags, "--pp-degree", "2")
+    assert got.records[0].skipped
+    assert got.records[-1].loss_scale < 2.0**32
+
+
+def test_the_number_of_micro_batches_may_grow() -> None:
+    flags = (*FP64, "--rampup-batch-size", "4", "2", "12")
+    want, got = run(1, "moe", *flags), run(2, "moe", *flags, "--pp-degree", "2")
+    assert [record.consumed_samples for record in got.records] == [record.consumed_samples for record in want.records]
+    for mine, theirs in zip(got.records, want.records, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-10)
