@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
+from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
 from megapar.core.tickets import Traffic
 from megapar.model.block import DecoderBlock
@@ -21,6 +22,7 @@ from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
+from megapar.model.stack import run_layers
 from megapar.model.terms import Terms, collect
 from megapar.moe.router import move_correction_bias
 from megapar.moe.stats import MoeStats
@@ -73,7 +75,8 @@ class Decoder(nn.Module):
     """A decoder language model, dense or mixture of experts.
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
+    names, global shapes and cuts are those of ``decoder_table(sizes)``. recompute: which layers keep only their input;
+    None: none of them. traffic: takes part in what the experts' layers
     launch; by default each layer has its own.
     """
 
@@ -92,6 +95,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.embedding = DecoderEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.recompute: Recompute | None = None
         self.layers = nn.ModuleDict()
         for layer in range(sizes.num_layers):
             self.layers[str(layer)] = DecoderBlock(
@@ -152,11 +156,7 @@ class Decoder(nn.Module):
         positions = batch["positions"]
         context = self._context(batch, valid_tokens)
         x = self.embedding(batch["tokens"], positions)
-        stats = []
-        for block in self.layers.values():
-            x, layer_stats = block(x, context)
-            if layer_stats is not None:
-                stats.append(layer_stats)
+        x, stats = run_layers(self.layers.values(), x, context, self.recompute)
         return self.final_norm(x), stats
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:

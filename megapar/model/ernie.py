@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.collectives import copy, gather
 from megapar.core.device.ops import wide
+from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
     SEQUENCE_DIM,
     Linear,
@@ -27,6 +28,7 @@ from megapar.model.embedding import ErnieEmbedding, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import ErnieSizes
+from megapar.model.stack import run_layers
 from megapar.model.terms import Terms, collect
 
 
@@ -93,7 +95,8 @@ class Ernie(nn.Module):
     """An ERNIE encoder with its heads.
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``ernie_table(sizes)``.
+    names, global shapes and cuts are those of ``ernie_table(sizes)``. recompute: which layers keep only their input;
+    None: none of them.
     """
 
     def __init__(
@@ -108,10 +111,11 @@ class Ernie(nn.Module):
         super().__init__()
         self.sizes, self.mp, self.sequence_parallel = sizes, mp, sequence_parallel
         self.embedding = ErnieEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.recompute: Recompute | None = None
         self.layers = nn.ModuleDict()
         for layer in range(sizes.num_layers):
             self.layers[str(layer)] = ErnieBlock(
-                sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+                sizes, layer, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
         H = sizes.hidden_size
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sizes.sop else None
@@ -157,6 +161,5 @@ class Ernie(nn.Module):
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
         context = Context(valid, own_valid, tokens.numel())
         x: Tensor = self.embedding(tokens, batch["token_types"], batch["task_types"], batch["positions"])
-        for block in self.layers.values():
-            x, _ = block(x, context)
+        x, _ = run_layers(self.layers.values(), x, context, self.recompute)
         return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x

@@ -134,9 +134,9 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     }
     choose = Router.choose
 
-    def seed_and_note(base: int, number: int, part: int = 0) -> None:
+    def seed_and_note(base: int, number: int) -> None:
         current[0] = number
-        seed(base, number, part)
+        seed(base, number)
 
     def choose_and_note(router: Router, probs: Tensor) -> Tensor:
         key = (current[0], numbers[id(router)])

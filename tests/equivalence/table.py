@@ -187,4 +187,24 @@ SEGMENT_ROWS: tuple[Row, ...] = (
     Row("moe", 1, OFFLOAD, BIASED),
 )
 
-ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS)
+
+def _every(layers: int) -> tuple[str, ...]:
+    return ("--recompute-interval", str(layers))
+
+
+FOUR_LAYERS = ("--num-layers", "4")
+HIDDEN_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0.1")
+
+RECOMPUTE_ROWS: tuple[Row, ...] = (
+    Row("moe", 1, _every(2), (*FOUR_LAYERS, *BIASED)),
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[0], *_every(1)), CLIPPED),
+    Row("ernie", 4, (*MP2, *_stages(2)[1], *_every(2)), CLIPPED),
+    Row("moe", 2, (*_stages(2)[2], *_every(2)), (*FOUR_LAYERS, *UNTIED)),
+    Row("moe", 4, (*EP2, *MP2, *SP, *_stages(2)[1], *_every(1)), DROPS, 2),
+    Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[2], *_every(1))),
+    Row("gpt", 2, (*MP2, "--recompute-method", "block", "--recompute-num-layers", "1"), micro_batch=2),
+    # Dropout of what all mp ranks hold alike draws what one process draws.
+    *(Row(kind, 2, (*MP2, *_every(1)), HIDDEN_DROPOUT) for kind in BOTH),
+)
+
+ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS, *RECOMPUTE_ROWS)
