@@ -166,7 +166,6 @@ class Trainer:
         items, tokens = self._count(batches)
         num_micro_batches = share * self.data.size
         totals = _Totals()
-        part = self.world.axis("mp").rank if self.config.parallel.sequence_parallel else 0
         # fp16: a loss per token of the global batch has gradients too small to represent; a mean over the micro-batch
         # has not. What is left to do is divided out in fp32, after the reduction.
         factor = 1.0 if self.loss_scale is None else self.loss_scale.value * tokens / num_micro_batches
@@ -174,8 +173,8 @@ class Trainer:
         if job.pipeline is not None:
             first = progress.micro_batches + self.data.rank
 
-            def seed(number: int, chunk: int) -> None:
-                seed_micro_batch(progress.dropout_seed, first + number * self.data.size, part, chunk)
+            def seed(number: int) -> None:
+                seed_micro_batch(progress.dropout_seed, first + number * self.data.size)
 
             def add(terms: Terms) -> None:
                 totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
@@ -183,9 +182,7 @@ class Trainer:
             job.pipeline.step(batches, items, num_micro_batches, factor, seed, add)
         for number, batch in enumerate(batches if job.pipeline is None else ()):
             job.sharding.begin_micro_batch(last=number == share - 1)
-            seed_micro_batch(
-                progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank, part
-            )
+            seed_micro_batch(progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank)
             tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
             terms = job.model(tensors, batch.valid_tokens)
             loss = self.objective.of(terms, items, num_micro_batches)

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class Ledger(Counter[tuple[str, str]]):
+    """(axis, kind of collective) -> bytes that this rank sent. closed: nothing is added."""
+
+    closed = False
+
+
 @dataclass(frozen=True)
 class Axis:
     """This rank's place on a mesh axis (or on several axes flattened into one).
@@ -25,11 +31,12 @@ class Axis:
     rank: int
     group: ProcessGroup | None
     ranks: tuple[int, ...]
-    ledger: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False, repr=False)
+    ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
 
     def count(self, kind: str, sent_bytes: float) -> None:
         """Note what a collective sends from here."""
-        self.ledger[self.name, kind] += round(sent_bytes)
+        if not self.ledger.closed:
+            self.ledger[self.name, kind] += round(sent_bytes)
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:

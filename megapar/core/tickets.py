@@ -178,6 +178,16 @@ class Traffic:
         if self._open:
             raise DistributedError(f"launched and never waited for: {', '.join(self.in_flight)}")
 
+    def mark(self) -> tuple[Flight, ...]:
+        """What is in flight now, for ``land_since``."""
+        return tuple(self._open.values())
+
+    def land_since(self, mark: tuple[Flight, ...]) -> None:
+        """Wait for everything launched since ``mark`` was taken."""
+        before = {id(flight) for flight in mark}
+        for flight in [flight for key, flight in self._open.items() if key not in before]:
+            self.land(flight)
+
     def launch(self, exchange: Exchange, x: Tensor) -> Flight:
         """Launch one collective; the flight keeps its input."""
         x = x.contiguous()

@@ -8,7 +8,6 @@ has no group, and axes with the same ranks share one communicator.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from megapar.core.axis import Axis
+from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.errors import DistributedError
@@ -69,7 +68,7 @@ class World:
         self._launched = launched
         self._store = store
         self._timeout = timeout
-        self.ledger: Counter[tuple[str, str]] = Counter()
+        self.ledger = Ledger()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._axes = {name: self._make_axis(name) for name in _AXES}
         everyone = tuple(range(grid.world_size))

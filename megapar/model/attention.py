@@ -6,6 +6,7 @@ Shape letters: B batch, S sequence, H hidden, G groups (key-value heads), Q quer
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         sizes: AttentionSizes,
+        layer: int,
         *,
         mp: Axis,
         sequence_parallel: bool,
@@ -53,7 +55,8 @@ class Attention(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.mp = sizes, mp
+        self.place = f"layers.{layer}.attention.weights"
         G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
         self.qkv = ColumnLinear(
             sizes.hidden_size,
@@ -85,18 +88,16 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
-        y: Tensor = self.proj(self._attend(q, k, v, context.valid))
+        y: Tensor = self.proj(self._attend(q, k, v, context))
         return y
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""
         attention = op("attention", q) if self.sizes.flash else attention_reference
-        y = attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            causal=self.sizes.causal,
-            valid=valid,
-            dropout=self.sizes.dropout if self.training else 0.0,
-        )
+        dropout = self.sizes.dropout if self.training else 0.0
+        heads = tuple(x.transpose(1, 2) for x in (q, k, v))
+        # Each mp rank has other heads.
+        own = context.streams.drawing(q.device, self.place, self.mp.rank) if dropout else nullcontext()
+        with own:
+            y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
         return y.transpose(1, 2).flatten(2)

@@ -6,7 +6,6 @@ Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence pa
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
@@ -19,6 +18,20 @@ from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
+
+
+class HiddenDropout(nn.Module):
+    """Dropout on the output of one half of a layer. rank: this rank's positions differ from those of others."""
+
+    def __init__(self, probability: float, layer: int, rank: int) -> None:
+        super().__init__()
+        self.probability, self.layer, self.rank = probability, layer, rank
+
+    def forward(self, x: Tensor, context: Context, half: str) -> Tensor:
+        """[B, S(/mp), H] to the same; half: attention or mlp."""
+        if not self.training:
+            return x
+        return context.streams.dropout(x, self.probability, f"layers.{self.layer}.{half}", self.rank)
 
 
 class DecoderBlock(nn.Module):
@@ -42,11 +55,11 @@ class DecoderBlock(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.dropout = sizes.hidden_dropout
+        self.drop = HiddenDropout(sizes.hidden_dropout, layer, mp.rank if sequence_parallel else 0)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.attention = Attention(
-            decoder_attention(sizes), mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            decoder_attention(sizes), layer, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
         )
         self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.mlp: Mlp | None = None
@@ -78,16 +91,13 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer."""
-        x = x + self._drop(self.attention(self.attention_norm(x), context))
+        x = x + self.drop(self.attention(self.attention_norm(x), context), context, "attention")
         normed = self.mlp_norm(x)
         if self.moe is None:
             assert self.mlp is not None
-            return x + self._drop(self.mlp(normed)), None
+            return x + self.drop(self.mlp(normed), context, "mlp"), None
         y, stats = self.moe(normed, context.own_valid, context.valid_tokens)
-        return x + self._drop(y), stats
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return x + self.drop(y, context, "mlp"), stats
 
 
 class ErnieBlock(nn.Module):
@@ -99,6 +109,7 @@ class ErnieBlock(nn.Module):
     def __init__(
         self,
         sizes: ErnieSizes,
+        layer: int,
         *,
         mp: Axis,
         sequence_parallel: bool,
@@ -106,10 +117,10 @@ class ErnieBlock(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.dropout = sizes.hidden_dropout
+        self.drop = HiddenDropout(sizes.hidden_dropout, layer, mp.rank if sequence_parallel else 0)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention = Attention(
-            ernie_attention(sizes), mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            ernie_attention(sizes), layer, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
         )
         self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
         self.mlp = Mlp(
@@ -126,11 +137,8 @@ class ErnieBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
-        x = self.attention_norm(x + self._drop(self.attention(x, context)))
-        return self.mlp_norm(x + self._drop(self.mlp(x))), None
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        x = self.attention_norm(x + self.drop(self.attention(x, context), context, "attention"))
+        return self.mlp_norm(x + self.drop(self.mlp(x), context, "mlp")), None
 
 
 def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:

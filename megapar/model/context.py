@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from megapar.core.random import Streams
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,11 @@ class Context:
     own_valid: the part of ``valid`` whose positions this rank's activations have (sequence parallelism cuts them).
     valid_tokens: non-padding tokens of the micro-batch, known on the host.
     angles: (cos, sin) of rope, [B, S, D / 2] each; None without rope.
+    streams: where this micro-batch's dropout draws.
     """
 
     valid: Tensor | None
     own_valid: Tensor | None
     valid_tokens: int
     angles: tuple[Tensor, Tensor] | None = None
+    streams: Streams = field(default_factory=Streams.current)

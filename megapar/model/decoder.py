@@ -17,6 +17,7 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.device.ops import wide
 from megapar.core.pipeline.stages import Chunk, Holding
+from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
 from megapar.core.tickets import Traffic
 from megapar.model.block import DecoderBlock
@@ -26,6 +27,7 @@ from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
+from megapar.model.stack import run_layers
 from megapar.model.terms import Terms, collect
 from megapar.moe.router import move_correction_bias
 from megapar.moe.stats import MoeStats
@@ -80,6 +82,7 @@ class Decoder(nn.Module):
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
     launch; by default each layer has its own. holding: what of the model this rank has in a pipeline; by default all.
+    recompute: which layers keep only their input; None: none of them.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
@@ -111,6 +114,7 @@ class Decoder(nn.Module):
         self.embedding = DecoderEmbedding(sizes, **common) if held.first else None
         if held.last and not held.first and sizes.tie_embeddings:
             self.embedding = TiedWord(sizes.vocab_size, sizes.hidden_size, **common)
+        self.recompute: Recompute | None = None
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
@@ -223,12 +227,7 @@ class Decoder(nn.Module):
         return self.final_norm(x), stats
 
     def _run_layers(self, x: Tensor, context: Context, names: Iterable[str]) -> tuple[Tensor, list[MoeStats]]:
-        stats = []
-        for name in names:
-            x, layer_stats = self.layers[name](x, context)
-            if layer_stats is not None:
-                stats.append(layer_stats)
-        return x, stats
+        return run_layers((self.layers[name] for name in names), x, context, self.recompute)
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None

@@ -7,11 +7,11 @@ axis (S only under sequence parallelism).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import own_piece
+from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, VocabularyEmbedding
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
@@ -48,7 +48,7 @@ class DecoderEmbedding(nn.Module):
         x = self.word(tokens)
         if self.position is not None:
             x = x + self.position(own_sequence(positions, self.mp, self.sequence_parallel))
-        return F.dropout(x, self.dropout, self.training)
+        return drop(x, self.dropout if self.training else 0.0, self.mp, self.sequence_parallel)
 
 
 class TiedWord(nn.Module):
@@ -110,7 +110,12 @@ class ErnieEmbedding(nn.Module):
         indices = (own_sequence(t, self.mp, self.sequence_parallel) for t in (token_types, positions, task_types))
         token_type, position, task_type = indices
         x = self.word(tokens) + self.token_type(token_type) + self.position(position) + self.task_type(task_type)
-        return F.dropout(self.norm(x), self.dropout, self.training)
+        return drop(self.norm(x), self.dropout if self.training else 0.0, self.mp, self.sequence_parallel)
+
+
+def drop(x: Tensor, probability: float, mp: Axis, sequence_parallel: bool) -> Tensor:
+    """Dropout on the embedding's output [B, S(/mp), H]."""
+    return Streams.current().dropout(x, probability, "embedding", mp.rank if sequence_parallel else 0)
 
 
 def own_sequence(x: Tensor, mp: Axis, sequence_parallel: bool) -> Tensor:

@@ -17,6 +17,7 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import copy, gather
 from megapar.core.device.ops import wide
 from megapar.core.pipeline.stages import Chunk, Holding
+from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
     SEQUENCE_DIM,
     Linear,
@@ -31,6 +32,7 @@ from megapar.model.embedding import ErnieEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import ErnieSizes
+from megapar.model.stack import run_layers
 from megapar.model.terms import Terms, collect
 
 
@@ -98,7 +100,7 @@ class Ernie(nn.Module):
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``ernie_table(sizes)``. holding: what of the model this rank has in a
-    pipeline; by default all.
+    pipeline; by default all. recompute: which layers keep only their input; None: none of them.
     """
 
     embedding: ErnieEmbedding | TiedWord | None
@@ -117,6 +119,7 @@ class Ernie(nn.Module):
         super().__init__()
         held = holding or Holding(tuple(range(sizes.num_layers)), True, True)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
+        self.recompute: Recompute | None = None
         H = sizes.hidden_size
         common: dict[str, Any] = {
             "mp": mp,
@@ -129,7 +132,7 @@ class Ernie(nn.Module):
             self.embedding = TiedWord(sizes.vocab_size, H, **common)
         self.layers = nn.ModuleDict()
         for layer in held.layers:
-            self.layers[str(layer)] = ErnieBlock(sizes, **common)
+            self.layers[str(layer)] = ErnieBlock(sizes, layer, **common)
         sop = sizes.sop and held.last
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
         self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device) if held.last else None
@@ -210,8 +213,7 @@ class Ernie(nn.Module):
         valid = batch.get("valid")
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
         context = Context(valid, own_valid, batch["tokens"].numel())
-        for name in names:
-            x, _ = self.layers[name](x, context)
+        x, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
         return x
 
     def _leave(self, x: Tensor) -> Tensor:

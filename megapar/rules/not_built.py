@@ -32,12 +32,9 @@ def _indexed(f: Facts) -> bool:
 
 RULES: tuple[Rule, ...] = (
     _later("cp_degree", "context parallelism", "--world-size 2 --cp-degree 2"),
-    _later("recompute_interval", "recompute", "--recompute-interval 1"),
     _later("recompute_offload", "recompute", "--recompute-interval 1 --recompute-offload"),
     _later("recompute_partition", "recompute", "--recompute-interval 1 --recompute-partition"),
     _later("recompute_granularity", "recompute", "--recompute-granularity selective"),
-    _later("recompute_method", "recompute", "--recompute-method block --recompute-num-layers 1"),
-    _later("recompute_num_layers", "recompute", "--recompute-method block --recompute-num-layers 1"),
     _later("recompute_in_advance", "recompute ahead of the gradient", "--recompute-in-advance"),
     _later("recompute_in_bubble", "recompute in the bubble", "--recompute-in-bubble"),
     _later("adaptive_recompute_device_size", "adaptive recompute", "--adaptive-recompute-device-size 32"),

@@ -19,6 +19,7 @@ from megapar.core.optimizer import Optimizer
 from megapar.core.overlap import Overlap
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
+from megapar.core.recompute import Block, Choice, Interval, Recompute
 from megapar.core.schedule import BatchSize, LearningRate
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
@@ -245,7 +246,21 @@ def _make_model(
     hide_communication(
         model, Overlap() if config.parallel.tp_comm_overlap else Overlap(pieces=1, blocking=True), traffic
     )
+    model.recompute = _make_recompute(config, world, traffic)
     return model
+
+
+def _make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:
+    """What is computed again in whole layers; None: nothing."""
+    recompute = config.recompute
+    choice: Choice
+    if recompute.recompute_method == "block":
+        choice = Block(recompute.recompute_num_layers or 0)
+    elif recompute.recompute_method == "uniform" or recompute.recompute_interval:
+        choice = Interval(recompute.recompute_interval or recompute.recompute_num_layers or 1)
+    else:
+        return None
+    return Recompute(choice, traffic, world.ledger)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:

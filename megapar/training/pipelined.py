@@ -62,14 +62,14 @@ class PipelinedModel:
         items: Mapping[str, int],
         num_micro_batches: int,
         factor: float,
-        seed: Callable[[int, int], None],
+        seed: Callable[[int], None],
         add: Callable[[Terms], None],
     ) -> None:
         """Forward and backward of all micro-batches.
 
-        items, num_micro_batches: denominators of the global batch. factor: on the loss. seed: called with (micro-batch,
-        chunk) before a forward. add: gets the terms of every micro-batch and chunk, as the whole model would have them,
-        zero where other chunks compute them.
+        items, num_micro_batches: denominators of the global batch. factor: on the loss. seed: called with the
+        micro-batch before a forward. add: gets the terms of every micro-batch and chunk, as the whole model would have
+        them, zero where other chunks compute them.
         """
         chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks
         schedule = make_schedule(self._schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
@@ -129,7 +129,7 @@ class _Work:
         self,
         pipelined: PipelinedModel,
         batches: Sequence[MicroBatch],
-        seed: Callable[[int, int], None],
+        seed: Callable[[int], None],
         add: Callable[[Terms], None],
         loss_of: Callable[[Terms], Tensor | None],
         before_backward: Callable[[int, int], None],
@@ -148,7 +148,7 @@ class _Work:
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """One chunk of one micro-batch."""
         here = self._pipelined.stages.chunks[chunk]
-        self._seed(micro_batch, chunk)
+        self._seed(micro_batch)
         y, terms = self._pipelined.run_chunk(here, self._batches[micro_batch], x)
         self._add(self._pipelined.whole(here, terms))
         return y, self._loss_of(terms)

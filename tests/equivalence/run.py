@@ -138,9 +138,9 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     }
     choose = Router.choose
 
-    def seed_and_note(base: int, number: int, *path: int) -> None:
+    def seed_and_note(base: int, number: int) -> None:
         current[0] = number
-        seed(base, number, *path)
+        seed(base, number)
 
     def choose_and_note(router: Router, probs: Tensor) -> Tensor:
         key = (current[0], numbers[id(router)])

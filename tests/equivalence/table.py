@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from tests.support.pairwise import pairwise
 
@@ -53,8 +54,9 @@ class Row:
     @property
     def batch(self) -> int:
         """Samples of the global batch."""
-        mp = int(self.layout[self.layout.index("--mp-degree") + 1]) if "--mp-degree" in self.layout else 1
-        return self.world_size // mp * self.micro_batch * self.accumulation
+        flags = ("--mp-degree", "--pp-degree")
+        share = prod(int(self.layout[self.layout.index(flag) + 1]) for flag in flags if flag in self.layout)
+        return self.world_size // share * self.micro_batch * self.accumulation
 
     @property
     def kind(self) -> str:
@@ -214,7 +216,7 @@ def pipeline_row(model: str, pp: int, schedule: tuple[str, ...], beside: str, st
     }[beside]
     layers = EIGHT_LAYERS if pp == 4 and "--vpp-degree" in schedule else FOUR_LAYERS
     stages = ("--pp-degree", str(pp), *schedule, *(("--sharding-stage", "2") if stage == 2 else ()))
-    return Row(model, 2 * pp, (*stages, *layout), (*layers, *(() if tied else UNTIED)))
+    return Row(model, 2 * pp, (*stages, *layout), (*layers, *(() if tied else UNTIED)), accumulation=4)
 
 
 # Every number of stages, schedule, second axis, sharding stage, model and way to hold the embedding.
@@ -238,14 +240,39 @@ def pipeline_fits(chosen: tuple[object, ...]) -> bool:
 
 PIPELINE_ROWS: tuple[Row, ...] = (
     *(pipeline_row(*factors) for factors in pairwise(PIPELINE_FACTORS, pipeline_fits)),  # type: ignore[arg-type]
-    *(Row(kind, 2, ("--pp-degree", "2"), CLIPPED) for kind in BOTH),
-    Row("moe", 2, ("--pp-degree", "2", *ZB_THREE), (*("--num-layers", "6"), *DROPS), 2, 16),
-    Row("moe", 2, ("--pp-degree", "2", "--pp-seg-method", "0,1", *ZERO_BUBBLE), (*DROPS, *BIASED), 2, 16),
-    Row("moe", 2, ("--pp-degree", "2", "--pp-seg-method", "layer:MoeLayer", *NO_OVERLAP), FOUR_LAYERS_TWO_DENSE),
+    *(Row(kind, 2, ("--pp-degree", "2"), CLIPPED, accumulation=4) for kind in BOTH),
+    Row("moe", 2, ("--pp-degree", "2", *ZB_THREE), (*("--num-layers", "6"), *DROPS), 2, 6),
+    Row("moe", 2, ("--pp-degree", "2", "--pp-seg-method", "0,1", *ZERO_BUBBLE), (*DROPS, *BIASED), 2, 6),
+    Row(
+        "moe",
+        2,
+        ("--pp-degree", "2", "--pp-seg-method", "layer:MoeLayer", *NO_OVERLAP),
+        FOUR_LAYERS_TWO_DENSE,
+        accumulation=4,
+    ),
     Row("ernie", 4, ("--pp-degree", "2", "--pp-seg-method", "balanced", *_stages(2)[0], *MANY, *OFFLOAD)),
-    Row("moe", 4, ("--pp-degree", "2", *_stages(2)[1], *STEP), FOUR_LAYERS, 1, 16),
-    Row("moe", 4, ("--pp-degree", "2", *_stages(2)[1], "--rank-order", "pp,sharding,dp,cp,mp"), BIASED, 1, 12),
-    Row("moe", 8, ("--pp-degree", "2", *EP2, *MP2, *SP, *EMP1, *_stages(2)[1]), FOUR_LAYERS),
+    Row("moe", 4, ("--pp-degree", "2", *_stages(2)[1], *STEP), FOUR_LAYERS, 1, 4),
+    Row("moe", 4, ("--pp-degree", "2", *_stages(2)[1], "--rank-order", "pp,sharding,dp,cp,mp"), BIASED, 1, 6),
+    Row("moe", 8, ("--pp-degree", "2", *EP2, *MP2, *SP, *EMP1, *_stages(2)[1]), FOUR_LAYERS, accumulation=4),
 )
 
-ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS, *PIPELINE_ROWS)
+
+def _every(layers: int) -> tuple[str, ...]:
+    return ("--recompute-interval", str(layers))
+
+
+HIDDEN_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0.1")
+
+RECOMPUTE_ROWS: tuple[Row, ...] = (
+    Row("moe", 1, _every(2), (*FOUR_LAYERS, *BIASED)),
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[0], *_every(1)), CLIPPED),
+    Row("ernie", 4, (*MP2, *_stages(2)[1], *_every(2)), CLIPPED),
+    Row("moe", 2, (*_stages(2)[2], *_every(2)), (*FOUR_LAYERS, *UNTIED)),
+    Row("moe", 4, (*EP2, *MP2, *SP, *_stages(2)[1], *_every(1)), DROPS, 2),
+    Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[2], *_every(1))),
+    Row("gpt", 2, (*MP2, "--recompute-method", "block", "--recompute-num-layers", "1"), micro_batch=2),
+    # Dropout of what all mp ranks hold alike draws what one process draws.
+    *(Row(kind, 2, (*MP2, *_every(1)), HIDDEN_DROPOUT) for kind in BOTH),
+)
+
+ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS, *PIPELINE_ROWS, *RECOMPUTE_ROWS)

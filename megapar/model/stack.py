@@ -1,0 +1,44 @@
+"""The consecutive layers that a rank holds, run one after the other, some of them in recomputed units.
+
+Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence parallelism, written S(/mp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megapar.core.recompute import Recompute
+from megapar.model.context import Context
+from megapar.moe.stats import MoeStats
+
+
+def run_layers(
+    blocks: Iterable[nn.Module], x: Tensor, context: Context, recompute: Recompute | None
+) -> tuple[Tensor, list[MoeStats]]:
+    """x [B, S(/mp), H] through all blocks, and the statistics of those with experts, in order.
+
+    recompute: None keeps everything. Without gradients nothing is kept anyway.
+    """
+    layers = list(blocks)
+    if recompute is None or not torch.is_grad_enabled():
+        return _run(layers, x, context)
+    stats: list[MoeStats] = []
+    forward = recompute.begin()
+    for span in recompute.choice.spans(len(layers)):
+        unit = partial(_run, layers[span.start : span.stop])
+        x, found = forward.run(unit, x, context) if span.recomputed else unit(x, context)
+        stats += found
+    return x, stats
+
+
+def _run(layers: Sequence[nn.Module], x: Tensor, context: Context) -> tuple[Tensor, list[MoeStats]]:
+    stats = []
+    for layer in layers:
+        x, found = layer(x, context)
+        if found is not None:
+            stats.append(found)
+    return x, stats

@@ -1,0 +1,92 @@
+"""Recompute in whole training steps: bit for bit what is computed without it, dropout and all."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.equivalence.run import Trace, trace
+from tests.equivalence.table import COMMON, MODELS
+from tests.support.ranks import run_ranks
+from tests.support.training import run
+
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+BATCH = ("--micro-batch-size", "2", "--global-batch-size", "8", "--dtype", "fp32")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ()),
+    "mp": (2, ("--mp-degree", "2")),
+    "sp": (2, ("--mp-degree", "2", "--sequence-parallel")),
+    "ep": (2, ("--ep-degree", "2")),
+    "stage 2": (2, ("--sharding-stage", "2")),
+    "stage 3": (2, ("--sharding-stage", "3")),
+}
+DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "--moe-min-capacity", "1")
+
+
+@functools.cache
+def train(kind: str, layout: str, *flags: str) -> Trace:
+    """Two steps of a small model of four layers."""
+    world_size, more = LAYOUTS[layout]
+    line = _last_wins((*MODELS[kind], *COMMON, *BATCH, *DROPOUT, *more, "--num-layers", "4", *flags))
+    result = run_ranks(world_size, trace, "ernie" if kind == "ernie" else "moe", line, 2, None, "late", group=False)[0]
+    assert isinstance(result, Trace)
+    return result
+
+
+def _last_wins(line: tuple[str, ...]) -> tuple[str, ...]:
+    """A flag given twice keeps its last value."""
+    flags: dict[str, tuple[str, ...]] = {}
+    for token in line:
+        if token.startswith("--"):
+            name = token
+            flags[name] = ()
+        else:
+            flags[name] = (*flags[name], token)
+    return tuple(token for name, values in flags.items() for token in (name, *values))
+
+
+def assert_same(got: Trace, want: Trace) -> None:
+    """Loss, norm, every gradient and every parameter, bit for bit."""
+    assert got.losses == want.losses
+    assert got.norms == want.norms
+    assert got.dropped == want.dropped
+    for mine, theirs in zip(got.gradients, want.gradients, strict=True):
+        assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    assert [name for name, value in want.parameters.items() if not torch.equal(got.parameters[name], value)] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_interval(layout: str, interval: int) -> None:
+    """Every layer kind of the decoder, experts that drop tokens included."""
+    got = train("moe", layout, *DROPS, "--recompute-interval", str(interval))
+    assert_same(got, train("moe", layout, *DROPS))
+
+
+@pytest.mark.parametrize("layout", ["alone", "mp", "sp", "stage 3"])
+def test_encoder(layout: str) -> None:
+    """Post-norm layers, and attention that sees padding."""
+    assert_same(train("ernie", layout, "--recompute-interval", "3"), train("ernie", layout))
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_bytes_and_drops_are_counted_once(stage: str) -> None:
+    """What a recomputed forward sends, drops and routes is in no record."""
+    layout = ("--ep-degree", "2", "--mp-degree", "2", "--sharding-stage", stage, *DROPS)
+    plain, again = (run(4, "moe", *layout, *more) for more in ((), ("--recompute-interval", "1")))
+    assert [record.loss for record in again.records] == [record.loss for record in plain.records]
+    assert [record.sent_bytes for record in again.records] == [record.sent_bytes for record in plain.records]
+    assert [record.dropped_tokens for record in again.records] == [record.dropped_tokens for record in plain.records]
+    assert any(record.dropped_tokens for record in plain.records)
+
+
+def test_resumed_runs_draw_the_same_masks(tmp_path: Path) -> None:
+    """Streams are functions of the seed and the micro-batch: nothing but these is in a checkpoint."""
+    flags = (*LAYOUTS["mp"][1], *DROPOUT, "--recompute-interval", "1")
+    whole = run(2, "ernie", *flags)
+    run(2, "ernie", *flags, "--train-iters", "3", "--lr-decay-iters", "6", "--save", str(tmp_path))
+    resumed = run(2, "ernie", *flags, "--load", str(tmp_path))
+    assert [record.loss for record in resumed.records] == [record.loss for record in whole.records[3:]]
