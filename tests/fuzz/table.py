@@ -125,6 +125,10 @@ def _no_mp(d: Drawn) -> bool:
     return _mp(d) == 1
 
 
+def _whole_units(d: Drawn) -> bool:
+    return bool(d.recompute_interval or d.recompute_method)
+
+
 ORDERS = (
     ("dp", "pp", "sharding", "cp", "mp"),
     ("sharding", "dp", "pp", "cp", "mp"),
@@ -203,9 +207,9 @@ DECODER = (
     # At 0.5 the attention of larger models saturates, and the second step makes 1e-10 of a rounding error of the first.
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="use_flash_attn", values=(None, False)),
-    # Masks of split heads and positions are not those of one process.
+    # Masks of split heads and positions are not those of one process; those of replicated activations are.
     Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
-    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
+    Option(name="hidden_dropout", values=lambda d: (0.0,) if d.sequence_parallel else (0.0, 0.0, 0.1, 0.5)),
 )
 
 EXPERTS = (
@@ -294,6 +298,39 @@ TRAINING = (
     Option(name="min_lr", values=(None, 0.001), wild=(1.0,)),
 )
 
+RECOMPUTE = (
+    Option(name="recompute_granularity", values=(None, None, None, "selective"), wild=("selective",), layout=True),
+    Option(
+        name="recompute_interval",
+        values=(None, 1, 2, 3),
+        when=lambda d: d.recompute_granularity == "full",
+        wild=(0, 1, 5),
+        layout=True,
+    ),
+    Option(
+        name="recompute_method",
+        values=lambda d: [None, "uniform", "block"] if not d.recompute_interval else [None],
+        when=lambda d: d.recompute_granularity == "full",
+        wild=("block",),
+        layout=True,
+    ),
+    Option(
+        name="recompute_num_layers",
+        values=(1, 2, 3),
+        when=lambda d: d.recompute_method is not None,
+        wild=(1, 2),
+        layout=True,
+    ),
+    Option(name="recompute_offload", values=(None, True), when=_whole_units, wild=(True,), layout=True),
+    Option(
+        name="recompute_partition",
+        values=(None, True),
+        when=lambda d: _whole_units(d) and _mp(d) > 1,
+        wild=(True,),
+        layout=True,
+    ),
+)
+
 LATER = (
     Option(name="pp_degree", wild=(2,), layout=True),
     Option(name="pp_schedule", wild=("gpipe",), layout=True),
@@ -301,11 +338,9 @@ LATER = (
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
     Option(name="optimizer_offload", values=(None, None, True), wild=(True,), layout=True),
-    Option(name="recompute_interval", wild=(1,), layout=True),
-    Option(name="recompute_partition", wild=(True,), layout=True),
     Option(name="ampipe_degree", wild=(2,), layout=True, kinds=MOE),
     Option(name="use_pipe_experts", wild=(True,), layout=True, kinds=MOE),
     Option(name="mtp_depth", wild=(1,), kinds=MOE),
 )
 
-OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *LATER)
+OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *RECOMPUTE, *LATER)
