@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import Config
+from megapar.core.adaptive import Adaptive
 from megapar.core.collectives import all_reduce_
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
@@ -135,6 +136,7 @@ class Trainer:
         try:
             while self.progress.iteration < training.train_iters:
                 self.monitor.add(self.step())
+                self._adapt()
                 iteration = self.progress.iteration
                 final = iteration == training.train_iters
                 if training.eval_interval and (iteration % training.eval_interval == 0 or final):
@@ -229,6 +231,15 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed_seconds=job.meter.take() if job.metered else None,
         )
+
+    def _adapt(self) -> None:
+        """After the steps that measure: choose what is recomputed from now on, and say so."""
+        recompute = self.job.model.recompute
+        if recompute is not None and isinstance(recompute.choice, Adaptive):
+            peak, world = self.world.device.peak_memory_bytes(), self.world.axis("world")
+            chosen = recompute.choice.end_step(peak, 1, world, self.world.device.torch_device)
+            if chosen is not None and self.terminal is not None:
+                self.terminal.say(str(chosen))
 
     def _check_overflow(self, norm: Tensor) -> tuple[float, bool]:
         """The loss scale of this step, and whether its gradients overflowed; the same on every rank, as the norm is.

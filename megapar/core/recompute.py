@@ -17,9 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 from megapar.core.axis import Ledger
+from megapar.core.kept import Keeper, KeptUnit
+from megapar.core.memory import MemoryTracker
 from megapar.core.tickets import Traffic
 
 T = TypeVar("T")
@@ -62,24 +65,47 @@ class Block(NamedTuple):
         return [Span(number, number + 1, number < self.layers) for number in range(num_layers)]
 
 
+class Measure(Protocol):
+    """Wants to know what units keep."""
+
+    @property
+    def measuring(self) -> bool:
+        """Now."""
+        ...
+
+    def note(self, layer: int, kept_bytes: int) -> None:
+        """Unit ``layer`` of a forward holds so much when it has run again and keeps what its backward needs."""
+        ...
+
+
 class Recompute:
     """How the layers of this rank are recomputed.
 
     choice: which of them. traffic: what they launch. ledger: where the world's axes count what they send; what is sent
-    again is not counted.
+    again is not counted. keeper: how units keep their inputs; None: as they are.
+    measure: is told of every unit, while it wants to, what it would keep if it were not recomputed.
     """
 
-    def __init__(self, choice: Choice, traffic: Traffic, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        choice: Choice,
+        traffic: Traffic,
+        ledger: Ledger,
+        keeper: Keeper | None = None,
+        measure: Measure | None = None,
+    ) -> None:
         self.choice = choice
+        self.keeper = keeper
+        self.measure = measure
         self._traffic, self._ledger = traffic, ledger
 
     def begin(self) -> Forward:
         """One forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
-    def again(self) -> AbstractContextManager[object]:
-        """What surrounds a unit that is computed again."""
-        return _Again(self._traffic, self._ledger)
+    def again(self, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
+        """What surrounds a unit that is computed again. note: is told how many bytes it then keeps."""
+        return _Again(self._traffic, self._ledger, note)
 
 
 class Forward:
@@ -87,6 +113,8 @@ class Forward:
 
     def __init__(self, recompute: Recompute) -> None:
         self._recompute = recompute
+        self._before: KeptUnit | None = None
+        self._number = 0
 
     def run(self, unit: Callable[..., T], *inputs: Any) -> T:
         """``unit(*inputs)``, to be computed again in the backward.
@@ -94,13 +122,31 @@ class Forward:
         Tensors among the inputs are what the unit keeps: any number, any shape, with or without gradient. Other
         inputs are passed as they are, and tensors inside them stay where they are.
         """
-        return checkpoint(  # type: ignore[no-any-return]
-            unit,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._recompute.again()),
-        )
+        if not torch.is_grad_enabled():
+            return unit(*inputs)
+        note = self._note()
+        with self._keeping():
+            return checkpoint(  # type: ignore[no-any-return]
+                unit,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (nullcontext(), self._recompute.again(note)),
+                early_stop=note is None,  # what stops early leaves more behind than it keeps
+            )
+
+    def _note(self) -> Callable[[int], None] | None:
+        """Whom the next unit's recomputation tells what it keeps."""
+        measure, number = self._recompute.measure, self._number
+        self._number += 1
+        return None if measure is None or not measure.measuring else lambda kept: measure.note(number, kept)
+
+    def _keeping(self) -> AbstractContextManager[object]:
+        """Surrounds what saves the inputs; what the unit itself saves is the checkpoint's."""
+        if self._recompute.keeper is None:
+            return nullcontext()
+        self._before = self._recompute.keeper.enter(self._before)
+        return self._before.hooks()
 
 
 class _Again:
@@ -109,13 +155,19 @@ class _Again:
     A recomputation ends with the last tensor that the backward needs, which may lie between a launch and its wait.
     """
 
-    def __init__(self, traffic: Traffic, ledger: Ledger) -> None:
-        self._traffic, self._ledger = traffic, ledger
+    def __init__(self, traffic: Traffic, ledger: Ledger, note: Callable[[int], None] | None) -> None:
+        self._traffic, self._ledger, self._note = traffic, ledger, note
+        self._tracker = None if note is None else MemoryTracker()
 
     def __enter__(self) -> None:
+        if self._tracker is not None:
+            self._tracker.__enter__()
         self._before = self._traffic.mark()
         self._was_closed, self._ledger.closed = self._ledger.closed, True
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._ledger.closed = self._was_closed
         self._traffic.land_since(self._before)
+        if self._tracker is not None and self._note is not None:
+            self._tracker.__exit__(*error)
+            self._note(self._tracker.bytes)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import attention_reference, op
+from megapar.core.selective import again
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 from megapar.model.context import Context
 from megapar.model.norm import RmsNorm
@@ -56,6 +57,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes, self.mp = sizes, mp
+        self.selective = False  # compute the core again instead of keeping what it keeps
         self.place = f"layers.{layer}.attention.weights"
         G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
         self.qkv = ColumnLinear(
@@ -88,7 +90,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
-        y: Tensor = self.proj(self._attend(q, k, v, context))
+        inputs = (q, k, v, context)
+        y: Tensor = self.proj(again(self._attend, *inputs) if self.selective else self._attend(*inputs))
         return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:

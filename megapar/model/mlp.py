@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import op
+from megapar.core.selective import forget
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 
 
@@ -42,6 +45,7 @@ class Mlp(nn.Module):
             dtype=dtype,
             device=device,
         )
+        self.selective = False  # compute the activation again instead of keeping it
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(
@@ -56,10 +60,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]."""
-        if self.gate_up is not None:
-            inner = op("swiglu", x)(self.gate_up(x))
-        else:
-            assert self.up is not None
-            inner = F.gelu(self.up(x))
-        y: Tensor = self.down(inner)
+        activation: Callable[[Tensor], Tensor] = F.gelu if self.gate_up is None else op("swiglu", x)
+        first = self.up if self.gate_up is None else self.gate_up
+        assert first is not None
+        y: Tensor = forget(activation, first(x), self.down) if self.selective else self.down(activation(first(x)))
         return y

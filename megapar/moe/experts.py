@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.device.ops import op
+from megapar.core.selective import forget
 from megapar.core.tensor_parallel import local
 from megapar.core.weight_gradients import Later, WeightGradients
 from megapar.moe.grouped import grouped_linear
@@ -47,6 +48,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gated = gated
         self.has_bias = add_bias
+        self.selective = False  # compute the activation again instead of keeping it
         self.adds_down_bias = adds_down_bias
 
         def create(*shape: int) -> nn.Parameter:
@@ -69,14 +71,20 @@ class Experts(nn.Module):
         hidden = grouped_linear(rows_RH, up.flatten(1, -2), counts_E, self._later(self.up_name))
         if expert_R is not None:
             hidden = hidden + self._bias(f"{self.up_name}_bias", expert_R)
-        hidden = op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
-        out_RH = grouped_linear(hidden, local(self.down), counts_E, self._later("down"))
+
+        def down(inner: Tensor) -> Tensor:
+            return grouped_linear(inner, local(self.down), counts_E, self._later("down"))
+
+        out_RH = forget(self._activate, hidden, down) if self.selective else down(self._activate(hidden))
         if expert_R is not None:
             out_RH = _AddOnce.apply(out_RH, self._bias("down_bias", expert_R), self.adds_down_bias)
         return out_RH
 
     def _later(self, name: str) -> Later | None:
         return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name))
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
 
     def _bias(self, name: str, expert_R: Tensor) -> Tensor:
         """The bias of each row's expert."""

@@ -26,18 +26,34 @@ def _later(name: str, feature: str, failing: str, models: tuple[str, ...] = MODE
     )
 
 
+def _ahead(name: str, what: str, failing: str) -> Rule:
+    """The row that refuses to recompute apart from the backward, with the reason."""
+    return Rule(
+        id=f"not-built-{name.replace('_', '-')}",
+        reads=(name, "changed"),
+        when=lambda f: name in f.changed,
+        requires=lambda f: False,
+        message=(
+            f"--{name.replace('_', '-')} would recompute {what}: the schedules know forward, backward and "
+            "weight-gradient actions but none that recomputes, and what is recomputed early is held from then on, "
+            "which is the memory that recompute saves"
+        ),
+        fix="Leave it out: a unit is recomputed when its gradient arrives.",
+        source="later version",
+        passing="",
+        failing=failing,
+        kind=NOT_BUILT,
+    )
+
+
 def _indexed(f: Facts) -> bool:
     return any(path.endswith((".bin", ".idx")) or path.replace(".", "", 1).isdigit() for path in f.data_path)
 
 
 RULES: tuple[Rule, ...] = (
     _later("cp_degree", "context parallelism", "--world-size 2 --cp-degree 2"),
-    _later("recompute_offload", "recompute", "--recompute-interval 1 --recompute-offload"),
-    _later("recompute_partition", "recompute", "--recompute-interval 1 --recompute-partition"),
-    _later("recompute_granularity", "recompute", "--recompute-granularity selective"),
-    _later("recompute_in_advance", "recompute ahead of the gradient", "--recompute-in-advance"),
-    _later("recompute_in_bubble", "recompute in the bubble", "--recompute-in-bubble"),
-    _later("adaptive_recompute_device_size", "adaptive recompute", "--adaptive-recompute-device-size 32"),
+    _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
+    _ahead("recompute_in_bubble", "in idle slots of the pipeline", "--recompute-in-bubble"),
     _later("ampipe_degree", "AMPipe", "--ampipe-degree 2", MOE),
     _later("ampipe_tp_sp_comm_overlap", "AMPipe", "--ampipe-tp-sp-comm-overlap", MOE),
     _later("ampipe_capacity", "AMPipe", "--ampipe-degree 2 --ampipe-capacity slice", MOE),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import Facts, Rule
+from megapar.rules.rule import DOWNGRADE, Facts, Rule
 
 EIGHT = "compatibility 8"
 RECOMPUTE = "recompute"
@@ -214,6 +214,20 @@ RULES: tuple[Rule, ...] = (
         failing="--recompute-offload",
     ),
     Rule(
+        id="recompute-keeps-parts",
+        reads=("recompute_offload", "recompute_partition", "recompute_granularity"),
+        when=lambda f: f.recompute_offload or f.recompute_partition,
+        requires=lambda f: f.recompute_granularity == "full",
+        message=(
+            "--recompute-offload and --recompute-partition are for what whole recomputed layers keep, which is the "
+            "same on all mp ranks; the parts that selective recomputes are different on each"
+        ),
+        fix="Choose --recompute-granularity full with --recompute-interval 1, or leave the two out.",
+        source=RECOMPUTE,
+        passing="--recompute-interval 1 --recompute-offload",
+        failing="--recompute-granularity selective --recompute-offload",
+    ),
+    Rule(
         id="recompute-partition-mp",
         reads=("recompute_partition", "mp_degree"),
         when=lambda f: f.recompute_partition,
@@ -222,6 +236,19 @@ RULES: tuple[Rule, ...] = (
         source=EIGHT,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
         failing="--recompute-partition --recompute-interval 1",
+    ),
+    Rule(
+        id="recompute-partition-sequence",
+        reads=("recompute_partition", "sequence_parallel", "mp_degree"),
+        when=lambda f: f.recompute_partition and f.mp_degree > 1,
+        requires=lambda f: not f.sequence_parallel,
+        message="with --sequence-parallel what a unit keeps is split over mp already; --recompute-partition is off",
+        fix="Leave it out.",
+        source=RECOMPUTE,
+        passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
+        failing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1 --sequence-parallel",
+        kind=DOWNGRADE,
+        sets=(("recompute_partition", False),),
     ),
     Rule(
         id="recompute-advance-bubble",

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from megapar.arguments import Config
+from megapar.core.adaptive import GIBIBYTE, Adaptive
+from megapar.core.axis import Axis
 from megapar.core.device.base import Device
+from megapar.core.kept import Keeper
 from megapar.core.loss_scale import LossScale
 from megapar.core.meter import WaitMeter
 from megapar.core.offload import OffloadedOptimizer
@@ -31,11 +34,14 @@ from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.data import corpus
 from megapar.data.corpus import Corpus
+from megapar.model.attention import Attention
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
 from megapar.model.initialize import fill
+from megapar.model.mlp import Mlp
 from megapar.model.sizes import ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
+from megapar.moe.experts import Experts
 from megapar.training.objective import Objective
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.sizes import Sizes, make_segments, make_sizes
@@ -246,21 +252,31 @@ def _make_model(
     hide_communication(
         model, Overlap() if config.parallel.tp_comm_overlap else Overlap(pieces=1, blocking=True), traffic
     )
-    model.recompute = _make_recompute(config, world, traffic)
+    model.recompute = make_recompute(config, world, traffic)
+    for module in model.modules():
+        if isinstance(module, Attention | Mlp | Experts):
+            module.selective = config.recompute.recompute_granularity == "selective"
     return model
 
 
-def _make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:
+def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:
     """What is computed again in whole layers; None: nothing."""
     recompute = config.recompute
     choice: Choice
+    if recompute.adaptive_recompute_device_size:
+        adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * GIBIBYTE), config.model.num_layers)
+        return Recompute(adaptive, traffic, world.ledger, measure=adaptive)
     if recompute.recompute_method == "block":
         choice = Block(recompute.recompute_num_layers or 0)
     elif recompute.recompute_method == "uniform" or recompute.recompute_interval:
         choice = Interval(recompute.recompute_interval or recompute.recompute_num_layers or 1)
     else:
         return None
-    return Recompute(choice, traffic, world.ledger)
+    keeper = None
+    if recompute.recompute_offload or recompute.recompute_partition:
+        mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
+        keeper = Keeper(world.device, mp, traffic, offload=recompute.recompute_offload)
+    return Recompute(choice, traffic, world.ledger, keeper)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:

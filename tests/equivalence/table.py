@@ -261,6 +261,8 @@ def _every(layers: int) -> tuple[str, ...]:
     return ("--recompute-interval", str(layers))
 
 
+PARTITION, OFFLOADED = ("--recompute-partition",), ("--recompute-offload",)
+SELECTIVE = ("--recompute-granularity", "selective")
 HIDDEN_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0.1")
 
 RECOMPUTE_ROWS: tuple[Row, ...] = (
@@ -271,6 +273,11 @@ RECOMPUTE_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*EP2, *MP2, *SP, *_stages(2)[1], *_every(1)), DROPS, 2),
     Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[2], *_every(1))),
     Row("gpt", 2, (*MP2, "--recompute-method", "block", "--recompute-num-layers", "1"), micro_batch=2),
+    Row("ernie", 4, (*MP4, *_every(1), *PARTITION), FOUR_LAYERS, 2),
+    Row("moe", 4, (*MP2, *_stages(2)[1], *_every(1), *PARTITION, *OFFLOADED), (*FOUR_LAYERS, *UNTIED)),
+    Row("gpt", 2, (*MP2, *SP, *_every(1), *OFFLOADED), FOUR_LAYERS),
+    Row("moe", 4, (*EP2, *MP2, *_stages(2)[0], *SELECTIVE), DROPS, 2),
+    Row("ernie", 2, (*MP2, *SP, *SELECTIVE)),
     # Dropout of what all mp ranks hold alike draws what one process draws.
     *(Row(kind, 2, (*MP2, *_every(1)), HIDDEN_DROPOUT) for kind in BOTH),
 )

@@ -121,9 +121,8 @@ def _rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
     return [None, None, None, (unit, unit, 2 * unit)] if not _pipelined(d) else [None]
 
 
-def _same_masks(d: Drawn) -> bool:
-    """Dropout draws what one process draws: no positions or heads are split, no layers are elsewhere."""
-    return _mp(d) == 1 and d.pp_degree == 1
+def _no_mp(d: Drawn) -> bool:
+    return _mp(d) == 1
 
 
 def _pipelined(d: Drawn) -> bool:
@@ -162,6 +161,10 @@ def _cuts(d: Drawn) -> list[str | None]:
     """Ways to cut that suit any number of layers."""
     starts = ",".join(map(str, range(_chunks(d))))
     return [None, "balanced", starts]
+
+
+def _whole_units(d: Drawn) -> bool:
+    return bool(d.recompute_interval or d.recompute_method)
 
 
 ORDERS = (
@@ -281,9 +284,9 @@ DECODER = (
     # At 0.5 the attention of larger models saturates, and the second step makes 1e-10 of a rounding error of the first.
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="use_flash_attn", values=(None, False)),
-    # Masks of split heads and positions are not those of one process.
-    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _same_masks(d) else (0.0,)),
-    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _same_masks(d) else (0.0,)),
+    # Masks of split heads and positions are not those of one process; those of replicated activations are.
+    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
+    Option(name="hidden_dropout", values=lambda d: (0.0,) if d.sequence_parallel else (0.0, 0.0, 0.1, 0.5)),
 )
 
 EXPERTS = (
@@ -372,15 +375,51 @@ TRAINING = (
     Option(name="min_lr", values=(None, 0.001), wild=(1.0,)),
 )
 
+RECOMPUTE = (
+    Option(
+        name="recompute_granularity",
+        values=lambda d: (None,) if _split_backward(d) else (None, None, None, "selective"),
+        wild=("selective",),
+        layout=True,
+    ),
+    Option(
+        name="recompute_interval",
+        values=(None, 1, 2, 3),
+        when=lambda d: d.recompute_granularity == "full" and not _split_backward(d),
+        wild=(0, 1, 5),
+        layout=True,
+    ),
+    Option(
+        name="recompute_method",
+        values=lambda d: [None, "uniform", "block"] if not d.recompute_interval else [None],
+        when=lambda d: d.recompute_granularity == "full" and not _split_backward(d),
+        wild=("block",),
+        layout=True,
+    ),
+    Option(
+        name="recompute_num_layers",
+        values=(1, 2, 3),
+        when=lambda d: d.recompute_method is not None,
+        wild=(1, 2),
+        layout=True,
+    ),
+    Option(name="recompute_offload", values=(None, True), when=_whole_units, wild=(True,), layout=True),
+    Option(
+        name="recompute_partition",
+        values=(None, True),
+        when=lambda d: _whole_units(d) and _mp(d) > 1,
+        wild=(True,),
+        layout=True,
+    ),
+)
+
 LATER = (
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
-    Option(name="recompute_interval", wild=(1,), layout=True),
-    Option(name="recompute_partition", wild=(True,), layout=True),
     Option(name="ampipe_degree", wild=(2,), layout=True, kinds=MOE),
     Option(name="use_pipe_experts", wild=(True,), layout=True, kinds=MOE),
     Option(name="mtp_depth", wild=(1,), kinds=MOE),
 )
 
-OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *LATER)
+OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *RECOMPUTE, *LATER)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapar.arguments import parse
+from megapar.tools.pretend import pretend
 from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import COMMON, MODELS
 from tests.support.ranks import run_ranks
@@ -66,10 +68,43 @@ def test_interval(layout: str, interval: int) -> None:
     assert_same(got, train("moe", layout, *DROPS))
 
 
+KEPT = {
+    "offload": ("--recompute-offload",),
+    "partition": ("--recompute-partition",),
+    "both": ("--recompute-offload", "--recompute-partition"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept", "interval"),
+    [
+        ("alone", "offload", 1),
+        ("mp", "offload", 2),
+        ("mp", "partition", 1),
+        ("mp", "both", 1),
+        ("sp", "offload", 1),
+        ("sp", "partition", 4),
+        ("stage 3", "offload", 1),
+    ],
+)
+def test_kept(layout: str, kept: str, interval: int) -> None:
+    """What units keep comes back bit for bit; with sequence parallelism the partition is off."""
+    got = train("moe", layout, *DROPS, "--recompute-interval", str(interval), *KEPT[kept])
+    assert_same(got, train("moe", layout, *DROPS))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_selective(layout: str) -> None:
+    """Attention's core with its dropout, activation functions of dense layers and experts."""
+    got = train("moe", layout, *DROPS, "--recompute-granularity", "selective")
+    assert_same(got, train("moe", layout, *DROPS))
+
+
 @pytest.mark.parametrize("layout", ["alone", "mp", "sp", "stage 3"])
 def test_encoder(layout: str) -> None:
     """Post-norm layers, and attention that sees padding."""
-    assert_same(train("ernie", layout, "--recompute-interval", "3"), train("ernie", layout))
+    for flags in (("--recompute-interval", "3"), ("--recompute-granularity", "selective")):
+        assert_same(train("ernie", layout, *flags), train("ernie", layout))
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])
@@ -90,3 +125,19 @@ def test_resumed_runs_draw_the_same_masks(tmp_path: Path) -> None:
     run(2, "ernie", *flags, "--train-iters", "3", "--lr-decay-iters", "6", "--save", str(tmp_path))
     resumed = run(2, "ernie", *flags, "--load", str(tmp_path))
     assert [record.loss for record in resumed.records] == [record.loss for record in whole.records[3:]]
+
+
+def pretended(rank: int, world_size: int, rendezvous: str, *flags: str) -> dict[str, int]:
+    """What rank 5 of 8 sends in a step, on fake tensors."""
+    line = (*MODELS["gpt"], *COMMON, "--micro-batch-size", "1", "--mp-degree", "2", "--num-layers", "4", *flags)
+    config = parse("moe", _last_wins(line), {"WORLD_SIZE": "8", "RANK": "5"})
+    with pretend(config, 5) as trainer:
+        return trainer.step().sent_bytes
+
+
+def test_pretended_ranks_recompute() -> None:
+    """The pieces of two units are gathered: two of four stay whole. Nothing else is sent more."""
+    plain = run_ranks(1, pretended, group=False)[0]
+    got = run_ranks(1, pretended, "--recompute-interval", "1", *KEPT["both"], group=False)[0]
+    piece = 16 * 32 * 4 // 2
+    assert got == plain | {"mp/all_gather": plain.get("mp/all_gather", 0) + 2 * piece}

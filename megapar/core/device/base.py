@@ -19,6 +19,12 @@ class NoStream:
     def wait_stream(self, other: object) -> None:
         """Nothing to wait for."""
 
+    def record_event(self) -> None:
+        """What has been enqueued has happened."""
+
+    def wait_event(self, event: object) -> None:
+        """It has happened."""
+
     def __enter__(self) -> NoStream:
         return self
 

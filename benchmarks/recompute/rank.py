@@ -1,0 +1,84 @@
+"""One rank of GPT-117M that recomputes in any of the table's ways; a turn is one optimizer step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.support.contest import Figures, serve
+from megapar.arguments import parse
+from megapar.core.device.base import Device
+from megapar.core.device.pick import pick
+from megapar.core.memory import MemoryTracker
+from megapar.core.world import World
+from megapar.trainer import Trainer
+from megapar.training import build
+
+CONFIG = Path(__file__).parents[2] / "configs" / "gpt-117m.yaml"
+UNIT = ("--recompute-interval", "1")
+WAYS = {
+    "none": (),
+    "recompute": UNIT,
+    "+ offload": (*UNIT, "--recompute-offload"),
+    "+ partition": (*UNIT, "--recompute-partition"),
+    "+ both": (*UNIT, "--recompute-offload", "--recompute-partition"),
+}
+
+
+def main() -> None:
+    """Build the trainer, and serve ``time WAY`` and ``memory WAY``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rendezvous")
+    parser.add_argument("--device")
+    parser.add_argument("--ways", nargs="+")
+    parser.add_argument("flags", nargs="*")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    flags = ["--config", str(CONFIG), "--data-path", "mock", "--device", options.device, *options.flags]
+    configs = {way: parse("moe", [*flags, *WAYS[way]], dict(os.environ)) for way in options.ways}
+    config = configs["none"]
+    device = pick(options.device, int(os.environ["LOCAL_RANK"]))
+    world = World.start(config.grid, device, build.timeout(config), options.rendezvous)
+    trainer = Trainer(config, world, build.make_corpus(config))
+    job = trainer.job
+    recomputes = {way: build.make_recompute(configs[way], world, job.traffic) for way in configs}
+
+    def turn(request: str) -> Figures:
+        what, _, way = request.partition(" ")
+        job.model.recompute = recomputes[way]
+        if what == "time":
+            device.synchronize()
+            start = time.perf_counter()
+            trainer.step()
+            device.synchronize()
+            return {"seconds": time.perf_counter() - start}
+        keeper = None if job.model.recompute is None else job.model.recompute.keeper
+        return {"device": _peak(trainer, device), "host": 0 if keeper is None else keeper.host_bytes}
+
+    serve(turn)
+
+
+def _peak(trainer: Trainer, device: Device) -> float:
+    """The most bytes that a step holds beside what is held between steps.
+
+    On a CPU those of storages made in the step; buffers of gradients and host memory were made in the steps before.
+    """
+    if device.type == "cpu":
+        with MemoryTracker() as tracker:
+            trainer.step()
+        return tracker.peak_bytes
+    module = torch.get_device_module(device.type)
+    trainer.job.sharding.begin_step()  # frees the last step's gradients
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    trainer.step()
+    device.synchronize()
+    return float(module.max_memory_allocated() - before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The table of seed 002: memory and speed without recompute, with it, and with what units keep offloaded and cut.
+
+    python -m benchmarks.recompute.run [--device cpu|cuda] [--mp 4] [--pp 1] [--rounds N]
+
+GPT-117M (configs/gpt-117m.yaml) at mp 4; on a CPU with short sequences and one micro-batch per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.recompute.rank import WAYS
+from benchmarks.support.contest import Contest, Rank, median
+from benchmarks.support.table import machine, print_json, print_table
+
+MEGABYTE = 1e6
+REDUCED = ("--seq-length", "128", "--max-position-embeddings", "128", "--vocab-size", "8192")
+SIZES = {
+    "cpu": (*REDUCED, "--global-batch-size", "2"),
+    "cuda": ("--micro-batch-size", "2", "--global-batch-size", "16"),
+}
+
+
+def main() -> None:
+    """Measure, print the table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--mp", type=int, default=4)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    ways = [way for way in WAYS if options.mp > 1 or way in ("none", "recompute", "+ offload")]
+    flags = [*SIZES[options.device], "--mp-degree", str(options.mp), "--pp-degree", str(options.pp)]
+    world_size = options.mp * options.pp
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [sys.executable, "-m", "benchmarks.recompute.rank", "--device", options.device]
+        argv += ["--rendezvous", f"file://{Path(folder) / 'meet'}", "--ways", *ways, "--", *flags]
+        ranks = [Rank(argv, _place(rank, world_size)) for rank in range(world_size)]
+        with Contest({"ranks": ranks}) as contest:
+            times = contest.rounds(options.rounds, {way: ("ranks", f"time {way}") for way in ways})
+            memory = {way: contest.turn("ranks", f"memory {way}") for way in ways}
+    seconds = {way: median(figures) for way, figures in times.items()}
+    print(f"{machine(options.device)}; mp {options.mp}, pp {options.pp}; medians of {options.rounds} rounds\n")
+    rows = [
+        (
+            way,
+            f"{memory[way]['device'] / MEGABYTE:.1f}",
+            f"{memory[way]['device'] / memory['none']['device']:.2f}",
+            f"{memory[way]['host'] / MEGABYTE:.1f}",
+            f"{seconds['none'] / seconds[way]:.2f}",
+            f"{seconds['recompute'] / seconds[way]:.2f}",
+        )
+        for way in ways
+    ]
+    header = ("", "device MB", "of none", "host MB", "tokens/s of none", "tokens/s of recompute")
+    print_table(header, rows)
+    result: dict[str, object] = {"benchmark": "recompute", "machine": machine(options.device)}
+    result |= {"mp": options.mp, "pp": options.pp, "seconds": seconds, "memory_bytes": memory}
+    print_json(result)
+
+
+def _place(rank: int, world_size: int) -> dict[str, str]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "OMP_NUM_THREADS": 1}
+    return {name: str(value) for name, value in place.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Bytes of live tensor storages, counted where no allocator of torch's counts them: on a CPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows every storage that an operator makes while this is entered, until it is freed.
+
+    bytes: of those that live now. peak_bytes: the most so far. A storage that is resized afterwards (FSDP2's gathered
+    parameters) keeps the size at which it was first seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and note what it returns; what it is given and nobody made was there before."""
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass: its inner operators come by
+        for storage in _storages((args, kwargs)):
+            self._note(storage, 0)
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            self._note(storage, storage.nbytes())
+        return result
+
+    def forget(self, tensor: Tensor) -> None:
+        """Do not count this storage: it stands for memory elsewhere, such as the host's."""
+        storage = tensor.untyped_storage()
+        if self._knows(storage):
+            self.bytes -= self._alive[storage._cdata][1]
+        self._alive.pop(storage._cdata, None)
+        self._note(storage, 0)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.bytes
+
+    def _knows(self, storage: UntypedStorage) -> bool:
+        known = self._alive.get(storage._cdata)
+        return known is not None and known[0]() is storage
+
+    def _note(self, storage: UntypedStorage, size: int) -> None:
+        if self._knows(storage):
+            return
+        key = storage._cdata
+
+        def freed(reference: weakref.ref[UntypedStorage]) -> None:
+            if key in self._alive and self._alive[key][0] is reference:
+                del self._alive[key]
+                self.bytes -= size
+
+        self._alive[key] = weakref.ref(storage, freed), size
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+def _storages(values: Any) -> list[UntypedStorage]:
+    leaves = tree_leaves(values)
+    return [x.untyped_storage() for x in leaves if type(x) in (Tensor, nn.Parameter) and x.device.type != "meta"]

@@ -1,0 +1,73 @@
+"""Recompute of parts of a layer that are cheap to compute and large to keep: attention's core, activation functions.
+
+``again`` drops what a function keeps for its backward; its output, which the next layer keeps, is another matter:
+``forget`` drops that too, and gives the next layer's backward a new one.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+
+def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """``function(*inputs)``, which keeps its inputs only. It launches nothing and draws from streams only."""
+    y: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return y
+
+
+def forget(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
+    """``consumer(function(x))``, which keeps ``x`` and what the consumer keeps beside its input."""
+    if not torch.is_grad_enabled():
+        return consumer(function(x))
+    y = again(function, x)
+    if not y.is_contiguous():
+        return consumer(y)
+    with _Forgotten(function, x.detach(), y.untyped_storage()._cdata).hooks():
+        return consumer(y)
+
+
+class _View(NamedTuple):
+    """A saved view of the output: how it lies in the output's storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Forgotten:
+    """An output that lives again while the consumer's backward takes its views."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, storage: int) -> None:
+        self._function, self._x, self._storage = function, x, storage
+        self._views = self._left = 0
+        self._output: Tensor | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        if tensor.untyped_storage()._cdata != self._storage:
+            return tensor
+        self._views += 1
+        self._left = self._views
+        return _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, kept: Tensor | _View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        output = self._output
+        if output is None:
+            with torch.no_grad():
+                output = self._function(self._x).contiguous()
+        self._left -= 1
+        self._output = output if self._left else None
+        self._left = self._left or self._views
+        return output.as_strided(kept.shape, kept.stride, kept.offset)

@@ -1,0 +1,99 @@
+"""Adaptive recompute in whole runs."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megapar.arguments import parse
+from megapar.core.adaptive import GIBIBYTE, Adaptive
+from megapar.core.device.base import Device
+from megapar.core.memory import MemoryTracker
+from megapar.core.world import World
+from megapar.errors import TrainingError
+from megapar.model.context import Context
+from megapar.trainer import Trainer, train
+from megapar.training import build
+from tests.equivalence.table import COMMON, MODELS
+from tests.support.ranks import run_ranks
+
+FLAGS = (*MODELS["moe"], *COMMON, "--micro-batch-size", "2", "--global-batch-size", "8", "--log-interval", "100")
+PEAK = 1 << 29  # instead of this process' own, which depends on what ran before
+
+
+def make_trainer(config: Any) -> Trainer:
+    """On one process."""
+    return Trainer(config, World.start(config.grid, Device(), timedelta(seconds=60)), build.make_corpus(config))
+
+
+def test_it_measures_what_a_layer_keeps() -> None:
+    """What a recomputation leaves is what a forward leaves."""
+    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "1"], {})
+    trainer = make_trainer(config)
+    adaptive = trainer.job.model.recompute.choice if trainer.job.model.recompute else None
+    assert isinstance(adaptive, Adaptive)
+    trainer.step()
+    x = torch.randn(2, config.model.seq_length, config.model.hidden_size, requires_grad=True)
+    context = Context(None, None, 2 * config.model.seq_length, _angles(trainer, config))
+    for layer, block in enumerate(trainer.job.model.layers.values()):
+        with MemoryTracker() as tracker:
+            y, stats = block(x, context)
+            outside = y.untyped_storage().nbytes()
+            if stats is not None:
+                outside += sum(t.untyped_storage().nbytes() for t in stats if t.grad_fn is None)
+            kept = tracker.bytes - outside
+        assert adaptive._kept[layer] == pytest.approx(kept, rel=0.05)
+
+
+def _angles(trainer: Trainer, config: Any) -> Any:
+    from megapar.model.rotary import rotary_angles
+
+    positions = torch.arange(config.model.seq_length).expand(2, -1)
+    return rotary_angles(positions, config.model.head_dim, config.model.rope_theta, torch.float32)
+
+
+def run(rank: int, world_size: int, rendezvous: str, gibibytes: float | None) -> tuple[list[float], Any]:
+    """(losses of six steps, the layers chosen)."""
+    more = () if gibibytes is None else ("--adaptive-recompute-device-size", str(gibibytes))
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    chosen: list[Any] = []
+    end_step = Adaptive.end_step
+
+    def noted(adaptive: Adaptive, *args: Any) -> Any:
+        result = end_step(adaptive, *args)
+        if result is not None:
+            chosen.append(result.layers)
+        return result
+
+    with (
+        patch.dict(os.environ, place),
+        patch.object(Device, "peak_memory_bytes", lambda device: PEAK - rank),
+        patch.object(Adaptive, "end_step", noted),
+    ):
+        line = [*FLAGS, "--mp-degree", str(world_size), "--train-iters", "5", *more]
+        outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}")
+    return [record.loss for record in outcome.records], chosen
+
+
+@pytest.mark.parametrize(
+    ("room", "layers"), [(0, (0, 1, 2)), (1 << 30, ())], ids=["for nothing more", "for everything"]
+)
+def test_runs(room: int, layers: tuple[int, ...]) -> None:
+    """All ranks choose alike, once, and no loss changes."""
+    plain = run_ranks(2, run, None, group=False)
+    got = run_ranks(2, run, (PEAK + room) / GIBIBYTE, group=False)
+    assert [chosen for _, chosen in got] == [[layers], [layers]]
+    assert got[0][0] == plain[0][0]
+
+
+def test_too_little_is_said(tmp_path: Path) -> None:
+    """With the memory it needs."""
+    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "0.001"], {})
+    with pytest.raises(TrainingError, match="with every layer recomputed the largest rank needs"):
+        train(config)
