@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import attention_reference, op
+from megapar.core.device.packed import Documents, packed_attention_reference
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 from megapar.model.context import Context
 from megapar.model.norm import RmsNorm
@@ -85,8 +86,18 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
+        if context.documents is not None:
+            packed: Tensor = self.proj(self._attend_inside(q, k, v, context.documents))
+            return packed
         y: Tensor = self.proj(self._attend(q, k, v, context.valid))
         return y
+
+    def _attend_inside(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """``_attend`` without leaving a document."""
+        attention = op("packed_attention", q) if self.sizes.flash else packed_attention_reference
+        dropout = self.sizes.dropout if self.training else 0.0
+        y = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents=documents, dropout=dropout)
+        return y.transpose(1, 2).flatten(2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapar.core.device.packed import Documents
+
 
 @dataclass(frozen=True)
 class Context:
@@ -15,9 +17,11 @@ class Context:
     own_valid: the part of ``valid`` whose positions this rank's activations have (sequence parallelism cuts them).
     valid_tokens: non-padding tokens of the micro-batch, known on the host.
     angles: (cos, sin) of rope, [B, S, D / 2] each; None without rope.
+    documents: what attention stays inside of; None: the whole sample.
     """
 
     valid: Tensor | None
     own_valid: Tensor | None
     valid_tokens: int
     angles: tuple[Tensor, Tensor] | None = None
+    documents: Documents | None = None

@@ -294,6 +294,14 @@ TRAINING = (
     Option(name="min_lr", values=(None, 0.001), wild=(1.0,)),
 )
 
+PACKING = (
+    Option(name="packing", values=(None, None, None, False), wild=(False,), kinds=MOE),
+    *(
+        Option(name=name, values=(None, True), when=lambda d: d.packing is not False, wild=(True,), kinds=MOE)
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    ),
+)
+
 LATER = (
     Option(name="pp_degree", wild=(2,), layout=True),
     Option(name="pp_schedule", wild=("gpipe",), layout=True),
@@ -308,4 +316,4 @@ LATER = (
     Option(name="mtp_depth", wild=(1,), kinds=MOE),
 )
 
-OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *LATER)
+OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *PACKING, *LATER)
