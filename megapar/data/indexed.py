@@ -37,7 +37,7 @@ DTYPE_CODES: Mapping[int, str] = MappingProxyType(
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "int64")
 
-_SAMPLES = 64  # places that are looked at on opening
+_SAMPLES = 32  # places that are looked at on opening
 _SAMPLE_TOKENS = 1024
 _BLOCK = 1 << 20  # sequences or tokens that a full pass holds at a time
 
@@ -98,7 +98,7 @@ class IndexedDataset:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def check_ids(self, vocab_size: int) -> None:
-        """Refuse ids outside [0, vocab_size), looking at 64 runs of 1,024 tokens spread over the file."""
+        """Refuse ids outside [0, vocab_size), looking at 32 runs of 1,024 tokens spread over the file."""
         if self.dtype.name not in TOKEN_DTYPES:
             raise DataError(f"{self.data_path}: holds {self.dtype.name}, and token ids are {', '.join(TOKEN_DTYPES)}")
         for start in _places(len(self.tokens), _SAMPLES):
@@ -155,7 +155,7 @@ class IndexedDataset:
                 f"{self.index_path}: {have} bytes, where {sequences} sequences and {documents} document indices take "
                 f"{wanted} ({wanted + sequences} with modes); the file is cut off or not an index"
             )
-        buffer = np.memmap(self.index_path, mode="r", dtype=np.uint8)
+        buffer = _mapped(self.index_path, np.dtype(np.uint8))
         places = HEADER.size + np.cumsum([0, 4 * sequences, 8 * sequences, 8 * documents])
 
         def array(place: int, dtype: str, count: int) -> Any:
@@ -172,9 +172,7 @@ class IndexedDataset:
                 f"{self.data_path}: {size} bytes, where {self.index_path.name} implies {implied} ({sequences} "
                 f"sequences of {self.dtype.name}); the file is cut off, or belongs to another index"
             )
-        self.tokens: np.ndarray = (
-            np.memmap(self.data_path, mode="r", dtype=self.dtype) if size else np.empty(0, dtype=self.dtype)
-        )
+        self.tokens = _mapped(self.data_path, self.dtype) if size else np.empty(0, dtype=self.dtype)
 
     def _check_places(self) -> None:
         """The ends of the index, and neighbours at a sample of places: each sequence begins where the last one ends."""
@@ -364,6 +362,19 @@ class IndexedDatasetBuilder:
     def _copy(self, kind: str) -> None:
         with open(self._paths[kind], "rb") as file:
             shutil.copyfileobj(file, self._files["idx"], 1 << 22)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """The file as an array. It is read at random places, and reading ahead of each would cost more than the place."""
+    import mmap
+
+    import numpy as np
+
+    with open(path, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        mapping.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapping, dtype=dtype)
 
 
 def without_suffix(path: str | os.PathLike[str]) -> str:

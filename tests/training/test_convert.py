@@ -369,22 +369,25 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
 
 
 def test_peak_memory_is_two_tensors(tmp_path: Path) -> None:
-    """A model of 100 MB whose largest tensor has 16 MB: converting adds less than two of those and the blocks."""
-    sizes = {**DECODER, "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    """A model of 60 MB whose largest tensor has 16 MB: converting adds less than two of those and the blocks."""
+    sizes = {**DECODER, "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
     model.save_pretrained(tmp_path / "model")
     del model
+    # ru_maxrss of a new process begins at that of the one it was forked from; VmHWM is its own.
     code = (
-        "import resource, sys, torch\n"
+        "import sys, torch\n"
         "from megapar.training.convert import hf_to_megapar, megapar_to_hf, published\n"
+        "def peak():\n"
+        "    return next(int(x.split()[1]) for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
         "published(sys.argv[1])\n"
         "x = torch.zeros(1 << 20).sum()\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
         "hf_to_megapar(sys.argv[1], sys.argv[2])\n"
         "megapar_to_hf(sys.argv[2], sys.argv[3])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+        "print(peak() - before)\n"
     )
     paths = [str(tmp_path / name) for name in ("model", "made", "back")]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
     largest, block = 16384 * 256 * 4, 16 << 20
-    assert int(done.stdout) * 1024 <= 2 * largest + 2 * block
+    assert 0 < int(done.stdout) * 1024 <= 2 * largest + 2 * block
