@@ -26,7 +26,7 @@ class RandomPieces:
     ) -> None:
         """ids: [..] int64 to draw from. shortest, longest: ids per piece, longest included.
 
-        end: an end token that every place has with the same probability, four of them per piece on average.
+        end: an end token that every place has with one probability: four per piece, one in four at most.
         """
         self._ids = ids
         self._shortest = shortest
@@ -44,7 +44,7 @@ class RandomPieces:
         draws = Draws(self._seed, self._stream, number)
         length = self._shortest + draws.integer(self._longest - self._shortest + 1)
         ids = np.asarray(self._ids[draws.integers(length, len(self._ids))])
-        return ids if self._end is None else np.where(draws.uniform(length) < 4 / length, self._end, ids)
+        return ids if self._end is None else np.where(draws.uniform(length) < min(0.25, 4 / length), self._end, ids)
 
 
 class MockTokenizer:

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def _run(chunks: Sequence[Chunk], job: _Job, tokenizer: Tokenizer, workers: int)
                 done, flying = wait(flying, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"a worker died, perhaps for want of memory; give fewer than {workers} workers and run the same again: "
+                f"what is finished in {job.folder} is used"
+            ) from error
         finally:
             for future in flying:
                 future.cancel()

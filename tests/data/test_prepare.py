@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -138,6 +139,26 @@ def test_one_broken_line_among_many(tmp_path: Path, model: str, workers: int) ->
     done = prepare(str(tmp_path / "out"), [str(path)], model, workers=workers, skip_bad=True)
     assert (done.documents, done.bad) == (1999, 1)
     assert "line 1235" in done.first_bad[0]
+
+
+def test_a_worker_that_dies_is_an_error_and_the_rest_is_kept(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = module._encode
+
+    def die_at_the_seventh(number: int, *rest: object) -> object:
+        if number == 7:
+            os._exit(9)
+        return encode(number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_encode", die_at_the_seventh)
+    with pytest.raises(DataError, match="a worker died"):
+        prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)
+    assert list((tmp_path / "out.parts").glob("*.json"))
+    monkeypatch.undo()
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 5000)
+    again = prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)
+    assert again.documents == 200
 
 
 def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jsonl: Path, model: str) -> None:
