@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapar.errors import Complaint
-from megapar.rules import ampipe, layout, model, not_built, pipeline, training
+from megapar.rules import ampipe, data, layout, model, not_built, pipeline, training
 from megapar.rules.rule import DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
 
 __all__ = ["DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
@@ -16,6 +16,7 @@ RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *model.RULES,
     *training.RULES,
+    *data.RULES,
     *pipeline.RULES,
     *ampipe.RULES,
     *not_built.RULES,

@@ -36,6 +36,7 @@ from megapar.model.flops import flops_per_token
 from megapar.model.terms import Terms
 from megapar.training import build, export, state
 from megapar.training.evaluate import evaluate
+from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.monitor import Monitor, Step
 from megapar.training.record import Logger, Record
@@ -112,6 +113,7 @@ class Trainer:
         self.batch_size = build.make_batch_size(config)
         self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
+        self._notes = corpus.notes
         self._load()
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = self._make_terminal()
@@ -322,6 +324,8 @@ class Trainer:
 
     def _load(self) -> None:
         checkpoint = self.config.checkpoint
+        if checkpoint.load_hf:
+            self._notes += load_hf(Path(checkpoint.load_hf), self.job)
         if not checkpoint.load:
             return
         root = Path(checkpoint.load)
@@ -346,7 +350,10 @@ class Trainer:
         if not self.config.checkpoint.save_hf:
             return None
         folder = Path(self.config.checkpoint.save_hf)
-        export.save_hf(folder, self.job, self.corpus.tokenizer, build.compute_dtype(self.config, self.world.device))
+        started_from = self.config.checkpoint.load_hf
+        family = trained_family(Path(started_from)) if started_from else None
+        dtype = build.compute_dtype(self.config, self.world.device)
+        export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, family)
         return folder
 
     # What people see; one rank speaks
@@ -392,6 +399,8 @@ class Trainer:
                 f"{str(build.compute_dtype(self.config, self.world.device)).removeprefix('torch.')}, "
                 f"peak {self.peak / 1e12:.3g} TFLOP/s ({self.peak_source})"
             )
+            for note in self._notes:
+                self.terminal.say(note)
             if self.progress.iteration:
                 self.terminal.say(f"resumed at iteration {self.progress.iteration} from {self.config.checkpoint.load}")
 

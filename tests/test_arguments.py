@@ -229,8 +229,20 @@ def test_save_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
 
 def test_megatron_prefix_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").write_bytes(b"")
-    assert "not-built-data-path" in rules(f"--data-path {tmp_path}/corpus")
-    assert "not-built-data-path" in rules(f"--data-path 0.7 {tmp_path}/corpus")
+    half = rules(f"--data-path {tmp_path}/corpus")["file-missing"]
+    assert f"{tmp_path}/corpus.idx is there, {tmp_path}/corpus.bin is not" in half
+    (tmp_path / "corpus.bin").write_bytes(b"")
+    for path in ("corpus", "corpus.bin", "corpus.idx"):
+        assert accept(f"--data-path 0.7 {tmp_path}/{path} .3 builtin").data.data_path[1] == f"{tmp_path}/{path}"
+    assert "data-weights" in rules(f"--data-path 0.7 {tmp_path}/corpus builtin")
+    assert "file-missing" in rules(f"--data-path 1 {tmp_path}/corpus 2 {tmp_path}/other")
+
+
+def test_weights_in_yaml(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data-path: [0.7, builtin, 3, mock2]\nsplit: 969,30,1\n")
+    config = accept(f"--config {tmp_path}/run.yaml --validate-only")
+    assert config.data.data_path == ("0.7", "builtin", "3", "mock2")
+    assert config.data.split == "969,30,1"
 
 
 # Derived values

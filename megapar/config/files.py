@@ -9,6 +9,7 @@ from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.errors import Complaint
+from megapar.rules.data import blend_of
 
 NAMED_DATA = ("builtin", "mock")
 
@@ -16,8 +17,12 @@ NAMED_DATA = ("builtin", "mock")
 def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Complaints about paths; values that are missing or None are passed over."""
     for name in ("data_path", "eval_data_path"):
-        for path in values.get(name) or ():
-            yield from _data(name, path)
+        try:
+            blend = blend_of(values.get(name) or ())
+        except ValueError:  # a rule row speaks of it
+            continue
+        for _, item in blend:
+            yield from _data(name, item)
     for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file"):
         path = values.get(name)
         # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
@@ -46,14 +51,16 @@ def _near(path: str) -> str:
 
 
 def _data(name: str, path: str) -> Iterator[Complaint]:
-    weighed = path.replace(".", "", 1).isdigit() or path.endswith((".bin", ".idx"))  # a rule row speaks of these
-    if path in NAMED_DATA or weighed or Path(path).exists():
+    if path in NAMED_DATA or (Path(path).exists() and not path.endswith((".bin", ".idx"))):
         return
-    if Path(path + ".idx").exists():
-        message = f"{FLAGS[name].spelling} {path} is a Megatron .bin/.idx prefix, which this version does not read yet."
-        yield Complaint("not-built-data-path", message, "Use the JSONL or text it was made from.")
-    else:
+    prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
+    pair = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
+    missing = [one for one in pair if not Path(one).exists()]
+    if len(missing) == 2:
         yield _missing(name, path)
+    elif missing:
+        there = next(one for one in pair if one not in missing)
+        yield Complaint("file-missing", f"{FLAGS[name].spelling} {path}: {there} is there, {missing[0]} is not.")
 
 
 def _folder(name: str, path: Path) -> Iterator[Complaint]:

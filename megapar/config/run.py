@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megapar.config.flag import Alias, fact, flag
 
 ERNIE = ("ernie",)
+MOE = ("moe",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +80,24 @@ class Data:
     """What is read."""
 
     data_path: tuple[str, ...] = flag(
-        ("builtin",), "builtin, mock, or text, JSONL (field text) and parquet files", aliases=("train-data-path",)
+        ("builtin",),
+        "builtin, mock, or text, JSONL (field text), parquet and .bin/.idx files; or weights and paths in turn",
+        aliases=("train-data-path",),
     )
     eval_data_path: tuple[str, ...] = flag(
-        (), "held-out text for evaluation, as --data-path", aliases=("valid-data-path",)
+        (), "held-out data for evaluation, as --data-path", aliases=("valid-data-path",)
     )
-    split: str | None = flag(None, "shares of training, evaluation and test data, such as 969,30,1")
+    split: str | None = flag(None, "shares of training, held-out and unused documents, such as 969,30,1 (default 95,5)")
     tokenizer_model: str | None = flag(
         None, "sentencepiece model or Hugging Face tokenizer folder; without it one is trained on the data and cached"
     )
     mlm_probability: float = flag(0.15, "share of tokens that are masked", above=0, high=0.9, models=ERNIE)
-    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"))
-    hf_dataset: str | None = flag(None, "path or name of the datasets source")
-    reset_position_ids: bool = flag(False, "positions start again at every document")
-    reset_attention_mask: bool = flag(False, "attention stays inside a document")
-    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
-    packing: bool = flag(True, "documents are joined to full sequences")
+    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"), models=MOE)
+    hf_dataset: str | None = flag(None, "path or cached name of the datasets source", models=MOE)
+    reset_position_ids: bool = flag(False, "positions start again at every document", models=MOE)
+    reset_attention_mask: bool = flag(False, "attention stays inside a document", models=MOE)
+    eod_mask_loss: bool = flag(False, "no loss where the input is an end-of-document token", models=MOE)
+    packing: bool = flag(True, "documents are joined to full sequences; off: one document per sample", models=MOE)
     on_bad_record: str = flag("stop", "what a record that cannot be read does", choices=("stop", "skip"))
     ernie_tasks: str | None = flag(
         None, "mixture of objectives, such as knowledge_mlm:1.0,document_lm:1.0", models=ERNIE

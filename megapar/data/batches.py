@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     import torch
 
 
+ENDS = "ends"
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of B samples of S positions on this rank.
 
     tensors: what the model's forward takes, int64 unless said.
-        Decoder: tokens, labels (NO_LOSS: none), positions [B, S].
+        Decoder: tokens, labels (NO_LOSS: none), positions [B, S]; ends [documents], only where attention stays inside
+        documents: the place behind each, flat into B * S, ascending, a sample's last one at its end.
         ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
         masked_labels [M]; sop_labels [B].
         Both: valid [B, S] bool, only where some position is padding.
@@ -33,8 +37,11 @@ class MicroBatch:
     tokens: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same with its tensors on ``device``."""
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        """The same with its tensors on ``device``, but for ``ends``, which the host reads."""
+        moved = {
+            name: tensor if name == ENDS else tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self.tensors.items()
+        }
         return MicroBatch(moved, self.counts, self.valid_tokens, self.tokens)
 
 
@@ -48,7 +55,12 @@ def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
     tokens = np.stack([sample["tokens"] for sample in samples])
     labels = np.stack([sample["labels"] for sample in samples])
     valid = np.stack([sample.get("valid", np.ones(tokens.shape[1], dtype=bool)) for sample in samples])
-    return _batch({"tokens": tokens, "labels": labels}, valid, {"lm": int((labels != NO_LOSS).sum())})
+    arrays = {"tokens": tokens, "labels": labels}
+    if "positions" in samples[0]:
+        arrays["positions"] = np.stack([sample["positions"] for sample in samples])
+    if "ends" in samples[0]:
+        arrays[ENDS] = np.concatenate([sample["ends"] + i * tokens.shape[1] for i, sample in enumerate(samples)])
+    return _batch(arrays, valid, {"lm": int((labels != NO_LOSS).sum())})
 
 
 def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
@@ -74,7 +86,7 @@ def _batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, i
     import torch
 
     shape = valid.shape
-    arrays["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape)
+    arrays.setdefault("positions", np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape))
     valid_tokens = int(valid.sum())
     if valid_tokens < valid.size:
         arrays["valid"] = valid

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
+from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
 from megapar.data.ernie import FRAME, SHORTEST_SEQUENCE, ErnieSamples, Spans
+from megapar.data.mixture import Blend
 from megapar.data.mock import MockTokenizer, RandomPieces
-from megapar.data.samples import DecoderSamples, Pieces, Samples, Windows
-from megapar.data.source import MOCK, Source, all_documents, open_sources, sources_hash
-from megapar.data.store import Split, Stores, open_stores
-from megapar.data.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Pieces, Samples, Windows
+from megapar.data.source import MOCK, BadRecords, Source, all_documents, sources_hash
+from megapar.data.store import Split, TokenStore
+from megapar.data.streaming import open_dataset, row_windows
+from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import Complaint, ConfigError, DataError
 
 ERNIE = "ernie"
@@ -33,12 +36,41 @@ class Unigram(NamedTuple):
     heldout: float
 
 
+class Both(NamedTuple):
+    """The ids of both sides: stores, or several of them together."""
+
+    train: TokenStore | Side
+    heldout: TokenStore | Side
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become samples of a decoder.
+
+    packed: documents are joined to full samples; off: a sample holds (a piece of) one document and is padded.
+    The others: see samples.Boundaries.
+    """
+
+    packed: bool = True
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_loss: bool = False
+
+    def boundaries(self, tokenizer: Tokenizer) -> Boundaries | None:
+        """What ends of documents mean; None where they mean nothing. Raises DataError without an end token."""
+        if not (self.reset_positions or self.reset_attention or self.mask_loss):
+            return None
+        end = tokenizer.special.need("eos")
+        return Boundaries(end, self.reset_positions, self.reset_attention, self.mask_loss)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """What a trainer reads.
 
     train, heldout: samples by number; held-out ones in a fixed order that no seed changes.
     collate: makes a micro-batch of such samples. vocab_size: rows of the embedding, at least tokenizer.size.
+    notes: what people should know, such as records that were passed over.
     """
 
     train: Samples
@@ -46,16 +78,22 @@ class Corpus:
     tokenizer: Tokenizer
     vocab_size: int
     collate: Collate
-    _stores: Stores | None
+    _stores: Both | None
+    notes: tuple[str, ...] = ()
 
     def unigram_entropy(self) -> Unigram:
-        """Counted over all tokens of both sides, end tokens included; of random tokens it is known."""
+        """Counted over all tokens of both sides, end tokens included; of random tokens it is known.
+
+        Raises DataError for a stream, whose tokens nobody has counted.
+        """
         import numpy as np
 
         if self._stores is None:
+            if not isinstance(self.tokenizer, MockTokenizer):
+                raise DataError("the tokens of a streamed dataset are not counted; prepare a file of it")
             known = float(np.log(len(self.tokenizer.ordinary_ids)))
             return Unigram(known, known)
-        train, heldout = (store.counts(self.tokenizer.size) for store in self._stores)
+        train, heldout = (store.counts(self.vocab_size) for store in self._stores)
         share = train[train > 0] / train.sum()
         smooth = (train + 1) / (train.sum() + len(train))
         return Unigram(float(-(share * np.log(share)).sum()), float(-(heldout * np.log(smooth)).sum() / heldout.sum()))
@@ -72,33 +110,59 @@ def build(
     seq_length: int,
     seed: int,
     mlm_probability: float = 0.15,
+    packing: Packing | None = None,
+    skip_bad: bool = False,
+    hf_dataset: str | None = None,
 ) -> Corpus:
     """Open, check, tokenise and cut a corpus; the slow parts are made once and kept in the cache folder.
 
-    kind: ``moe`` (a decoder) or ``ernie``. data_path: builtin, mock, or files and folders, one after the other.
-    eval_data_path: held-out text; without it documents are held out by ``split`` (default DEFAULT_SPLIT).
+    kind: ``moe`` (a decoder) or ``ernie``. data_path: builtin, mock, or files, folders and prefixes of indexed files,
+    one after the other, or weights and paths in turn.
+    eval_data_path: held-out data; without it documents are held out by ``split`` (default DEFAULT_SPLIT).
     tokenizer_model: a sentencepiece model, a tokenizer.json or a Hugging Face folder; without it one of
     vocab_size ids is trained on the training documents. seq_length: S. seed: of order and masks.
+    packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
+    hf_dataset: a ``datasets`` source in place of data_path, streamed (a decoder's only).
     Any number of processes may call this at once. Raises DataError for what is wrong with the data and
     ConfigError where the tokenizer has more ids than ``vocab_size``.
     """
+    packing = packing or Packing()
     if kind not in KINDS:
         raise ValueError(f"the kind is {kind!r}, not one of {KINDS}")
+    if kind == ERNIE and (packing != Packing() or hf_dataset is not None):
+        raise ValueError("packing and streams are a decoder's")
     if kind == ERNIE and seq_length < SHORTEST_SEQUENCE:
         raise DataError(f"sentence pairs need a --seq-length of at least {SHORTEST_SEQUENCE}, not {seq_length}")
-    text = None if _is_mock(data_path, eval_data_path) else _Text.open(data_path, eval_data_path, split)
+    halves = Split.parse(split or DEFAULT_SPLIT)
+    cut = _Cut(kind, seq_length, packing, seed, mlm_probability)
+    if hf_dataset is not None:
+        return _streamed(hf_dataset, halves, tokenizer_model, vocab_size, cut)
+    if _is_mock(data_path, eval_data_path):
+        tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
+        _check_size(tokenizer, tokenizer_model, vocab_size)
+        return cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
+    data = _Data.open(data_path, eval_data_path, halves, skip_bad)
+    tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
+    _check_size(tokenizer, tokenizer_model, vocab_size)
+    sides = open_sides(data.train, data.heldout, halves, tokenizer, vocab_size, skip_bad=skip_bad)
+    train, heldout = cut.pieces(sides[0], held_out=False), cut.pieces(sides[1], held_out=True)
+    notes = tuple(dict.fromkeys((*sides[0].notes, *sides[1].notes)))
+    # One store is counted by itself, several by their weights.
+    both = Both(*(side.stores[0] if len(side.stores) == 1 else side for side in sides))
+    return cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
+
+
+def _streamed(name: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
     if tokenizer_model:
         tokenizer = load_tokenizer(tokenizer_model)
     else:
-        tokenizer = MockTokenizer(vocab_size) if text is None else text.trained_tokenizer(vocab_size)
+        rows = open_dataset(name)
+        first = split.cuts(len(rows))[0]
+        documents = (rows[i]["text"] for i in range(first))
+        tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint))
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    stores = None if text is None else open_stores(text.train, text.heldout, text.split, tokenizer)
-    if kind == ERNIE:
-        train, heldout = _ernie_samples(stores, tokenizer, seq_length, seed, mlm_probability)
-    else:
-        train, heldout = _decoder_samples(stores, tokenizer, seq_length, seed)
-    collate = collate_ernie if kind == ERNIE else collate_decoder
-    return Corpus(train, heldout, tokenizer, vocab_size, collate, stores)
+    train, heldout = row_windows(name, split, tokenizer, cut.seq_length)
+    return cut.corpus(train, heldout, tokenizer, vocab_size)
 
 
 def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> bool:
@@ -109,43 +173,58 @@ def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> 
     return True
 
 
-class _Text(NamedTuple):
-    """The documents of a corpus. heldout: sources of their own, or None where ``split`` decides."""
+class _Data(NamedTuple):
+    """The parts of a corpus. heldout: parts of their own, or None where ``split`` decides."""
 
-    train: tuple[Source, ...]
-    heldout: tuple[Source, ...] | None
+    train: tuple[Part, ...]
+    heldout: tuple[Part, ...] | None
     split: Split
+    skip_bad: bool
 
     @classmethod
-    def open(cls, data_path: Sequence[str], eval_data_path: Sequence[str] | None, split: str | None) -> _Text:
-        heldout = open_sources(eval_data_path) if eval_data_path else None
-        return cls(open_sources(data_path), heldout, Split.parse(split or DEFAULT_SPLIT))
+    def open(
+        cls, data_path: Sequence[str], eval_data_path: Sequence[str] | None, split: Split, skip_bad: bool
+    ) -> _Data:
+        heldout = open_parts(eval_data_path) if eval_data_path else None
+        return cls(open_parts(data_path), heldout, split, skip_bad)
 
-    def training_documents(self) -> Iterator[str]:
-        documents = all_documents(self.train)
+    def own_tokenizer(self, vocab_size: int) -> Tokenizer:
+        """One of ``vocab_size`` ids trained on the training documents, once; of indexed files alone there is none."""
+        sources = tuple(source for part in self.train for source in part.sources)
+        indexed = [part.name for part in (*self.train, *(self.heldout or ())) if part.indexed]
+        if indexed and (sources or any(part.sources for part in self.heldout or ())):
+            raise DataError(
+                f"{indexed[0]} holds tokens of a tokenizer that was chosen before, and text beside it must be "
+                "tokenised by the same one; give --tokenizer-model"
+            )
+        if indexed:
+            return NoTokenizer(vocab_size)
+        apart = "apart" if self.heldout else repr(self.split.train)
+        names = ", ".join(source.name for source in sources)
+        return _trained(self._training_documents(sources), vocab_size, names, sources_hash(sources), apart)
+
+    def _training_documents(self, sources: Sequence[Source]) -> Iterator[str]:
+        documents = all_documents(sources, BadRecords(stops=not self.skip_bad))
         return documents if self.heldout else (text for text in documents if self.split.side(text) == 0)
 
-    def trained_tokenizer(self, vocab_size: int) -> Tokenizer:
-        """The tokenizer of ``vocab_size`` ids trained on the training documents, once."""
-        import sentencepiece
 
-        from megapar.data.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
+def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -> Tokenizer:
+    """The tokenizer trained on these documents, from the cache where it is there."""
+    import sentencepiece
 
-        key = digest(
-            *(str(TRAINING_VERSION), sentencepiece.__version__, sources_hash(self.train), str(vocab_size)),
-            "apart" if self.heldout else repr(self.split.train),
-        )
+    from megapar.data.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
 
-        def make(path: Path) -> None:
-            documents = self.training_documents()
-            first = next(documents, None)
-            if first is None:
-                names = ", ".join(source.name for source in self.train)
-                raise DataError(f"{names}: the corpus holds no documents to train on")
-            path.write_bytes(train(chain([first], documents), vocab_size))
+    content, *more = key
+    entry = digest(str(TRAINING_VERSION), sentencepiece.__version__, content, str(vocab_size), *more)
 
-        path = made_once(f"tokenizers/{key}.model", make)
-        return SentencePieceTokenizer(path.read_bytes(), name=str(path))
+    def make(path: Path) -> None:
+        first = next(documents, None)
+        if first is None:
+            raise DataError(f"{names}: the corpus holds no documents to train on")
+        path.write_bytes(train(chain([first], documents), vocab_size))
+
+    path = made_once(f"tokenizers/{entry}.model", make)
+    return SentencePieceTokenizer(path.read_bytes(), name=str(path))
 
 
 def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None:
@@ -162,33 +241,59 @@ def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None
         )
 
 
-def _decoder_samples(
-    stores: Stores | None, tokenizer: Tokenizer, seq_length: int, seed: int
-) -> tuple[Samples, Samples]:
-    train: Pieces
-    heldout: Pieces
-    if stores is None:
-        length, ids = seq_length + 1, tokenizer.ordinary_ids
-        train = RandomPieces(ids, length, length, seed, "train")
-        heldout = RandomPieces(ids, length, length, 0, "heldout")
-    else:
-        train, heldout = Windows(stores.train, seq_length), Windows(stores.heldout, seq_length, shortest=2)
-    return DecoderSamples(train, seq_length, seed), DecoderSamples(heldout, seq_length, None)
+@dataclass(frozen=True)
+class _Cut:
+    """How stores become samples."""
 
+    kind: str
+    seq_length: int
+    packing: Packing
+    seed: int
+    mlm_probability: float
 
-def _ernie_samples(
-    stores: Stores | None, tokenizer: Tokenizer, seq_length: int, seed: int, mlm_probability: float
-) -> tuple[Samples, Samples]:
-    longest = seq_length - FRAME
-    train: Pieces
-    heldout: Pieces
-    if stores is None:
-        shortest, ids = max(2, longest // 2), tokenizer.ordinary_ids
-        train = RandomPieces(ids, shortest, longest, seed, "train")
-        heldout = RandomPieces(ids, shortest, longest, 0, "heldout")
-    else:
-        train, heldout = Spans(stores.train, longest), Spans(stores.heldout, longest)
-    return (
-        ErnieSamples(train, seq_length, tokenizer, mlm_probability, seed),
-        ErnieSamples(heldout, seq_length, tokenizer, mlm_probability, None),
-    )
+    def pieces(self, side: Side, *, held_out: bool) -> Pieces:
+        """What the samples of one side are made from."""
+        parts = [self._of_store(store, held_out) for store in side.stores]
+        return parts[0] if len(parts) == 1 else Blend(parts, side.weights)
+
+    def _of_store(self, store: TokenStore, held_out: bool) -> Pieces:
+        if self.kind == ERNIE:
+            return Spans(store, self.seq_length - FRAME)
+        if not self.packing.packed:
+            return DocumentWindows(store, self.seq_length)
+        return Windows(store, self.seq_length, shortest=2 if held_out else None)
+
+    def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> Pieces:
+        """Random pieces; of a decoder that knows documents, with end tokens in them."""
+        longest = self.seq_length + 1
+        shortest, ids, end = longest, tokenizer.ordinary_ids, None
+        if self.kind == ERNIE:
+            longest = self.seq_length - FRAME
+            shortest = max(2, longest // 2)
+        elif not self.packing.packed:
+            shortest = min(longest, 2 + self.seq_length // 2)
+        else:
+            boundaries = self.packing.boundaries(tokenizer)
+            end = boundaries.end if boundaries else None
+        return RandomPieces(ids, shortest, longest, seed, stream, end=end)
+
+    def corpus(
+        self,
+        train: Pieces,
+        heldout: Pieces,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        stores: Both | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> Corpus:
+        """Samples of both sides, and all around them."""
+        seed: int | None
+        samples: list[Samples] = []
+        for pieces, seed in ((train, self.seed), (heldout, None)):
+            if self.kind == ERNIE:
+                samples.append(ErnieSamples(pieces, self.seq_length, tokenizer, self.mlm_probability, seed))
+            else:
+                boundaries = self.packing.boundaries(tokenizer)
+                samples.append(DecoderSamples(pieces, self.seq_length, seed, boundaries))
+        collate = collate_ernie if self.kind == ERNIE else collate_decoder
+        return Corpus(samples[0], samples[1], tokenizer, vocab_size, collate, stores, notes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megapar.data.counts import PieceCounts
 from megapar.data.draws import Draws
-from megapar.data.samples import NO_LOSS, Order, Pieces, Sample
+from megapar.data.samples import NO_LOSS, Pieces, Sample, order_of
 from megapar.data.store import TokenStore
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
@@ -27,29 +28,31 @@ class Spans:
     """
 
     def __init__(self, store: TokenStore, longest: int) -> None:
-        import numpy as np
-
         self._store = store
-        lengths = np.diff(store.offsets) - 1  # without the end token
-        spans = np.where(lengths >= SHORTEST_SPAN, -(-lengths // longest), 0)
-        self._until = np.concatenate([[0], np.cumsum(spans)])  # spans of all documents before d; one number each
+        self._counts = PieceCounts(store.offsets, lambda lengths: _spans(lengths - 1, longest))  # no end token
         if len(self) == 0:
             raise DataError(f"no document of the corpus has the {SHORTEST_SPAN} tokens a sentence pair needs")
 
     def __len__(self) -> int:
-        return int(self._until[-1])
+        return self._counts.total
 
     def __getitem__(self, number: int) -> np.ndarray:
         import numpy as np
 
-        document = int(np.searchsorted(self._until, number, side="right")) - 1
-        first, after = (int(n) for n in self._until[document : document + 2])
+        document, part, parts = self._counts.find(number)
         start, end = (int(n) for n in self._store.offsets[document : document + 2])
-        length, parts, part = end - 1 - start, after - first, number - first
+        length = end - 1 - start
         return np.asarray(
             self._store.tokens[start + length * part // parts : start + length * (part + 1) // parts],
             dtype=np.int64,
         )
+
+
+def _spans(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """[n] ids per document to spans per document."""
+    import numpy as np
+
+    return np.where(lengths >= SHORTEST_SPAN, -(-lengths // longest), 0)
 
 
 class ErnieSamples:
@@ -78,7 +81,7 @@ class ErnieSamples:
         self._ids = tokenizer.ordinary_ids
         self._probability = mlm_probability
         self._seed = seed
-        self._order = None if seed is None else Order(len(pieces), seed, "spans")
+        self._order = order_of(pieces, seed, "spans")
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -86,9 +89,9 @@ class ErnieSamples:
     def __getitem__(self, number: int) -> Sample:
         import numpy as np
 
-        if self._order is None:
+        if self._seed is None:
             number %= len(self._pieces)
-        ids = self._pieces[self._order[number] if self._order else number]
+        ids = self._pieces[self._order[number]]
         draws = Draws(0, "heldout", number) if self._seed is None else Draws(self._seed, "ernie", number)
         starts = self._marks.word_starts(ids)
         cut = cut_at(starts, draws.uniform(1)[0])

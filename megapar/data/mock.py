@@ -21,13 +21,19 @@ _NAMES = ("[PAD]", "[UNK]", "<s>", "</s>", "[CLS]", "[SEP]", "[MASK]")
 class RandomPieces:
     """Pieces of random ids, uniform over ``ids``; their lengths uniform too."""
 
-    def __init__(self, ids: np.ndarray, shortest: int, longest: int, seed: int, stream: str) -> None:
-        """ids: [..] int64 to draw from. shortest, longest: ids per piece, longest included."""
+    def __init__(
+        self, ids: np.ndarray, shortest: int, longest: int, seed: int, stream: str, *, end: int | None = None
+    ) -> None:
+        """ids: [..] int64 to draw from. shortest, longest: ids per piece, longest included.
+
+        end: an end token that every place has with one probability: four per piece, one in four at most.
+        """
         self._ids = ids
         self._shortest = shortest
         self._longest = longest
         self._seed = seed
         self._stream = f"mock/{stream}"
+        self._end = end
 
     def __len__(self) -> int:
         return PIECES
@@ -37,7 +43,8 @@ class RandomPieces:
 
         draws = Draws(self._seed, self._stream, number)
         length = self._shortest + draws.integer(self._longest - self._shortest + 1)
-        return np.asarray(self._ids[draws.integers(length, len(self._ids))])
+        ids = np.asarray(self._ids[draws.integers(length, len(self._ids))])
+        return ids if self._end is None else np.where(draws.uniform(length) < min(0.25, 4 / length), self._end, ids)
 
 
 class MockTokenizer:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from megapar.data.counts import PieceCounts
 from megapar.data.permutation import Permutation
 from megapar.data.store import TokenStore
 from megapar.errors import DataError
@@ -75,8 +76,47 @@ class Windows:
         return np.asarray(self.store.tokens[start : start + self.length + 1], dtype=np.int64)
 
 
+class DocumentWindows:
+    """Documents apart: each cut in windows of at most ``length`` + 1 ids that share one id, the last one shorter.
+
+    Of documents with fewer than two ids nothing is used. Raises DataError where nothing is left.
+    """
+
+    def __init__(self, store: TokenStore, length: int) -> None:
+        self._store = store
+        self._length = length
+        self._counts = PieceCounts(store.offsets, lambda lengths: (lengths + length - 2).clip(0) // length)
+        if self._counts.total == 0:
+            raise DataError("no document of the corpus has two tokens, so that one could be predicted")
+
+    def __len__(self) -> int:
+        return self._counts.total
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        import numpy as np
+
+        document, part, _ = self._counts.find(number)
+        start, end = (int(n) for n in self._store.offsets[document : document + 2])
+        start += part * self._length
+        return np.asarray(self._store.tokens[start : min(start + self._length + 1, end)], dtype=np.int64)
+
+
+class PieceOrder(Protocol):
+    """Which piece sample ``number`` of the run is made from."""
+
+    def __getitem__(self, number: int) -> int: ...
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """Pieces with an order of their own."""
+
+    def order(self, seed: int | None, stream: str) -> PieceOrder:
+        """The order of a run; of held-out pieces, which no seed changes, where there is none."""
+
+
 class Order:
-    """Which piece sample ``number`` of the run is made from: every piece once per epoch, each epoch in a new order."""
+    """Every piece once per epoch, each epoch in a new order."""
 
     def __init__(self, pieces: int, seed: int, stream: str) -> None:
         self._pieces = pieces
@@ -87,18 +127,51 @@ class Order:
         return self._epoch(epoch)[place]
 
 
+class InOrder:
+    """The pieces as they stand, again and again."""
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces = pieces
+
+    def __getitem__(self, number: int) -> int:
+        return number % self._pieces
+
+
+def order_of(pieces: Pieces, seed: int | None, stream: str) -> PieceOrder:
+    """The order in which a run takes these pieces. seed: None keeps the pieces' own. stream: what the order is for."""
+    if isinstance(pieces, Ordered):
+        return pieces.order(seed, stream)
+    return InOrder(len(pieces)) if seed is None else Order(len(pieces), seed, stream)
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What the end of a document means inside a packed sample. A document ends with its end token.
+
+    end: the end token. reset_positions: positions count from 0 in every document. reset_attention: no position sees
+    another document. mask_loss: nothing is asked at an end token, whose label begins another document.
+    """
+
+    end: int
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_loss: bool = False
+
+
 class DecoderSamples:
     """Samples for a causal model: ``tokens`` [S] and ``labels`` [S] int64, the labels one position ahead.
 
     A piece shorter than S + 1 is padded: its tokens with id 0, its labels with NO_LOSS, and only then there is
-    ``valid`` [S] bool.
+    ``valid`` [S] bool. Where boundaries ask for it there are ``positions`` [S] and ``ends`` [documents], both int64:
+    the position behind each document of the sample, the last one S.
     """
 
-    def __init__(self, pieces: Pieces, seq_length: int, seed: int | None) -> None:
+    def __init__(self, pieces: Pieces, seq_length: int, seed: int | None, boundaries: Boundaries | None = None) -> None:
         """pieces: of S + 1 ids. seq_length: S. seed: of the order; None keeps the pieces' own (held-out)."""
         self._pieces = pieces
         self._seq_length = seq_length
-        self._order = None if seed is None else Order(len(pieces), seed, "windows")
+        self._order = order_of(pieces, seed, "windows")
+        self._boundaries = boundaries
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -106,13 +179,31 @@ class DecoderSamples:
     def __getitem__(self, number: int) -> Sample:
         import numpy as np
 
-        place = self._order[number] if self._order else number % len(self._pieces)
-        ids = self._pieces[place]
+        ids = self._pieces[self._order[number]]
         short = self._seq_length + 1 - len(ids)
-        if not short:
-            return {"tokens": ids[:-1], "labels": ids[1:]}
-        return {
-            "tokens": np.pad(ids[:-1], (0, short)),
-            "labels": np.pad(ids[1:], (0, short), constant_values=NO_LOSS),
-            "valid": np.arange(self._seq_length) < len(ids) - 1,
-        }
+        sample = {"tokens": ids[:-1], "labels": ids[1:]}
+        if self._boundaries is not None:
+            sample = self._bounded(sample, self._boundaries)
+        if short:
+            sample["tokens"] = np.pad(sample["tokens"], (0, short))
+            sample["labels"] = np.pad(sample["labels"], (0, short), constant_values=NO_LOSS)
+            sample["valid"] = np.arange(self._seq_length) < len(ids) - 1
+        return sample
+
+    def _bounded(self, sample: Sample, boundaries: Boundaries) -> Sample:
+        import numpy as np
+
+        tokens = sample["tokens"]
+        at_end = tokens == boundaries.end
+        starts = np.flatnonzero(at_end) + 1  # of the documents behind the first one
+        starts = starts[starts < len(tokens)]
+        if boundaries.mask_loss:
+            sample["labels"] = np.where(at_end, NO_LOSS, sample["labels"])
+        if boundaries.reset_positions:
+            positions = np.arange(self._seq_length, dtype=np.int64)
+            begun = np.zeros(self._seq_length, dtype=np.int64)
+            begun[starts] = starts
+            sample["positions"] = positions - np.maximum.accumulate(begun)
+        if boundaries.reset_attention:
+            sample["ends"] = np.append(starts, self._seq_length)
+        return sample

@@ -20,6 +20,32 @@ FIELD = "text"
 """The field of a JSONL record, and the column of a parquet file, that holds the document."""
 
 
+class BadRecords:
+    """Records that were passed over: how many, and what was wrong with the first ones.
+
+    stops: nothing is passed over, the first one is raised.
+    """
+
+    KEPT = 5
+
+    def __init__(self, *, stops: bool = False) -> None:
+        self.count = 0
+        self.first: list[str] = []
+        self._stops = stops
+
+    def take(self, error: DataError) -> None:
+        """One more broken record."""
+        if self._stops:
+            raise error
+        self.count += 1
+        if len(self.first) < self.KEPT:
+            self.first.append(str(error))
+
+    def __str__(self) -> str:
+        more = f"; and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
+        return f"{self.count} broken records were passed over: {'; '.join(self.first)}{more}"
+
+
 class Source(Protocol):
     """A named collection of documents in a fixed order."""
 
@@ -27,8 +53,8 @@ class Source(Protocol):
     def name(self) -> str:
         """What the user called it."""
 
-    def documents(self) -> Iterator[str]:
-        """The documents, none of them empty; raises DataError with file and line at the first broken one."""
+    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
+        """The documents, none of them empty; a broken one goes to ``bad``, or raises DataError with file and line."""
 
     def content_hash(self) -> str:
         """A hash of the content, whatever the file is called."""
@@ -40,19 +66,20 @@ class BuiltinSource:
 
     name: str = BUILTIN
 
-    def _file(self) -> JsonlFile:
+    def file(self) -> JsonlFile:
+        """The JSONL file that it is kept in."""
         import sys
 
         version = "{}.{}.{}-{}".format(*sys.version_info[:4])
         return JsonlFile(made_once(f"text/builtin-{builtin.VERSION}-python-{version}.jsonl", _write_builtin))
 
-    def documents(self) -> Iterator[str]:
+    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
-        return self._file().documents()
+        return self.file().documents(bad)
 
     def content_hash(self) -> str:
         """See Source."""
-        return self._file().content_hash()
+        return self.file().content_hash()
 
 
 def _write_builtin(path: Path) -> None:
@@ -92,11 +119,11 @@ class TextFile(_File):
     A file without any blank line holds one document per line.
     """
 
-    def documents(self) -> Iterator[str]:
+    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
-        line_is_document = not self._has_blank_line()
+        line_is_document = not self.has_blank_line()
         lines: list[str] = []
-        for line in self._lines():
+        for line in self._lines(bad or BadRecords(stops=True)):
             if line.strip():
                 lines.append(line.rstrip())
             if lines and (line_is_document or not line.strip()):
@@ -105,53 +132,71 @@ class TextFile(_File):
         if lines:
             yield "\n".join(lines)
 
-    def _has_blank_line(self) -> bool:
+    def has_blank_line(self) -> bool:
         """Whether a blank line stands between two others."""
         seen = blank = False
-        for line in self._lines():
-            if line.strip():
-                if blank:
-                    return True
-                seen = True
-            else:
-                blank = seen
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                if line.strip():
+                    if blank:
+                        return True
+                    seen = True
+                else:
+                    blank = seen
         return False
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, bad: BadRecords) -> Iterator[str]:
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    yield line.decode()
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{self.path}, line {number}: not UTF-8 text ({error.reason})") from error
+                    yield decoded(line, f"{self.path}, line {number}")
+                except DataError as error:
+                    bad.take(error)
 
 
 @dataclass(frozen=True)
 class JsonlFile(_File):
     """A JSONL file: one object per line, the document in its field ``text``; blank lines are passed over."""
 
-    def documents(self) -> Iterator[str]:
+    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
+        bad = bad or BadRecords(stops=True)
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip() and (text := self._text(line, number)).strip():
-                    yield text
+                if line.strip():
+                    try:
+                        text = text_of_line(line, f"{self.path}, line {number}")
+                    except DataError as error:
+                        bad.take(error)
+                        continue
+                    if text.strip():
+                        yield text
 
-    def _text(self, line: bytes, number: int) -> str:
-        place = f"{self.path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:  # also bytes that are not UTF-8
-            raise DataError(f"{place}: not a JSON record ({error}); repair or remove the line") from error
-        return _checked_text(record.get(FIELD) if isinstance(record, dict) else None, record, place)
+
+def text_of_line(line: bytes, place: str, field: str = FIELD) -> str:
+    """The document of a JSONL line. place: for messages. Raises DataError."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise DataError(f"{place}: not a JSON record ({error}); repair or remove the line") from error
+    return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
+
+
+def decoded(line: bytes, place: str) -> str:
+    """A line of a text file. Raises DataError where it is not UTF-8."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 text ({error.reason})") from error
 
 
 @dataclass(frozen=True)
 class ParquetFile(_File):
     """A parquet file with a column ``text``, read in batches through the package ``datasets``."""
 
-    def documents(self) -> Iterator[str]:
+    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
+        bad = bad or BadRecords(stops=True)
         try:
             import datasets
         except ImportError as error:
@@ -159,7 +204,11 @@ class ParquetFile(_File):
         try:
             rows = datasets.load_dataset("parquet", data_files=str(self.path), split="train", streaming=True)
             for number, row in enumerate(rows):
-                text = _checked_text(row.get(FIELD), row, f"{self.path}, row {number}")
+                try:
+                    text = checked_text(row.get(FIELD), row, f"{self.path}, row {number}")
+                except DataError as error:
+                    bad.take(error)
+                    continue
                 if text.strip():
                     yield text
         except DataError:
@@ -168,18 +217,19 @@ class ParquetFile(_File):
             raise DataError(f"{self.path}: not a readable parquet file ({error})") from error
 
 
-def _checked_text(text: Any, record: Any, place: str) -> str:
+def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
+    """The text of a record's field. Raises DataError where it is missing, no string, or not valid Unicode."""
     if isinstance(text, str):
         try:
             return text if text.isascii() else text.encode().decode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise DataError(f"{place}: field {FIELD!r} is not valid Unicode ({error.reason})") from error
-    if isinstance(record, dict) and FIELD not in record:
+            raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
+    if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
-        raise DataError(f"{place}: no field {FIELD!r}; the record has {names}")
+        raise DataError(f"{place}: no field {field!r}; the record has {names}")
     kind = type(text if isinstance(record, dict) else record).__name__
-    where = f"field {FIELD!r} is" if isinstance(record, dict) else "the record is"
-    wanted = "a string" if isinstance(record, dict) else f"an object with a field {FIELD!r}"
+    where = f"field {field!r} is" if isinstance(record, dict) else "the record is"
+    wanted = "a string" if isinstance(record, dict) else f"an object with a field {field!r}"
     raise DataError(f"{place}: {where} of type {kind}, not {wanted}")
 
 
@@ -220,17 +270,17 @@ def _file_source(path: Path) -> Source:
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     if path.suffix in (".bin", ".idx"):
-        raise DataError(f"{path}: indexed token files are not read; give the text, JSONL or parquet file")
+        raise DataError(f"{path}: holds tokens, where text is needed; give the text, JSONL or parquet file")
     for suffixes, kind in _FORMATS:
         if path.suffix.lower() in suffixes:
             return kind(path)
     return TextFile(path)
 
 
-def all_documents(sources: Iterable[Source]) -> Iterator[str]:
-    """The documents of all sources, one source after the other."""
+def all_documents(sources: Iterable[Source], bad: BadRecords | None = None) -> Iterator[str]:
+    """The documents of all sources, one source after the other. bad: takes broken records; None: they are raised."""
     for source in sources:
-        yield from source.documents()
+        yield from source.documents(bad)
 
 
 def sources_hash(sources: Sequence[Source]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megapar.data.cache import digest, made_once
-from megapar.data.source import Source, all_documents, place_of, sources_hash
+from megapar.data.source import BadRecords, Source, all_documents, place_of, sources_hash
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 
@@ -19,18 +20,29 @@ VERSION = 1
 """Raised whenever the files written here change, so that no older cache entry is read."""
 
 _BATCH = 256  # documents encoded at a time
+_NOTES = "notes.json"
+
+
+class Offsets(Protocol):
+    """An array [D + 1] that is read in slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class TokenStore:
     """The documents of one side of a corpus, as ids, each followed by the end token.
 
-    tokens: [N] uint16 or uint32, memory-mapped; the documents one after the other.
+    tokens: [N] of some integer dtype, memory-mapped; the documents one after the other.
     offsets: [D + 1] int64, memory-mapped; document d is tokens[offsets[d] : offsets[d + 1]].
+    notes: what people should know of it.
     """
 
     tokens: np.ndarray
-    offsets: np.ndarray
+    offsets: Offsets
+    notes: tuple[str, ...] = ()
 
     @property
     def documents(self) -> int:
@@ -58,6 +70,8 @@ class Stores(NamedTuple):
 class Split:
     """Which documents are trained on and which are held out: shares of [0, 1), by each text's hash.
 
+    Files of tokens, which have no texts, are cut by the documents' numbers instead.
+
     train, heldout: shares of the documents; what they leave is used by neither.
     """
 
@@ -84,42 +98,81 @@ class Split:
             return 0
         return 1 if place < self.train + self.heldout or self.train + self.heldout > 1 - 1e-9 else None
 
+    def cuts(self, documents: int) -> tuple[int, int]:
+        """Where the documents trained on end, and where the held-out ones behind them do."""
+        train = round(documents * self.train)
+        return train, max(train, min(documents, round(documents * (self.train + self.heldout))))
+
 
 def open_stores(
-    train: Sequence[Source], heldout: Sequence[Source] | None, split: Split, tokenizer: Tokenizer
+    train: Sequence[Source],
+    heldout: Sequence[Source] | None,
+    split: Split,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad: bool = False,
 ) -> Stores:
     """The stores of a corpus, encoded where the cache does not have them yet.
 
     heldout: sources whose documents are all held out; None takes them from ``train`` by ``split``.
+    skip_bad: broken records are left out and counted, see ``notes``.
     Raises DataError where a source is broken, or where one side has no document.
     """
     end = tokenizer.special.need("eos")
     halves = "apart" if heldout is not None else f"{split.train!r},{split.heldout!r}"
     hashes = sources_hash(train), "" if heldout is None else sources_hash(heldout)
-    key = digest(str(VERSION), *hashes, halves, tokenizer.fingerprint(), str(end))
+    key = digest(str(VERSION), *hashes, halves, tokenizer.fingerprint(), str(end), *(("skip",) if skip_bad else ()))
 
     def make(folder: Path) -> None:
         folder.mkdir()
+        bad = BadRecords(stops=not skip_bad)
+        train_documents, heldout_documents = _encode(folder, _sides(train, heldout, split, bad), tokenizer, end, bad)
         names = ", ".join(source.name for source in (*train, *(heldout or ())))
-        sides = _sides(train, heldout, split)
-        _encode(folder, sides, tokenizer, end, names)
+        total = train_documents + heldout_documents
+        if total == 0:
+            raise DataError(f"{names}: the corpus holds no documents")
+        if train_documents == 0 or heldout_documents == 0:
+            raise DataError(
+                f"{names}: {total} documents are {train_documents} to train on and {heldout_documents} held out, and "
+                "both need at least one; give --eval-data-path or a corpus of more documents"
+            )
 
     folder = made_once(f"tokens/{key}", make)
     return Stores(_opened(folder, "train"), _opened(folder, "heldout"))
 
 
-def _sides(train: Sequence[Source], heldout: Sequence[Source] | None, split: Split) -> Iterator[tuple[int, str]]:
+def open_store(sources: Sequence[Source], tokenizer: Tokenizer, *, skip_bad: bool = False) -> TokenStore:
+    """All documents of the sources, encoded where the cache does not have them yet. Raises DataError as open_stores."""
+    end = tokenizer.special.need("eos")
+    skipping = ("skip",) if skip_bad else ()
+    key = digest(str(VERSION), sources_hash(sources), "whole", tokenizer.fingerprint(), str(end), *skipping)
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        bad = BadRecords(stops=not skip_bad)
+        documents = ((0, text) for text in all_documents(sources, bad))
+        if _encode(folder, documents, tokenizer, end, bad)[0] == 0:
+            raise DataError(f"{', '.join(source.name for source in sources)}: the corpus holds no documents")
+
+    return _opened(made_once(f"tokens/{key}", make), "train")
+
+
+def _sides(
+    train: Sequence[Source], heldout: Sequence[Source] | None, split: Split, bad: BadRecords
+) -> Iterator[tuple[int, str]]:
     """Every document with the side it belongs to."""
-    for text in all_documents(train):
+    for text in all_documents(train, bad):
         side = 0 if heldout is not None else split.side(text)
         if side is not None:
             yield side, text
-    for text in all_documents(heldout or ()):
+    for text in all_documents(heldout or (), bad):
         yield 1, text
 
 
-def _encode(folder: Path, documents: Iterable[tuple[int, str]], tokenizer: Tokenizer, end: int, names: str) -> None:
-    """Write both stores in one pass over the documents, a batch of them in memory at a time."""
+def _encode(
+    folder: Path, documents: Iterable[tuple[int, str]], tokenizer: Tokenizer, end: int, bad: BadRecords
+) -> tuple[int, int]:
+    """Write both stores in one pass, a batch of documents in memory at a time; how many documents each has."""
     kind = "uint16" if tokenizer.size <= 1 << 16 else "uint32"
     writers = _Writer(folder / "train", kind), _Writer(folder / "heldout", kind)
     try:
@@ -129,14 +182,9 @@ def _encode(folder: Path, documents: Iterable[tuple[int, str]], tokenizer: Token
     finally:
         for writer in writers:
             writer.close()
-    train, heldout = (writer.documents for writer in writers)
-    if train + heldout == 0:
-        raise DataError(f"{names}: the corpus holds no documents")
-    if train == 0 or heldout == 0:
-        raise DataError(
-            f"{names}: {train + heldout} documents are {train} to train on and {heldout} held out, and both need "
-            "at least one; give --eval-data-path or a corpus of more documents"
-        )
+    if bad.count:
+        (folder / _NOTES).write_text(json.dumps([str(bad)]), encoding="utf-8")
+    return writers[0].documents, writers[1].documents
 
 
 def _batches(documents: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
@@ -181,4 +229,5 @@ def _opened(folder: Path, side: str) -> TokenStore:
 
     path = next(folder.glob(f"{side}.uint*"))
     tokens = np.memmap(path, dtype=path.suffix[1:], mode="r")
-    return TokenStore(tokens, np.load(folder / f"{side}.offsets.npy", mmap_mode="r"))
+    notes = json.loads((folder / _NOTES).read_text(encoding="utf-8")) if (folder / _NOTES).exists() else ()
+    return TokenStore(tokens, np.load(folder / f"{side}.offsets.npy", mmap_mode="r"), tuple(notes))

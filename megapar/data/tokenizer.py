@@ -36,8 +36,8 @@ class SpecialTokens:
         value = getattr(self, role)
         if value is None:
             raise DataError(
-                f"the tokenizer has no {role} token, which this model needs; add one, or leave --tokenizer-model "
-                "out to have a tokenizer trained on the corpus"
+                f"the tokenizer has no {role} token, which is needed here; give a --tokenizer-model that has one, or "
+                "leave it out beside text to have a tokenizer trained on that"
             )
         return int(value)
 
@@ -97,6 +97,49 @@ class Tokenizer(Protocol):
 
     def save_hf(self, folder: str | Path) -> None:
         """Write what ``transformers.AutoTokenizer.from_pretrained(folder)`` needs to give the same ids."""
+
+
+class NoTokenizer:
+    """Stands where there is none, beside files of tokens: it knows how many ids there are, and nothing of them."""
+
+    special = SpecialTokens()
+
+    def __init__(self, size: int) -> None:
+        """size: number of ids."""
+        self.size = size
+
+    @property
+    def ordinary_ids(self) -> np.ndarray:
+        """See Tokenizer. All ids."""
+        import numpy as np
+
+        return np.arange(self.size, dtype=np.int64)
+
+    @property
+    def word_marks(self) -> WordMarks:
+        """See Tokenizer. Every id is a word."""
+        import numpy as np
+
+        return WordMarks(np.ones(self.size, dtype=bool), np.ones(self.size, dtype=bool))
+
+    def encode(self, text: str) -> list[int]:
+        """Raises DataError."""
+        raise DataError("there is no tokenizer; give --tokenizer-model")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Raises DataError."""
+        raise DataError("there is no tokenizer; give --tokenizer-model")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The numbers."""
+        return " ".join(str(int(i)) for i in ids)
+
+    def fingerprint(self) -> str:
+        """See Tokenizer."""
+        return f"none-{self.size}"
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Writes nothing: the model is saved without a tokenizer."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

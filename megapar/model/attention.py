@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import attention_reference, op
+from megapar.core.device.packed import packed_attention_reference
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 from megapar.model.context import Context
@@ -96,11 +97,16 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""
-        attention = op("attention", q) if self.sizes.flash else attention_reference
+        flash, documents = self.sizes.flash, context.documents
         dropout = self.sizes.dropout if self.training else 0.0
         heads = tuple(x.transpose(1, 2) for x in (q, k, v))
         # Each mp rank has other heads.
         own = context.streams.drawing(q.device, self.place, self.mp.rank) if dropout else nullcontext()
         with own:
-            y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
+            if documents is not None:
+                packed = op("packed_attention", q) if flash else packed_attention_reference
+                y = packed(*heads, documents=documents, dropout=dropout)
+            else:
+                attention = op("attention", q) if flash else attention_reference
+                y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
         return y.transpose(1, 2).flatten(2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megapar.core.device.packed import Documents
 from megapar.core.random import Streams
 
 
@@ -18,6 +19,7 @@ class Context:
     valid_tokens: non-padding tokens of the micro-batch, known on the host.
     angles: (cos, sin) of rope, [B, S, D / 2] each; None without rope.
     streams: where this micro-batch's dropout draws.
+    documents: what attention stays inside of; None: the whole sample.
     """
 
     valid: Tensor | None
@@ -25,3 +27,4 @@ class Context:
     valid_tokens: int
     angles: tuple[Tensor, Tensor] | None = None
     streams: Streams = field(default_factory=Streams.current)
+    documents: Documents | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.device.ops import wide
+from megapar.core.device.packed import Documents
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
@@ -136,7 +137,8 @@ class Decoder(nn.Module):
         """The loss terms of one micro-batch.
 
         batch: tokens, labels (-100: no loss), positions [B, S] int64; valid [B, S] bool where some position is
-        padding, which must stand behind the text of its sample.
+        padding, which must stand behind the text of its sample; ends [documents] int64 on the host where attention
+        stays inside documents: the place behind each in B * S.
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
         assert self.lm_head is not None
@@ -237,4 +239,6 @@ class Decoder(nn.Module):
         if valid_tokens is None:
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
-        return Context(valid, own_valid, valid_tokens, angles)
+        ends = batch.get("ends")
+        documents = None if ends is None else Documents.of(ends.tolist(), batch["tokens"].device)
+        return Context(valid, own_valid, valid_tokens, angles, documents=documents)

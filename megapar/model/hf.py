@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,9 @@ from torch import Tensor
 from megapar.errors import CheckpointError
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
+
+if TYPE_CHECKING:
+    from megapar.model.family import Family
 
 SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
@@ -55,6 +58,8 @@ def save_hf(
     *,
     token_ids: Mapping[str, int] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    family: Family | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes config.json and safetensors that ``transformers`` loads.
 
@@ -62,9 +67,10 @@ def save_hf(
     so at most ``shard_bytes`` are held. dtype: of the files; what the table marks fp32 stays fp32.
     token_ids: bos_token_id, eos_token_id, pad_token_id. Other files in the folder are left alone.
     Files are written aside and renamed when all are complete, config.json last.
+    family, config: of another architecture than the model's own (see model/family.py).
     Raises CheckpointError for models without a Hugging Face form and for missing, foreign or misshapen tensors.
     """
-    if (reason := not_exportable(sizes)) is not None:
+    if family is None and (reason := not_exportable(sizes)) is not None:
         raise CheckpointError(reason)
     folder = Path(folder)
     aside = folder / ".unfinished"
@@ -72,10 +78,10 @@ def save_hf(
     aside.mkdir(parents=True)
     try:
         shards = _Shards(aside, shard_bytes)
-        for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype):
+        for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype, family):
             shards.add(name, tensor)
         shards.close()
-        config = {**hf_config(sizes, dtype), **(token_ids or {})}
+        config = {**(config or hf_config(sizes, dtype)), **(token_ids or {})}
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for old in (*folder.glob("model*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
@@ -171,7 +177,10 @@ def _ernie_config(sizes: ErnieSizes) -> dict[str, Any]:
 
 
 def _hf_tensors(
-    table: tuple[ParameterSpec, ...], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+    table: tuple[ParameterSpec, ...],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    family: Family | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of a stream of whole parameters; checks that each row comes exactly once."""
     missing = {spec.name: spec for spec in table}
@@ -183,8 +192,13 @@ def _hf_tensors(
             raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model's is {spec.shape}")
         stored = torch.float32 if spec.fp32 else dtype
         for piece in spec.pieces:
-            part = tensor.detach()[piece.index].reshape(piece.hf_shape)
-            yield piece.hf_name, part.to(device="cpu", dtype=stored, copy=True).contiguous()
+            part = tensor.detach()[piece.index]
+            hf_name: str | None = piece.hf_name
+            if family is not None:
+                hf_name, part = family.outward(spec, piece, tensor.detach())
+            if hf_name is None:
+                continue
+            yield hf_name, part.reshape(piece.hf_shape).to(device="cpu", dtype=stored, copy=True).contiguous()
     if missing:
         raise CheckpointError(f"the export lacks {_some(missing)}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import MODELS, NOT_BUILT, Facts, Rule, Test
+from megapar.rules.rule import MODELS, NOT_BUILT, Rule, Test
 
 MOE = ("moe",)
 ERNIE = ("ernie",)
@@ -46,10 +46,6 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
     )
 
 
-def _indexed(f: Facts) -> bool:
-    return any(path.endswith((".bin", ".idx")) or path.replace(".", "", 1).isdigit() for path in f.data_path)
-
-
 RULES: tuple[Rule, ...] = (
     _later("cp_degree", "context parallelism", "--world-size 2 --cp-degree 2"),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
@@ -62,16 +58,6 @@ RULES: tuple[Rule, ...] = (
     _later("use_pipe_experts", "pipe-experts", "--use-pipe-experts", MOE),
     _later("pipe_experts_multi_data", "pipe-experts", "--use-pipe-experts --pipe-experts-multi-data 2", MOE),
     _later("pipe_experts_multi_stream", "pipe-experts", "--use-pipe-experts --pipe-experts-multi-stream", MOE),
-    _later("data_path", "Megatron .bin/.idx files and mixtures", "--data-path 0.7 a.bin 0.3 b.bin", when=_indexed),
-    _later("split", "splits of one corpus", "--split 969,30,1"),
-    _later("data_source", "streaming from datasets", "--data-source hf"),
-    _later("hf_dataset", "streaming from datasets", "--hf-dataset local/corpus"),
-    _later("reset_position_ids", "document boundaries in packed samples", "--reset-position-ids"),
-    _later("reset_attention_mask", "document boundaries in packed samples", "--reset-attention-mask"),
-    _later("eod_mask_loss", "document boundaries in packed samples", "--eod-mask-loss"),
-    _later("packing", "samples of one document", "--no-packing"),
-    _later("on_bad_record", "skipping records", "--on-bad-record skip"),
-    _later("load_hf", "starting from a Hugging Face model", "--load-hf model"),
     _later("ernie_model", "ERNIE 3.0", "--ernie-model ernie3", ERNIE),
     _later("ernie_tasks", "the objectives of ERNIE 3.0", "--ernie-tasks document_lm:1.0", ERNIE),
     _later("phrase_file", "knowledge masking", "--phrase-file phrases.txt", ERNIE),

@@ -35,10 +35,24 @@ def _plan(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _data(argv: Sequence[str]) -> int:
+    from megapar.tools.data import main
+
+    return main(argv)
+
+
+def _convert(argv: Sequence[str]) -> int:
+    from megapar.tools.convert import main
+
+    return main(argv)
+
+
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProxyType(
     {
         "launch": (_launch, "check the configuration once, then start the ranks of this node"),
         "plan": (_plan, "show what a configuration will do: --show-schedule draws its pipeline"),
+        "data": (_data, "make and check files of tokens, train tokenizers"),
+        "convert": (_convert, "Hugging Face models in and out"),
         "rules": (_rules, "print the compatibility matrix"),
         "docs": (_docs, "write docs/compatibility.md and docs/flags.md"),
     }

@@ -80,11 +80,15 @@ def make_corpus(config: Config) -> Corpus:
         config.kind,
         data_path=data.data_path,
         eval_data_path=data.eval_data_path or None,
+        split=data.split,
         tokenizer_model=data.tokenizer_model,
         vocab_size=config.model.vocab_size,
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         mlm_probability=data.mlm_probability,
+        packing=corpus.Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
+        skip_bad=data.on_bad_record == "skip",
+        hf_dataset=data.hf_dataset,
     )
 
 

@@ -15,6 +15,7 @@ from megapar.core.optimizer import MOMENTS
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointError
 from megapar.training.build import Job
+from megapar.training.sizes import Sizes
 
 
 @dataclass
@@ -35,13 +36,18 @@ class Progress:
 
 def model_facts(job: Job) -> dict[str, Any]:
     """What must agree for a checkpoint to be one of this model: everything that decides names, shapes or meaning."""
-    facts = asdict(job.sizes)
+    return facts_of(job.sizes)
+
+
+def facts_of(sizes: Sizes) -> dict[str, Any]:
+    """``model_facts`` of a model of these sizes."""
+    facts = asdict(sizes)
     for name in ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "use_flash_attn"):
         facts.pop(name)
     if facts.get("moe"):
         for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind"):
             facts["moe"].pop(name)
-    return {"kind": type(job.sizes).__name__, **facts}
+    return {"kind": type(sizes).__name__, **facts}
 
 
 def weights(job: Job) -> dict[str, Shard]:

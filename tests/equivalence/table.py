@@ -282,4 +282,27 @@ RECOMPUTE_ROWS: tuple[Row, ...] = (
     *(Row(kind, 2, (*MP2, *_every(1)), HIDDEN_DROPOUT) for kind in BOTH),
 )
 
-ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS, *PIPELINE_ROWS, *RECOMPUTE_ROWS)
+
+BOUNDARIES = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+APART = ("--no-packing",)
+
+PACKING_ROWS: tuple[Row, ...] = (
+    Row("moe", 2, _stages(2)[0], BOUNDARIES, 2),
+    Row("moe", 2, (*MP2, *SP), (*BOUNDARIES, *DROPS), 2),
+    Row("gpt", 2, MP2, BOUNDARIES[:1]),
+    Row("moe", 4, (*EP2, *MP2, *SP), (*BOUNDARIES, *UNTIED)),
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[2]), BOUNDARIES[1:]),
+    Row("moe", 2, _stages(2)[1], APART, 2),
+    Row("moe", 2, (*MP2, *SP), (*APART, *DROPS), 2),
+)
+
+ROWS: tuple[Row, ...] = (
+    *SHARDING_ROWS,
+    *TENSOR_ROWS,
+    *EXPERT_ROWS,
+    *SEGMENT_ROWS,
+    *PIPELINE_ROWS,
+    *RECOMPUTE_ROWS,
+    *PACKING_ROWS,
+    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
+)

@@ -413,6 +413,14 @@ RECOMPUTE = (
     ),
 )
 
+PACKING = (
+    Option(name="packing", values=(None, None, None, False), wild=(False,), kinds=MOE),
+    *(
+        Option(name=name, values=(None, True), when=lambda d: d.packing is not False, wild=(True,), kinds=MOE)
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    ),
+)
+
 LATER = (
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
@@ -422,4 +430,14 @@ LATER = (
     Option(name="mtp_depth", wild=(1,), kinds=MOE),
 )
 
-OPTIONS: tuple[Option, ...] = (*LAYOUT, *DECODER, *EXPERTS, *SEGMENTS, *ENCODER, *TRAINING, *RECOMPUTE, *LATER)
+OPTIONS: tuple[Option, ...] = (
+    *LAYOUT,
+    *DECODER,
+    *EXPERTS,
+    *SEGMENTS,
+    *ENCODER,
+    *TRAINING,
+    *RECOMPUTE,
+    *PACKING,
+    *LATER,
+)

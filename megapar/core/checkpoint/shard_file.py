@@ -96,10 +96,14 @@ def file_order(plans: Iterable[TensorPlan]) -> list[TensorPlan]:
 
 
 def write_shards(
-    path: Path, plans: Sequence[TensorPlan], fetch: Callable[[str], Tensor], sync: bool = True
+    path: Path,
+    plans: Sequence[TensorPlan],
+    fetch: Callable[[str], Tensor],
+    sync: bool = True,
+    metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
     """A new file of tensors; ``plans`` in ``file_order``, ``fetch(name)`` is called for one at a time."""
-    header: dict[str, Json] = {}
+    header: dict[str, Json] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for plan in plans:
         end = position + plan.num_bytes
@@ -174,6 +178,23 @@ class ShardFile:
         if end - first != prod(shape) * dtype.itemsize or end > self._num_bytes:
             raise CheckpointError(f"{self.path} is damaged: {name} is at {first}-{end} of {self._num_bytes} bytes")
         return self._start + int(first)
+
+    def names(self) -> list[str]:
+        """What it holds."""
+        return [name for name in self._entries if name != "__metadata__"]
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype code and shape that the header states; CheckpointError where it states none."""
+        entry = self._entries.get(name)
+        code, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(code, str) or not isinstance(shape, list) or not all(is_number(size) for size in shape):
+            raise CheckpointError(f"{self.path} is damaged: {name} is described by {str(entry)[:200]}")
+        return code, tuple(shape)
+
+    def read_as(self, name: str, shape: Sequence[int], piece: Box, part: Box, out: Tensor) -> None:
+        """``read`` of a tensor that is stored in another ``shape``, with the same elements in the same order."""
+        position = self.check(name, out.dtype, shape)
+        self._copy(position, piece.sizes, [p - o for p, o in zip(part.offsets, piece.offsets, strict=True)], out)
 
     def read(self, name: str, piece: Box, part: Box, out: Tensor) -> None:
         """Copy ``part`` of a stored tensor, which covers ``piece`` of the global one, to ``out`` [part.sizes]."""

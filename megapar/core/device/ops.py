@@ -16,6 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device.packed import (
+    packed_attention_by_document,
+    packed_attention_reference,
+    packed_attention_varlen,
+)
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """max(fp32, dtype): what "fp32" means in a run of this dtype."""
@@ -94,6 +100,12 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "attention": {"reference": attention_reference, "cpu": attention_fused, "cuda": attention_fused},
+        "packed_attention": {
+            "reference": packed_attention_reference,
+            "cpu": packed_attention_by_document,
+            "cuda": packed_attention_varlen,
+            "npu": packed_attention_by_document,
+        },
         "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused},
         "swiglu": {"reference": swiglu_reference},
         "rotary": {"reference": rotary_reference},

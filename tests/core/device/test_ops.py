@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import pairwise
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen
 
 from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference, wide
+from megapar.core.device.packed import (
+    Documents,
+    by_kernel,
+    packed_attention_by_document,
+    packed_attention_reference,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 ENTRIES = [
@@ -22,6 +33,12 @@ def cases(name, dtype):
     """(tensors, keyword arguments) for one op."""
     if name == "rms_norm":
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
+    if name == "packed_attention":
+        documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+        shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
+        return [
+            (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents}) for one in shapes
+        ]
     valid = torch.ones(2, 8, dtype=torch.bool)
     valid[1, 5:] = False
     query, grouped, whole = ((2, n, 8, 16) for n in (4, 2, 4))
@@ -48,7 +65,7 @@ def test_entry_equals_its_reference(name, device, dtype):
 
 
 def test_every_form_has_a_case():
-    assert {name for name, _ in ENTRIES} == {"attention", "rms_norm"}
+    assert {name for name, _ in ENTRIES} == {"attention", "packed_attention", "rms_norm"}
 
 
 def test_fp64_and_unknown_devices_take_the_reference():
@@ -92,3 +109,53 @@ def test_rotation_keeps_lengths_and_depends_on_distances_only():
     assert torch.allclose(at(x, 7).norm(), x.norm())
     assert torch.allclose(at(x, 3) @ at(y, 8), at(x, 10) @ at(y, 15))
     assert torch.allclose(at(x, 0), x.flatten())
+
+
+def test_packed_attention_is_attention_of_each_document_alone():
+    documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
+    packed = packed_attention_reference(q, k, v, documents=documents)
+    for sample, start, end in ((0, 0, 3), (0, 3, 8), (1, 0, 1), (1, 1, 2), (1, 2, 8)):
+        alone = attention_reference(*(x[sample : sample + 1, :, start:end] for x in (q, k, v)), causal=True)
+        assert torch.allclose(packed[sample : sample + 1, :, start:end], alone, atol=1e-12)
+
+
+def test_packed_attention_never_holds_a_square():
+    """One call per document: the largest tensor made is no larger than the scores of the longest document."""
+    documents = Documents.of(list(range(16, 2049, 16)), torch.device("cpu"))
+    q = torch.randn(1, 2, 2048, 8)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Watch():
+        packed_attention_by_document(q, q, q, documents=documents)
+    assert max(sizes) <= q.numel()
+
+
+def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(monkeypatch):
+    """The kernel runs on CUDA only; a stand-in with its signature, by the starts it is given, must give the same."""
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def stand_in(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        q, k, v, starts = (given[name] for name in ("query", "key", "value", "cu_seq_q"))
+        assert (starts.dtype, given["max_q"], given["window_size"]) == (torch.int32, 6, (-1, 0))
+        assert all(x.is_contiguous() for x in (q, k, v))
+        parts = [
+            F.scaled_dot_product_attention(
+                *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=given["enable_gqa"]
+            )[0].transpose(0, 1)
+            for a, b in pairwise(starts.tolist())
+        ]
+        return torch.cat(parts)
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    tensors = [draw(i, 2, n, 8, 16, dtype=torch.float32) for i, n in enumerate((4, 2, 2))]
+    expected = packed_attention_reference(*tensors, documents=documents)
+    assert torch.allclose(by_kernel(*tensors, documents), expected, atol=1e-5)

@@ -1,0 +1,254 @@
+"""What reading costs: preparing against a plain tokenizer loop, the loader against training, opening 15 T tokens.
+
+python -m benchmarks.data.run                       # all parts
+python -m benchmarks.data.run --part memory         # prepare a 1 GB input and watch its memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.support.table import machine, print_json, print_table
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("prepare", "loader", "open", "memory")
+FILES, TOKENS_PER_FILE, DOCUMENTS_PER_FILE = 15, 10**12, 10**9
+
+
+def write_jsonl(path: Path, megabytes: float) -> None:
+    """The built-in documents in random order, again and again."""
+    from megapar.data.source import all_documents, open_sources
+
+    documents = [json.dumps({"text": text}) + "\n" for text in all_documents(open_sources(["builtin"]))]
+    rng, written = random.Random(0), 0
+    with open(path, "w", encoding="utf-8") as file:
+        while written < megabytes * 1e6:
+            written += file.write(rng.choice(documents))
+
+
+def make_tokenizers(folder: Path) -> dict[str, str]:
+    """A sentencepiece model of 8,192 ids, and a byte-level BPE of tokenizers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    from megapar.data.sentencepiece_tokenizer import train
+    from megapar.data.source import all_documents, open_sources
+
+    texts = list(all_documents(open_sources(["builtin"])))
+    (folder / "t.model").write_bytes(train(iter(texts), 8192))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    (folder / "bpe").mkdir()
+    bpe.save(str(folder / "bpe" / "tokenizer.json"))
+    return {"sentencepiece": str(folder / "t.model"), "tokenizers": str(folder / "bpe" / "tokenizer.json")}
+
+
+def plain_loop(kind: str, path: str, model: str) -> float:
+    """Tokens per second of one core that reads lines and calls the library, and does nothing else."""
+    if kind == "sentencepiece":
+        import sentencepiece
+
+        encode = sentencepiece.SentencePieceProcessor(model_file=model).encode
+    else:
+        from tokenizers import Tokenizer
+
+        inner = Tokenizer.from_file(model)
+
+        def encode(text: str) -> list[int]:
+            return inner.encode(text, add_special_tokens=False).ids
+
+    start, tokens = time.perf_counter(), 0
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            tokens += len(encode(json.loads(line)["text"])) + 1
+    return tokens / (time.perf_counter() - start)
+
+
+def ours(path: str, model: str, output: str, workers: int) -> float:
+    """Tokens per second of ``prepare``, from its call to the finished files."""
+    from megapar.data.prepare import prepare
+
+    start = time.perf_counter()
+    return prepare(output, [path], model, workers=workers).tokens / (time.perf_counter() - start)
+
+
+def part_prepare(folder: Path, rounds: int, megabytes: float) -> dict[str, object]:
+    """Per core against the plain loop; both in this process, in turns. And all cores together."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    path, cores = str(folder / "in.jsonl"), os.cpu_count() or 1
+    write_jsonl(Path(path), megabytes)
+    rows, result = [], {}
+    for kind, model in make_tokenizers(folder).items():
+        plain, one, many = [], [], []
+        for _ in range(rounds):
+            plain.append(plain_loop(kind, path, model))
+            one.append(ours(path, model, str(folder / "out"), 1))
+            many.append(ours(path, model, str(folder / "out"), cores))
+        medians = [statistics.median(rates) for rates in (plain, one, many)]
+        ratio = statistics.median(a / b for a, b in zip(one, plain, strict=True))
+        shares = (f"{ratio:.2f}", f"{medians[2] / medians[0] / cores:.2f}")
+        rows.append([kind, *(f"{rate:,.0f}" for rate in medians), *shares])
+        result[kind] = {"plain": medians[0], "one": medians[1], "all": medians[2], "ratio": ratio}
+    heads = ("plain loop, tokens/s", "prepare, 1 worker", f"{cores} workers", "per core, 1", f"per core, {cores}")
+    print_table(["tokenizer", *heads], rows)
+    return result
+
+
+def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
+    """The loader's samples, made as a run makes them, against the quickstart's training."""
+    from megapar.arguments import parse
+    from megapar.data.batches import Loader
+    from megapar.trainer import train
+    from megapar.training.build import make_corpus
+
+    flags = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--train-iters", str(iterations)]
+    flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0"]
+    config = parse("moe", flags, {})
+    outcome = train(config, f"file://{folder / 'meet'}")
+    trained = statistics.median(record.tokens_per_second for record in outcome.records[2:])
+    corpus = make_corpus(config)
+    batch, length = config.training.global_batch_size, config.model.seq_length
+    loader = Loader(corpus.train, corpus.collate, config.training.micro_batch_size, prefetch=False)
+    steps, start = 20, time.perf_counter()
+    for step in range(steps):
+        loader.step(step * batch, batch // config.training.micro_batch_size)
+    read = steps * batch * length / (time.perf_counter() - start)
+    figures = [f"{trained:,.0f}", f"{read:,.0f}", f"{read / trained:.0f}"]
+    print_table(["training, tokens/s", "loader, tokens/s", "ratio"], [figures])
+    return {"trained": trained, "read": read, "ratio": read / trained}
+
+
+def write_sparse(folder: Path) -> list[str]:
+    """15 files of 10^12 tokens (2 TB) and 10^9 sequences (20 GB of index) each, which take a few blocks of disk.
+
+    All but the last 1,000 documents of a file are empty, because zeros are what a hole reads as.
+    """
+    paths = []
+    full = 1000
+    for number in range(FILES):
+        prefix = str(folder / f"corpus{number:02d}")
+        lengths = [TOKENS_PER_FILE // full] * full
+        first, count = DOCUMENTS_PER_FILE - full, DOCUMENTS_PER_FILE
+        with open(prefix + ".idx", "wb") as file:
+            file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1))
+            file.seek(34 + 4 * first)
+            file.write(struct.pack(f"<{full}i", *lengths))
+            file.seek(34 + 4 * count + 8 * first)
+            file.write(struct.pack(f"<{full}q", *(2 * i * lengths[0] for i in range(full))))
+            file.seek(34 + 12 * count + 8 * first)
+            file.write(struct.pack(f"<{full + 1}q", *range(first, count + 1)))
+        with open(prefix + ".bin", "wb") as file:
+            file.truncate(2 * TOKENS_PER_FILE)
+        paths += [str(1 + number % 3), prefix]
+    return paths
+
+
+# ru_maxrss of a new process begins at that of the one it was forked from; VmHWM is its own.
+PEAK = """
+def peak():
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+"""
+OPEN = (
+    PEAK
+    + """
+import sys, time
+import numpy
+from megapar.data import build
+before = peak()
+start = time.perf_counter()
+corpus = build("moe", data_path=sys.argv[1:], eval_data_path=sys.argv[2:3], vocab_size=50000, seq_length=4096, seed=1)
+opened = time.perf_counter() - start
+start = time.perf_counter()
+for number in range(1000):
+    corpus.train[number * 1000003]
+read = (time.perf_counter() - start) / 1000
+print(opened, read, peak(), peak() - before, len(corpus.train))
+"""
+)
+
+
+def part_open(folder: Path) -> dict[str, object]:
+    """A mixture of 15 T tokens, from the call to the first sample, in a process of its own."""
+    paths = write_sparse(folder)
+    command = [sys.executable, "-c", OPEN, *paths]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    opened, read, peak, added, samples = map(float, done.stdout.split())
+    print_table(
+        ["tokens", "samples", "opened", "a sample", "peak memory", "of it by opening and reading"],
+        [
+            [
+                f"{FILES * TOKENS_PER_FILE:.3g}",
+                f"{samples:.3g}",
+                f"{opened:.3f} s",
+                f"{read * 1e6:.0f} us",
+                f"{peak:.0f} MB",
+                f"{added:.0f} MB",
+            ]
+        ],
+    )
+    return {"seconds": opened, "sample_seconds": read, "peak_mb": peak, "added_mb": added}
+
+
+PREPARE = (
+    PEAK
+    + """
+import resource, sys
+from megapar.data.prepare import prepare
+done = prepare(sys.argv[2], [sys.argv[1]], sys.argv[3], workers=int(sys.argv[4]))
+print(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, done.tokens)
+"""
+)
+
+
+def part_memory(folder: Path, megabytes: float) -> dict[str, object]:
+    """Peak memory of the parent and of its largest worker, on a small input and on one of 1 GB."""
+    model, cores = make_tokenizers(folder)["sentencepiece"], os.cpu_count() or 1
+    rows, result = [], {}
+    for size in (20, megabytes):
+        write_jsonl(folder / "in.jsonl", size)
+        start = time.perf_counter()
+        command = [sys.executable, "-c", PREPARE, str(folder / "in.jsonl"), str(folder / "out"), model, str(cores)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        own, worker, tokens = map(float, done.stdout.split())
+        seconds = time.perf_counter() - start
+        rows.append([f"{size:.0f} MB", f"{tokens:,.0f}", f"{seconds:.0f} s", f"{own:.0f} MB", f"{worker:.0f} MB"])
+        result[f"{size:.0f}"] = {"parent_mb": own, "worker_mb": worker, "tokens": tokens, "seconds": seconds}
+    print_table(["input", "tokens", "time", "parent", "largest worker"], rows)
+    return result
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=float, default=1000, help="input of the memory part")
+    parser.add_argument("--prepare-megabytes", type=float, default=40, help="input of the prepare part")
+    args = parser.parse_args()
+    result: dict[str, object] = {"machine": machine("cpu")}
+    for part in args.part or PARTS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            run = {
+                "prepare": lambda f: part_prepare(f, args.rounds, args.prepare_megabytes),
+                "loader": part_loader,
+                "open": part_open,
+                "memory": lambda f: part_memory(f, args.megabytes),
+            }[part]
+            result[part] = run(folder)
+    print_json(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Causal attention inside the documents of packed samples: block-diagonal, and no S x S mask but in the reference.
+
+Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch lie in its T = B S places; none reaches over the end of a sample.
+
+    ends: the place behind each, ascending, the last one T; on the host. starts: [documents + 1] int32, 0 and the same
+    ends, on the device of the activations, for kernels.
+    """
+
+    ends: tuple[int, ...]
+    starts: Tensor
+
+    @classmethod
+    def of(cls, ends: Sequence[int], device: torch.device) -> Documents:
+        """From the host's list of ends."""
+        starts = torch.tensor([0, *ends], dtype=torch.int32)
+        return cls(tuple(ends), starts.to(device, non_blocking=True))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Places of each document."""
+        return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
+
+
+def packed_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v where a place sees itself and what stands before it in its document.
+
+    q: [B, N, S, D]. k, v: [B, G, S, D], each key-value head serves N / G consecutive query heads. dropout: probability,
+    on the weights. Returns [B, N, S, D]. The scores are held whole.
+    """
+    batch, _, length, size = q.shape
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    number = torch.repeat_interleave(torch.tensor(documents.lengths)).to(q.device).view(batch, 1, length)
+    seen = (number.mT == number).tril()[:, None]  # [B, 1, S, S]
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * size**-0.5
+    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
+    return F.dropout(weights, dropout, training=dropout > 0.0) @ v
+
+
+def packed_attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0
+) -> Tensor:
+    """``packed_attention_reference`` by one fused causal call per document."""
+    grouped = k.shape[1] != q.shape[1]
+    done = []
+    for one in zip(*(_flat(x).split(documents.lengths) for x in (q, k, v)), strict=True):
+        q_own, k_own, v_own = (x.transpose(0, 1)[None] for x in one)
+        y = F.scaled_dot_product_attention(q_own, k_own, v_own, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        done.append(y[0].transpose(0, 1))
+    return _unflat(torch.cat(done), q)
+
+
+def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0) -> Tensor:
+    """``packed_attention_reference`` by torch's kernel for sequences of unequal lengths, where it can: on CUDA in bf16
+    and fp16 without dropout. Elsewhere one call per document.
+    """
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
+        return packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
+    return by_kernel(q, k, v, documents)
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """The call of torch's kernel."""
+    from torch.nn.attention import varlen
+
+    longest = max(documents.lengths)
+    query, key, value = (_flat(x).contiguous() for x in (q, k, v))
+    y = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        documents.starts,
+        documents.starts,
+        longest,
+        longest,
+        window_size=(-1, 0),
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+    assert isinstance(y, Tensor)
+    return _unflat(y, q)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[B, heads, S, D] to [T, heads, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unflat(y: Tensor, like: Tensor) -> Tensor:
+    """[T, heads, D] to [B, heads, S, D]."""
+    return y.view(like.shape[0], like.shape[2], *y.shape[1:]).transpose(1, 2)

@@ -1,0 +1,171 @@
+"""What ``--data-path`` names, opened: text through the cache, indexed files as they are, several of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from megapar.data.indexed import IndexedDataset, is_indexed
+from megapar.data.source import Source, open_sources
+from megapar.data.store import Split, TokenStore, open_store, open_stores
+from megapar.data.tokenizer import Tokenizer
+from megapar.errors import DataError
+from megapar.rules.data import blend_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Part:
+    """One corpus of a blend: text (``sources``), or an indexed file (``indexed``). weight: None without weights."""
+
+    weight: Fraction | None
+    sources: tuple[Source, ...]
+    indexed: IndexedDataset | None = None
+
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+        return self.indexed.prefix if self.indexed else ", ".join(source.name for source in self.sources)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is trained on, or held out: stores in order. weights: theirs, or None where they are one corpus together."""
+
+    stores: tuple[TokenStore, ...]
+    weights: tuple[Fraction, ...] | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of the stores, each thing once."""
+        return tuple(dict.fromkeys(note for store in self.stores for note in store.notes))
+
+    def counts(self, size: int) -> np.ndarray:
+        """[size]: how often each id occurs, each store as often as its weight says."""
+        import numpy as np
+
+        counts = [store.counts(size) for store in self.stores]
+        if self.weights is None:
+            return np.asarray(sum(counts))
+        total, weight = sum(c.sum() for c in counts), float(sum(self.weights))
+        shares = (total * float(w) / weight / c.sum() for c, w in zip(counts, self.weights, strict=True))
+        return np.asarray(sum(c * share for c, share in zip(counts, shares, strict=True)))
+
+
+def open_parts(paths: Sequence[str]) -> tuple[Part, ...]:
+    """The corpora that ``paths`` names; texts without weights that follow each other are one. Raises DataError."""
+    weighted = blend_of(paths)
+    parts: list[Part] = []
+    texts: list[str] = []
+
+    def close() -> None:
+        if texts:
+            parts.append(Part(None, open_sources(texts)))
+            texts.clear()
+
+    for weight, path in weighted:
+        if is_indexed(path):
+            close()
+            parts.append(Part(weight, (), _opened(path)))
+        elif weight is not None:
+            parts.append(Part(weight, open_sources([path])))
+        else:
+            texts.append(path)
+    close()
+    if not parts:
+        raise DataError("no data path was given; --data-path builtin needs no file")
+    return tuple(parts)
+
+
+def _opened(path: str) -> IndexedDataset:
+    dataset = IndexedDataset(path)
+    if len(dataset.tokens) == 0:
+        raise DataError(f"{dataset.data_path}: the corpus holds no tokens")
+    return dataset
+
+
+def open_sides(
+    train: Sequence[Part],
+    heldout: Sequence[Part] | None,
+    split: Split,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    skip_bad: bool = False,
+) -> tuple[Side, Side]:
+    """Both sides of a corpus.
+
+    heldout: parts that are all held out; None holds documents of every part out by ``split``. vocab_size: ids of
+    indexed files must be below it. Raises DataError.
+    """
+    for part in (*train, *(heldout or ())):
+        if part.indexed is not None:
+            part.indexed.check_ids(vocab_size)
+    if heldout is None:
+        pairs = [_split(part, split, tokenizer, skip_bad) for part in train]
+        return _side([pair[0] for pair in pairs], train), _side([pair[1] for pair in pairs], train)
+    if len(train) == len(heldout) == 1 and not (train[0].indexed or heldout[0].indexed):
+        pair = open_stores(train[0].sources, heldout[0].sources, split, tokenizer, skip_bad=skip_bad)
+        return Side((pair.train,)), Side((pair.heldout,))
+    return tuple(  # type: ignore[return-value]
+        _side([_whole(part, tokenizer, skip_bad) for part in parts], parts) for parts in (train, heldout)
+    )
+
+
+def _side(stores: Sequence[TokenStore], parts: Sequence[Part]) -> Side:
+    weights = tuple(part.weight for part in parts if part.weight is not None)
+    return Side(tuple(stores), weights if len(weights) > 1 else None)
+
+
+def _split(part: Part, split: Split, tokenizer: Tokenizer, skip_bad: bool) -> tuple[TokenStore, TokenStore]:
+    if part.indexed is None:
+        return open_stores(part.sources, None, split, tokenizer, skip_bad=skip_bad)
+    first, last = split.cuts(part.indexed.documents)
+    train, heldout = indexed_store(part.indexed, 0, first), indexed_store(part.indexed, first, last)
+    if len(train.tokens) == 0 or len(heldout.tokens) == 0:
+        raise DataError(
+            f"{part.name}: {part.indexed.documents} documents are {first} to train on and {last - first} held out, and "
+            "both need some tokens; give --eval-data-path, another --split, or a corpus of more documents"
+        )
+    return train, heldout
+
+
+def _whole(part: Part, tokenizer: Tokenizer, skip_bad: bool) -> TokenStore:
+    if part.indexed is None:
+        return open_store(part.sources, tokenizer, skip_bad=skip_bad)
+    return indexed_store(part.indexed, 0, part.indexed.documents)
+
+
+def indexed_store(dataset: IndexedDataset, first: int, last: int) -> TokenStore:
+    """Documents first .. last - 1 of an indexed file. Costs the same whatever their number."""
+    offsets = _DocumentOffsets(dataset, first, last)
+    start, end = dataset.document_start(first), dataset.document_start(last)
+    return TokenStore(dataset.tokens[start:end], offsets)
+
+
+class _DocumentOffsets:
+    """[D + 1]: where the documents of a stretch begin, counted from its first token; read from the index."""
+
+    def __init__(self, dataset: IndexedDataset, first: int, last: int) -> None:
+        self._dataset = dataset
+        self._first = first
+        self._length = last - first + 1
+        self._base = dataset.document_start(first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> Any:
+        import numpy as np
+
+        start, stop, _ = places.indices(self._length)
+        dataset = self._dataset
+        sequences = np.asarray(dataset.document_indices[self._first + start : self._first + stop])
+        inside = sequences < len(dataset)  # documents at the end of the file begin where its last token ends
+        starts = np.full(len(sequences), len(dataset.tokens), dtype=np.int64)
+        starts[inside] = dataset.pointers[sequences[inside]] // dataset.dtype.itemsize
+        return starts - self._base

@@ -1,0 +1,157 @@
+"""Weights of a Hugging Face folder, read piece by piece into whatever part of a parameter somebody holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapar.core.box import Box
+from megapar.core.checkpoint.shard_file import CODES, ShardFile
+from megapar.errors import CheckpointError
+from megapar.model.family import Family, to_pairs
+from megapar.model.hf import INDEX
+from megapar.model.initialize import piece_box
+from megapar.model.table import ParameterSpec, Piece
+
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+# Copies of tied tensors that some writers store beside the original.
+TIED = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+
+
+class Stored(NamedTuple):
+    """Where a tensor is, and what it is."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class HfFolder:
+    """The tensors of a folder: ``model.safetensors``, or shards with their index.
+
+    tensors: name -> Stored. Only headers are read on opening. Raises CheckpointError for a file that is missing or
+    damaged, and for an index that names what its file does not hold.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, Stored] = {}
+        index = self.folder / INDEX
+        if index.exists():
+            try:
+                places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index} is damaged: {error}") from error
+            if any("/" in str(file) or str(file).startswith(".") for file in places.values()):
+                raise CheckpointError(f"{index} names files outside of its folder")
+            for file in sorted(set(places.values())):
+                self._add(self.folder / file, {name for name, where in places.items() if where == file})
+        elif (self.folder / "model.safetensors").exists():
+            self._add(self.folder / "model.safetensors", None)
+        else:
+            raise CheckpointError(f"{folder} has neither {INDEX} nor model.safetensors")
+
+    def _add(self, path: Path, wanted: set[str] | None) -> None:
+        with ShardFile(path) as file:
+            names = set(file.names()) if wanted is None else wanted
+            missing = names - set(file.names())
+            if missing:
+                raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX} says it holds")
+            for name in names:
+                code, shape = file.describe(name)
+                if code not in _DTYPES:
+                    raise CheckpointError(f"{path}: {name} has the dtype {code}, which is not read")
+                self.tensors[name] = Stored(path, _DTYPES[code], shape)
+
+    def check(self, table: Iterable[ParameterSpec], family: Family, optional: Iterable[str] = ()) -> list[str]:
+        """Every piece of the table is there and has its shape; the names that the model has no place for.
+
+        optional: parameters that may be missing as a whole. Raises CheckpointError with all that is wrong.
+        """
+        known, problems = set(TIED), []
+        for spec in table:
+            for piece in spec.pieces:
+                name = family.hf_name(piece.hf_name)
+                if name is None:
+                    continue
+                known.add(name)
+                stored = self.tensors.get(name)
+                if stored is None and spec.name not in optional:
+                    problems.append(f"it lacks {name}, which is part of {spec.name}")
+                elif stored is not None and stored.shape != piece.hf_shape:
+                    problems.append(f"{name} has shape {stored.shape}, the model's is {piece.hf_shape}")
+        if problems:
+            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(f"{self.folder}: {'; '.join(problems[:8])}{more}")
+        return sorted(set(self.tensors) - known)
+
+    def holds(self, spec: ParameterSpec, family: Family) -> bool:
+        """Whether the folder has what the parameter is made from."""
+        names = [family.hf_name(piece.hf_name) for piece in spec.pieces]
+        return all(name is None or name in self.tensors for name in names)
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, spec: ParameterSpec, box: Box, family: Family) -> None:
+        """Write ``box`` of a parameter into ``target`` [box.sizes] in its dtype; what the family lacks is zero."""
+        for piece in spec.pieces:
+            region = piece_box(spec, piece)
+            part = region.meet(box)
+            if part is None:
+                continue
+            out = target[part.within(box)]
+            name = family.hf_name(piece.hf_name)
+            if name is None:
+                out.zero_()
+            else:
+                out.copy_(self._part(name, region, part, family.rotated_dim(spec, piece)))
+
+    def _part(self, name: str, region: Box, part: Box, rotated: int | None) -> Tensor:
+        """``part`` of a tensor that lies at ``region`` of its parameter, in the file's dtype."""
+        stored = self.tensors[name]
+        read = part
+        if rotated is not None:  # its rows stand in another order: read all of them
+            offsets, sizes = list(part.offsets), list(part.sizes)
+            offsets[rotated], sizes[rotated] = region.offsets[rotated], region.sizes[rotated]
+            read = Box(tuple(offsets), tuple(sizes))
+        out = torch.empty(read.sizes, dtype=stored.dtype)
+        with ShardFile(stored.file) as file:
+            file.read_as(name, stored.shape, region, read, out)
+        if rotated is None:
+            return out
+        return to_pairs(out, rotated)[part.within(read)]
+
+    def dtypes(self) -> Mapping[str, str]:
+        """The dtype of every tensor, by the codes of the files."""
+        return {name: CODES[stored.dtype] for name, stored in self.tensors.items()}
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor as it is stored."""
+        stored = self.tensors[name]
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        if out.numel():
+            box = Box.whole(stored.shape)
+            with ShardFile(stored.file) as file:
+                file.read_as(name, stored.shape, box, box, out)
+        return out
+
+
+def pieces_of(table: Iterable[ParameterSpec], family: Family) -> dict[str, tuple[ParameterSpec, Piece]]:
+    """Name in the family's folders -> the parameter and its piece, in the table's order."""
+    found: dict[str, tuple[ParameterSpec, Piece]] = {}
+    for spec in table:
+        for piece in spec.pieces:
+            name = family.hf_name(piece.hf_name)
+            if name is not None:
+                found[name] = (spec, piece)
+    return found
+
+
+def some(names: Iterable[Any], most: int = 5) -> str:
+    """A few names, and how many more there are."""
+    ordered = sorted(map(str, names))
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

@@ -1,0 +1,172 @@
+"""Rows on what is read, and how ``--data-path`` is taken apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from megapar.rules.rule import Facts, Rule
+
+MOE = ("moe",)
+SOURCE = "data"
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_BOUNDARIES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def blend_of(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
+    """``0.7 A 0.3 B`` as pairs of weight and path; paths without weights have None.
+
+    There are weights where the first item is a number (a file with such a name is written ``./7``).
+    Raises ValueError where weights and paths do not alternate, or a weight is 0.
+    """
+    if not paths or not _NUMBER.fullmatch(paths[0]):
+        if any(_NUMBER.fullmatch(path) for path in paths):
+            raise ValueError("a weight stands behind a path")
+        return tuple((None, path) for path in paths)
+    weights, names = paths[::2], paths[1::2]
+    if len(weights) != len(names) or any(_NUMBER.fullmatch(name) for name in names):
+        raise ValueError("weights and paths do not alternate")
+    if not all(_NUMBER.fullmatch(weight) and Fraction(weight) > 0 for weight in weights):
+        raise ValueError("not every weight is a number above 0")
+    return tuple((Fraction(weight), name) for weight, name in zip(weights, names, strict=True))
+
+
+def _blends(f: Facts) -> bool:
+    for paths in (f.data_path, f.eval_data_path):
+        try:
+            blend_of(paths)
+        except ValueError:
+            return False
+    return True
+
+
+def _split(f: Facts) -> bool:
+    """Two or three weights, the first two above 0."""
+    parts = f.split.split(",")
+    return (
+        len(parts) in (2, 3)
+        and all(_NUMBER.fullmatch(part.strip()) for part in parts)
+        and all(float(part) > 0 for part in parts[:2])
+    )
+
+
+def _any_boundary(f: Facts) -> bool:
+    return bool(f.reset_position_ids or f.reset_attention_mask or f.eod_mask_loss)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="data-weights",
+        reads=("data_path", "eval_data_path"),
+        requires=_blends,
+        message="--data-path and --eval-data-path are paths, or weights above 0 and paths in turn",
+        fix="Write --data-path 0.7 A 0.3 B, or leave the numbers out; a file whose name is a number is written ./7.",
+        source=SOURCE,
+        passing="--data-path 0.7 a.jsonl 0.3 b.jsonl",
+        failing="--data-path 0.7 a.jsonl b.jsonl",
+    ),
+    Rule(
+        id="split-weights",
+        reads=("split",),
+        when=lambda f: f.split is not None,
+        requires=_split,
+        message="--split is two or three weights, the first two above 0",
+        fix="Write --split 95,5 or --split 969,30,1.",
+        source=SOURCE,
+        passing="--split 969,30,1",
+        failing="--split 100,0,0",
+    ),
+    Rule(
+        id="split-or-eval-data",
+        reads=("split", "eval_data_path"),
+        requires=lambda f: f.split is None or not f.eval_data_path,
+        message="--split and --eval-data-path both say what is held out",
+        fix="Keep one.",
+        source=SOURCE,
+        passing="--eval-data-path held_out.jsonl",
+        failing="--split 95,5 --eval-data-path held_out.jsonl",
+    ),
+    Rule(
+        id="split-mock",
+        reads=("split", "data_path"),
+        when=lambda f: "mock" in f.data_path,
+        requires=lambda f: f.split is None,
+        message="--data-path mock holds out random tokens of its own, --split would do nothing",
+        fix="Leave --split out.",
+        source=SOURCE,
+        passing="--data-path mock",
+        failing="--data-path mock --split 95,5",
+    ),
+    Rule(
+        id="packing-off",
+        reads=("packing", *_BOUNDARIES),
+        when=lambda f: not f.packing,
+        requires=lambda f: not _any_boundary(f),
+        message="--no-packing leaves one document in a sample, where document boundaries would do nothing",
+        fix="Leave out --no-packing, or --reset-position-ids, --reset-attention-mask and --eod-mask-loss.",
+        source=SOURCE,
+        passing="--no-packing",
+        failing="--no-packing --reset-attention-mask",
+        models=MOE,
+    ),
+    Rule(
+        id="boundaries-cp",
+        reads=("reset_attention_mask", "cp_degree"),
+        when=lambda f: f.cp_degree > 1,
+        requires=lambda f: not f.reset_attention_mask,
+        message="--reset-attention-mask needs whole sequences on a rank, which --cp-degree cuts",
+        fix="Leave one of them out.",
+        source=SOURCE,
+        passing="--reset-attention-mask",
+        failing="--world-size 2 --cp-degree 2 --reset-attention-mask",
+        models=MOE,
+    ),
+    Rule(
+        id="boundaries-ampipe",
+        reads=("reset_attention_mask", "ampipe_degree"),
+        when=lambda f: f.ampipe_degree != 1,
+        requires=lambda f: not f.reset_attention_mask,
+        message="--reset-attention-mask needs whole sequences, which --ampipe-degree cuts",
+        fix="Leave one of them out.",
+        source=SOURCE,
+        passing="--reset-attention-mask",
+        failing="--ampipe-degree 2 --reset-attention-mask",
+        models=MOE,
+    ),
+    Rule(
+        id="hf-source",
+        reads=("data_source", "hf_dataset"),
+        requires=lambda f: (f.data_source == "hf") == (f.hf_dataset is not None),
+        message="--data-source hf and --hf-dataset go together",
+        fix="Give both or neither.",
+        source=SOURCE,
+        passing="--data-source hf --hf-dataset corpus",
+        failing="--data-source hf",
+        models=MOE,
+    ),
+    Rule(
+        id="hf-source-alone",
+        reads=("data_source", "changed"),
+        when=lambda f: f.data_source == "hf",
+        requires=lambda f: not f.changed & {"data_path", "eval_data_path", "on_bad_record"},
+        message="--data-source hf reads --hf-dataset only; --data-path, --eval-data-path, --on-bad-record do nothing",
+        fix="Leave them out, or --data-source hf.",
+        source=SOURCE,
+        passing="--data-source hf --hf-dataset corpus --split 90,10",
+        failing="--data-source hf --hf-dataset corpus --data-path a.jsonl",
+        models=MOE,
+    ),
+    Rule(
+        id="hf-source-packing",
+        reads=("data_source", "packing"),
+        when=lambda f: f.data_source == "hf",
+        requires=lambda f: f.packing,
+        message="--data-source hf streams packed samples only",
+        fix="Leave --no-packing out, or write the data to a file with megapar data prepare.",
+        source=SOURCE,
+        passing="--data-source hf --hf-dataset corpus",
+        failing="--data-source hf --hf-dataset corpus --no-packing",
+        models=MOE,
+    ),
+)

@@ -1,0 +1,48 @@
+"""``megapar convert``: models between Hugging Face folders and checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megapar.errors import MegaparError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of hf-to-megapar, megapar-to-hf; the exit status: 0 done, 1 or 2 failed."""
+    parser = argparse.ArgumentParser(prog="megapar convert", description="Models in and out, tensor by tensor.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    inward = commands.add_parser("hf-to-megapar", help="a Hugging Face folder to a checkpoint")
+    outward = commands.add_parser("megapar-to-hf", help="a checkpoint of any layout to a Hugging Face folder")
+    for command in (inward, outward):
+        command.add_argument("input", metavar="IN")
+        command.add_argument("output", metavar="OUT")
+    outward.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the files (default: each tensor as it came, else fp32)"
+    )
+    outward.add_argument("--shard-mb", type=int, default=2048, help="largest file in MiB (default 2048)")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except MegaparError as error:
+        print(f"megapar convert: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    from megapar.training.convert import hf_to_megapar, megapar_to_hf
+
+    if args.command == "hf-to-megapar":
+        done = hf_to_megapar(args.input, args.output)
+        hint = f"; start from it with --load {done.folder} --finetune"
+    else:
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+        done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=max(1, args.shard_mb) << 20)
+        hint = ""
+    print(f"{done.folder}: {done.family}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
+    if done.carried:
+        print(f"carried along, as the model has no place for them: {', '.join(done.carried)}")
+    return 0

@@ -1,0 +1,174 @@
+"""``megapar data``: files of tokens made, checked, and tokenizers trained."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megapar.errors import MegaparError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of prepare, check, train-tokenizer; the exit status: 0 done, 1 failed."""
+    parser = argparse.ArgumentParser(prog="megapar data", description="Files of tokens, and tokenizers.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _prepare_flags(commands.add_parser("prepare", help="tokenise documents to PREFIX.bin and PREFIX.idx"))
+    _check_flags(commands.add_parser("check", help="check every entry and every token of indexed files"))
+    _train_flags(commands.add_parser("train-tokenizer", help="train a sentencepiece model on documents"))
+    args = parser.parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
+    except MegaparError as error:
+        print(f"megapar data: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", nargs="+", default=[], metavar="PATH", help="text, JSONL, parquet files or folders")
+    parser.add_argument("--hf-dataset", metavar="PATH", help="a datasets source on this machine")
+    parser.add_argument("--hf-split", default="train", help="its part (default train)")
+    parser.add_argument("--field", default="text", help="JSONL field or column of the document (default text)")
+    parser.add_argument(
+        "--on-bad-record", choices=("stop", "skip"), default="stop", help="what a broken record does (default stop)"
+    )
+
+
+def _prepare_flags(parser: argparse.ArgumentParser) -> None:
+    _inputs(parser)
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
+    parser.add_argument("--workers", type=int, default=_cores(), help="processes (default: all cores)")
+    parser.add_argument("--no-append-eod", action="store_true", help="no end token behind each document")
+    parser.set_defaults(run=_prepare)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from megapar.data.prepare import Done, prepare
+
+    if not args.input and args.hf_dataset is None:
+        print("megapar data prepare: give --input or --hf-dataset", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    shown = _Progress()
+    done: Done = prepare(
+        args.output,
+        args.input,
+        args.tokenizer_model,
+        workers=max(1, args.workers),
+        dataset=args.hf_dataset,
+        part=args.hf_split,
+        field=args.field,
+        append_end=not args.no_append_eod,
+        skip_bad=args.on_bad_record == "skip",
+        progress=lambda finished, chunks, result: shown.show(finished, chunks, result.tokens),
+    )
+    shown.close()
+    seconds = time.monotonic() - start
+    print(
+        f"{args.output}: {done.documents:,} documents, {done.tokens:,} tokens in {seconds:.1f} s "
+        f"({done.tokens / max(seconds, 1e-9):,.0f} tokens/s, {args.workers} workers)"
+    )
+    if done.bad:
+        print(f"{done.bad} broken records were passed over: {'; '.join(done.first_bad)}", file=sys.stderr)
+    return 0
+
+
+class _Progress:
+    """A bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._start = self._told = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            texts = map(TextColumn, ("{task.completed}/{task.total} chunks", "{task.fields[rate]}"))
+            columns = (BarColumn(), *texts, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+            self._task = self._bar.add_task("", total=None, rate="")
+            self._bar.start()
+
+    def show(self, finished: int, chunks: int, tokens: int) -> None:
+        now = time.monotonic()
+        rate = f"{tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=finished, total=chunks, rate=rate, refresh=True)
+        elif now - self._told >= 10:
+            self._told = now
+            print(f"{finished}/{chunks} chunks, {tokens:,} tokens, {rate}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _check_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
+    known = parser.add_mutually_exclusive_group()
+    known.add_argument("--vocab-size", type=int, help="refuse ids at or above it")
+    known.add_argument("--tokenizer-model", help="refuse ids that this tokenizer does not have")
+    parser.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megapar.data.indexed import IndexedDataset
+    from megapar.data.tokenizer import load_tokenizer
+
+    size = load_tokenizer(args.tokenizer_model).size if args.tokenizer_model else args.vocab_size
+    status = 0
+    for prefix in args.prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+            summary = dataset.verify(size)
+        except MegaparError as error:
+            print(f"megapar data: {error}", file=sys.stderr)
+            status = error.exit_status
+            continue
+        print(
+            f"{prefix}: good; {summary.documents:,} documents, {summary.sequences:,} sequences, "
+            f"{summary.tokens:,} tokens of {dataset.dtype.name}, largest id {summary.largest}"
+        )
+    return status
+
+
+def _train_flags(parser: argparse.ArgumentParser) -> None:
+    _inputs(parser)
+    parser.add_argument("--output", required=True, metavar="FILE", help="sentencepiece model to write")
+    parser.add_argument("--vocab-size", type=int, required=True, help="ids, the seven special ones among them")
+    parser.add_argument("--hf", metavar="FOLDER", help="write it in Hugging Face's form too")
+    parser.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megapar.data.chunks import chunks_of
+    from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer, train
+    from megapar.data.source import BadRecords
+
+    if not args.input and args.hf_dataset is None:
+        print("megapar data train-tokenizer: give --input or --hf-dataset", file=sys.stderr)
+        return 2
+    bad = BadRecords(stops=args.on_bad_record == "stop")
+    chunks = chunks_of(args.input, args.hf_dataset, args.hf_split, args.field)
+    model = train((text for chunk in chunks for text in chunk.documents(bad)), args.vocab_size)
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(f"{output.name}.unfinished")
+    aside.write_bytes(model)
+    os.replace(aside, output)
+    tokenizer = SentencePieceTokenizer(model, name=args.output)
+    if args.hf:
+        tokenizer.save_hf(args.hf)
+    print(f"{args.output}: {tokenizer.size} ids" + (f"; {args.hf}: the same for transformers" if args.hf else ""))
+    if bad.count:
+        print(str(bad), file=sys.stderr)
+    return 0

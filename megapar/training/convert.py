@@ -1,0 +1,355 @@
+"""Models between Hugging Face folders and checkpoints: streamed, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapar.arguments import parse
+from megapar.config.published import Unsupported, architecture, flags_of, read_config
+from megapar.core.box import Box
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint.layout import FILE_NAME, Layout, TensorEntry
+from megapar.core.checkpoint.layout import read as read_layout
+from megapar.core.checkpoint.shard_file import (
+    CODES,
+    ShardFile,
+    TensorPlan,
+    check_file,
+    file_order,
+    write_bytes,
+    write_shards,
+)
+from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
+from megapar.core.checkpoint.tiling import tile
+from megapar.errors import CheckpointError
+from megapar.model.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
+from megapar.model.hf import INDEX, SHARD_BYTES, not_exportable
+from megapar.model.hf_folder import TIED, HfFolder, pieces_of, some
+from megapar.model.initialize import piece_box
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.table import ParameterSpec, table_of
+from megapar.moe.sizes import MoeSizes
+from megapar.training.sizes import Sizes, make_sizes
+from megapar.training.state import Progress, facts_of
+
+BESIDE = "hf"  # folder beside the checkpoint: what a Hugging Face folder has and a checkpoint has no place for
+CARRIED = "carried.safetensors"
+FACTS = "megapar.json"
+ORIGINALS: Mapping[str, tuple[str, ...]] = {
+    "lm_head.weight": ("model.embed_tokens.weight",),
+    "cls.predictions.decoder.weight": ("ernie.embeddings.word_embeddings.weight",),
+    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
+}
+"""Tied copies that some folders store, and what they are copies of."""
+
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_LEFT = (".safetensors", ".bin", ".py", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was done. carried: tensors that the model has no place for, kept beside it."""
+
+    folder: Path
+    family: str
+    tensors: int
+    bytes: int
+    carried: tuple[str, ...]
+
+
+def published(source: Path) -> tuple[Family, Sizes]:
+    """Family and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
+    try:
+        config = read_config(source)
+        kind, flags = flags_of(config)
+        name = architecture(config)
+    except Unsupported as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    length = str(min(256, flags["max_position_embeddings"]))
+    sizes = make_sizes(parse(kind, ["--load-hf", str(source), "--seq-length", length], {}))
+    if isinstance(sizes, ErnieSizes) and name == "ErnieForMaskedLM":
+        sizes = replace(sizes, sop=False)
+    return family_of_config(name, config), sizes
+
+
+def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
+    """Make a checkpoint of a Hugging Face folder, which ``--load OUT --finetune`` reads on any layout.
+
+    Weights are kept as fp32 masters, which loses nothing of bf16 or fp16; OUT/hf has config.json, the tokenizer, the
+    dtype of every tensor, and the tensors that the model has no place for, so that the way back gives the same folder.
+    OUT appears when it is complete. Raises CheckpointError.
+    """
+    source, out = Path(source), Path(out)
+    family, sizes = published(source)
+    weights = HfFolder(source)
+    table = table_of(sizes)
+    foreign = weights.check(table, family)
+    return _aside(out, lambda aside: _write_checkpoint(aside, out, source, weights, family, sizes, table, foreign))
+
+
+def _write_checkpoint(
+    aside: Path,
+    out: Path,
+    source: Path,
+    weights: HfFolder,
+    family: Family,
+    sizes: Sizes,
+    table: tuple[ParameterSpec, ...],
+    foreign: list[str],
+) -> Converted:
+    _write_beside(aside / BESIDE, source, weights, family, table, foreign)
+    folder = folders.iteration_folder(aside, 0)
+    folder.mkdir()
+    rows = {f"model/{spec.name}": spec for spec in table}
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in weights.tensors.values()) else torch.float32
+
+    def fetch(name: str) -> Tensor:
+        target = torch.empty(rows[name].shape, dtype=wide)
+        weights.fill(target, rows[name], Box.whole(rows[name].shape), family)
+        return target
+
+    plans = file_order(TensorPlan(name, wide, spec.shape) for name, spec in rows.items())
+    file = write_shards(folder / shard_name(0), plans, fetch)
+    tensors = {}
+    for name, spec in sorted(rows.items()):
+        cut = tile(name, spec.shape, [0], [Box.whole(spec.shape)]).to_json()
+        tensors[name] = TensorEntry(name, spec.shape, wide, cut)
+    scalars = {**asdict(Progress()), "optimizer_steps": 0, "schedule": {}}
+    text = json.dumps(scalars, indent=1, sort_keys=True).encode()
+    layout = Layout(facts_of(sizes), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
+    write_bytes(folder / FILE_NAME, layout.to_bytes())
+    folders.publish(aside, 0)
+    return Converted(out, family.name, len(rows), file.size, tuple(foreign))
+
+
+def _write_beside(
+    folder: Path,
+    source: Path,
+    weights: HfFolder,
+    family: Family,
+    table: tuple[ParameterSpec, ...],
+    foreign: list[str],
+) -> None:
+    folder.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.suffix not in _LEFT and path.name != INDEX:
+            shutil.copyfile(path, folder / path.name)
+    if foreign:
+        plans = [TensorPlan(name, weights.tensors[name].dtype, weights.tensors[name].shape) for name in foreign]
+        write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
+    own = pieces_of(table, family)
+    tied = [name for name in TIED if name in weights.tensors and name not in own]
+    facts = {"family": family.name, "absent": family.absent, "dtypes": weights.dtypes(), "tied": tied}
+    write_bytes(folder / FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
+
+
+def megapar_to_hf(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Make a Hugging Face folder of a checkpoint of any layout.
+
+    source: a folder of checkpoints (the latest is taken), or one of them. dtype: of the files, but for what the table
+    keeps in fp32; by default every tensor has the dtype it came with, and fp32 where it did not come from such a
+    folder. Raises CheckpointError; OUT appears when it is complete.
+    """
+    source, out = Path(source), Path(out)
+    folder = source if (source / FILE_NAME).exists() else folders.find(source)
+    saved = _Saved(folder)
+    beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
+    facts = {} if beside is None else json.loads((beside / FACTS).read_text(encoding="utf-8"))
+    family = _family(facts, saved.sizes)
+    return _aside(out, lambda aside: _write_hf(aside, out, saved, family, facts, beside, dtype, shard_bytes))
+
+
+def _family(facts: Mapping[str, Any], sizes: Sizes) -> Family:
+    if facts:
+        if facts.get("family") not in FAMILIES:
+            raise CheckpointError(f"{FACTS} names the family {facts.get('family')!r}; known are {', '.join(FAMILIES)}")
+        return replace(FAMILIES[facts["family"]], absent=tuple(facts["absent"]))
+    family = family_of_sizes(sizes)
+    reason = None if family.half_rope or isinstance(sizes, ErnieSizes) else not_exportable(sizes)
+    if reason is not None:
+        raise CheckpointError(reason)
+    return family
+
+
+def _write_hf(
+    aside: Path,
+    out: Path,
+    saved: _Saved,
+    family: Family,
+    facts: Mapping[str, Any],
+    beside: Path | None,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> Converted:
+    table = table_of(saved.sizes)
+    saved.check(table, family)
+    pieces = pieces_of(table, family)
+    carried = HfFolderOfOne(beside / CARRIED) if beside is not None and (beside / CARRIED).exists() else None
+    stored = {name: _DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
+    plans: list[TensorPlan] = []
+    for name, (spec, piece) in pieces.items():
+        own = torch.float32 if spec.fp32 or dtype is None else dtype
+        plans.append(TensorPlan(name, stored.get(name, own) if dtype is None else own, piece.hf_shape))
+    by_name = {plan.name: plan for plan in plans}
+    copies = {name: ORIGINALS[name][0] for name in facts.get("tied", ())}
+    plans += [replace(by_name[original], name=name) for name, original in copies.items()]
+    if carried is not None:
+        plans += [TensorPlan(name, *carried.describe(name)) for name in carried.names()]
+
+    def fetch(name: str) -> Tensor:
+        if carried is not None and name in carried.names():
+            return carried.whole(name)
+        name = copies.get(name, name)
+        spec, piece = pieces[name]
+        region = piece_box(spec, piece)
+        part = saved.read(spec, region)
+        rotated = family.rotated_dim(spec, piece)
+        if rotated is not None:
+            part = to_halves(part, rotated)
+        return part.reshape(piece.hf_shape).to(by_name[name].dtype)
+
+    total = _write_files(aside, plans, fetch, shard_bytes)
+    if beside is not None:
+        for path in beside.iterdir():
+            if path.name not in (CARRIED, FACTS):
+                shutil.copyfile(path, aside / path.name)
+    if not (aside / "config.json").exists():
+        config = config_of(family, saved.sizes, dtype or torch.float32)
+        write_bytes(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    names = () if carried is None else tuple(carried.names())
+    return Converted(out, family.name, len(plans), total, names)
+
+
+def _write_files(folder: Path, plans: list[TensorPlan], fetch: Callable[[str], Tensor], shard_bytes: int) -> int:
+    """Files of at most ``shard_bytes`` (or one tensor) with an index, as transformers names them; their bytes."""
+    groups: list[list[TensorPlan]] = [[]]
+    held = 0
+    for plan in plans:
+        if groups[-1] and held + plan.num_bytes > shard_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(plan)
+        held += plan.num_bytes
+    places: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        single = len(groups) == 1
+        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_shards(folder / name, file_order(group), fetch, metadata={"format": "pt"})
+        places |= {plan.name: name for plan in group}
+    total = sum(plan.num_bytes for plan in plans)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    return total
+
+
+class HfFolderOfOne:
+    """The tensors of one safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with ShardFile(path) as file:
+            self._tensors = {name: file.describe(name) for name in file.names()}
+
+    def names(self) -> list[str]:
+        """All of them."""
+        return list(self._tensors)
+
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape."""
+        code, shape = self._tensors[name]
+        return _DTYPES[code], shape
+
+    def whole(self, name: str) -> Tensor:
+        """One of them."""
+        dtype, shape = self.describe(name)
+        out = torch.empty(shape, dtype=dtype)
+        if out.numel():
+            with ShardFile(self._path) as file:
+                file.read(name, Box.whole(shape), Box.whole(shape), out)
+        return out
+
+
+class _Saved:
+    """The weights of a checkpoint, whatever layout it was saved on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._layout = read_layout(folder)
+        self.sizes = sizes_of(self._layout.model, folder)
+
+    def check(self, table: tuple[ParameterSpec, ...], family: Family) -> None:
+        """Files undamaged, every parameter there in its shape, nothing lost in a family that has no place for it."""
+        problems = [problem for file in self._layout.files if (problem := check_file(self._folder, file, "full"))]
+        for spec in table:
+            entry = self._layout.tensors.get(f"model/{spec.name}")
+            if entry is None or entry.shape != spec.shape:
+                there = "is missing" if entry is None else f"has shape {entry.shape}, the model's is {spec.shape}"
+                problems.append(f"{spec.name} {there}")
+        if problems:
+            raise CheckpointError(f"{self._folder}: {some(problems)}")
+        for spec in table:
+            gone = [piece for piece in spec.pieces if family.hf_name(piece.hf_name) is None]
+            if any(bool(self.read(spec, piece_box(spec, piece)).any()) for piece in gone):
+                raise CheckpointError(
+                    f"{spec.name} is not zero, and {family.name} has no place for it; "
+                    "export with --save-hf from a run that was not started from such a folder"
+                )
+
+    def read(self, spec: ParameterSpec, region: Box) -> Tensor:
+        """A part of a parameter."""
+        entry = self._layout.tensors[f"model/{spec.name}"]
+        out = torch.empty(region.sizes, dtype=entry.dtype)
+        for number, piece in entry.tiling(len(self._layout.files)).meeting(region):
+            part = piece.meet(region)
+            assert part is not None
+            with ShardFile(self._folder / self._layout.files[number].name) as file:
+                file.read(entry.name, piece, part, out[part.within(region)])
+        return out
+
+
+def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
+    """The sizes that ``state.facts_of`` described; what it leaves out has no meaning for weights."""
+    values = dict(facts)
+    kind = {"DecoderSizes": DecoderSizes, "ErnieSizes": ErnieSizes}.get(str(values.pop("kind", "")))
+    if kind is None:
+        raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")
+    try:
+        if values.get("moe"):
+            values["moe"] = MoeSizes(**values["moe"])
+        sizes: Sizes = kind(**values, seq_length=values["max_position_embeddings"])
+        return sizes
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{where} describes its model in a way that is not known here: {error}") from error
+
+
+def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:
+    """Let ``write`` fill a folder that gets its name when it is complete."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already; give a new folder")
+    aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        done = write(aside)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+        return done
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""A run's start from a Hugging Face folder: every rank reads the parts that it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapar.config.published import architecture, read_config
+from megapar.core.box import Box
+from megapar.model.family import FAMILIES, Family, family_of_config
+from megapar.model.hf_folder import HfFolder, some
+from megapar.training.build import Job
+
+_SOP = ("pooler.", "sop_head.")
+
+
+def family_of(folder: Path) -> Family:
+    """The family of a folder; its config.json has been read by the command line before."""
+    config = read_config(folder)
+    return family_of_config(architecture(config), config)
+
+
+def trained_family(folder: Path) -> Family:
+    """The family of what a run trained that started from the folder: an encoder has both heads and task types."""
+    family = family_of(folder)
+    return FAMILIES["ErnieForPreTraining"] if family.name.startswith("ErnieFor") else family
+
+
+def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
+    """Fill the weights; what people should know of it.
+
+    A masked language model has no sentence-order head: the model keeps its initial one. Raises CheckpointError, before
+    anything is filled, for missing, misshapen and unreadable tensors.
+    """
+    family, weights = family_of(folder), HfFolder(folder)
+    masked = family.name == "ErnieForMaskedLM"
+    initial = [spec.name for spec in job.table if masked and spec.name.startswith(_SOP)]
+    foreign = weights.check(job.table, family, optional=initial)
+    rows = {spec.name: spec for spec in job.table}
+    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+        spec = rows[view.spec.name]
+        if weights.holds(spec, family):
+            weights.fill(view.tensor, spec, view.box, family)
+    buffers = dict(job.model.named_buffers())
+    for spec in job.table:
+        if not spec.trainable:
+            weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), family)
+    job.sharding.publish()
+    notes = [f"weights: {folder} ({family.name})"]
+    if foreign:
+        notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")
+    if initial:
+        notes.append(f"{folder} has no sentence-order head; it starts anew")
+    return tuple(notes)

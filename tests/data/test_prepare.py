@@ -1,0 +1,207 @@
+"""Preparing files of tokens: the same bytes however it is done, nothing half done, broken records counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megapar.data.prepare as module
+from megapar.data import build
+from megapar.data.chunks import Chunk, chunks_of
+from megapar.data.indexed import IndexedDataset
+from megapar.data.prepare import prepare
+from megapar.data.sentencepiece_tokenizer import train
+from megapar.data.source import BadRecords, all_documents, open_sources
+from megapar.data.tokenizer import load_tokenizer
+from megapar.errors import DataError
+from megapar.tools.main import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, small_jsonl: Path) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
+    path.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 5000)
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_ROWS", 30)
+
+
+def _bytes(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path, small_jsonl: Path, model: str) -> None:
+    reports = [prepare(str(tmp_path / f"w{n}"), [str(small_jsonl)], model, workers=n) for n in (1, 2, 3)]
+    assert _bytes(tmp_path / "w1") == _bytes(tmp_path / "w2") == _bytes(tmp_path / "w3")
+    assert reports[0] == reports[1] == reports[2]
+    tokenizer, dataset = load_tokenizer(model), IndexedDataset(tmp_path / "w1")
+    texts = list(all_documents(open_sources([str(small_jsonl)])))
+    assert len(dataset) == dataset.documents == len(texts) == reports[0].documents == 200
+    for i in (0, 7, 199):
+        assert dataset[i].tolist() == [*tokenizer.encode(texts[i]), tokenizer.special.eos]
+    assert dataset.verify(600).tokens == reports[0].tokens
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".bin", ".bin", ".idx", ".idx", ".idx"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 20, 64, 1000])
+@pytest.mark.parametrize("kind", ["jsonl", "lines", "blank"])
+def test_chunks_of_any_size_give_every_document_once(
+    tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", size)
+    rng = random.Random(size)
+    documents = ["x" * rng.randrange(1, 30) + str(i) for i in range(20)]
+    if kind == "jsonl":
+        text = "\n".join(json.dumps({"text": one}) + "\n" * rng.randrange(2) for one in documents)
+    elif kind == "lines":
+        text = "\n".join(documents)
+    else:
+        documents = [one if rng.random() < 0.5 else one + "\nsecond line" for one in documents]
+        text = "\n" * rng.randrange(3) + "".join(one + "\n" + "\n" * rng.randrange(1, 4) for one in documents)
+    path = tmp_path / ("a.jsonl" if kind == "jsonl" else "a.txt")
+    path.write_text(text)
+    chunks = chunks_of([str(path)], None, "train", "text")
+    assert {chunk.kind for chunk in chunks} == {kind}
+    assert [one for chunk in chunks for one in chunk.documents(BadRecords(stops=True))] == documents
+    assert documents == list(all_documents(open_sources([str(path)])))
+
+
+def test_parquet_and_datasets_give_what_jsonl_gives(tmp_path: Path, small_jsonl: Path, model: str) -> None:
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    texts = [json.loads(line)["text"] for line in small_jsonl.read_text().splitlines()]
+    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet", row_group_size=50)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
+    prepare(str(tmp_path / "jsonl"), [str(small_jsonl)], model, workers=1)
+    prepare(str(tmp_path / "parquet"), [str(tmp_path / "a.parquet")], model, workers=2, field="body")
+    prepare(str(tmp_path / "rows"), [], model, workers=2, dataset=str(tmp_path / "saved"))
+    assert _bytes(tmp_path / "jsonl") == _bytes(tmp_path / "parquet") == _bytes(tmp_path / "rows")
+    with pytest.raises(DataError, match=r"no field 'text'; the columns are 'body'"):
+        prepare(str(tmp_path / "x"), [str(tmp_path / "a.parquet")], model, workers=1)
+
+
+def test_a_killed_run_goes_on_where_it_stood(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
+    encoded: list[int] = []
+    encode = module._encode
+
+    def stop_at_the_fifth(number: int, *rest: object) -> object:
+        encoded.append(number)
+        if len(encoded) == 5:
+            raise KeyboardInterrupt
+        return encode(number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_encode", stop_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(tmp_path / "broken"), [str(small_jsonl)], model, workers=1)
+    assert not (tmp_path / "broken.bin").exists()
+    assert not (tmp_path / "broken.idx").exists()
+    prepare(str(tmp_path / "broken"), [str(small_jsonl)], model, workers=1)
+    assert encoded[:5] == [0, 1, 2, 3, 4]
+    assert encoded[5] == 4
+    assert _bytes(tmp_path / "broken") == _bytes(tmp_path / "whole")
+    assert not (tmp_path / "broken.parts").exists()
+
+
+def test_parts_of_another_input_are_not_used(tmp_path: Path, small_jsonl: Path, model: str) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(small_jsonl.read_text().replace(" a ", " another "))
+    (tmp_path / "out.parts").mkdir()
+    job = module._Job(str(tmp_path / "out.parts"), model, "uint16", 3, False)
+    (tmp_path / "out.parts" / "key").write_text("another")
+    module._encode(0, Chunk("jsonl", str(other), 0, 5000), job, load_tokenizer(model))
+    prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
+    prepare(str(tmp_path / "good"), [str(small_jsonl)], model, workers=1)
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "good")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_broken_line_among_many(tmp_path: Path, model: str, workers: int) -> None:
+    path = tmp_path / "many.jsonl"
+    lines = ['{"text": "word ' + str(i) + '"}' for i in range(2000)]
+    lines[1234] = '{"text": "cut off'
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"many.jsonl, line 1235: not a JSON record"):
+        prepare(str(tmp_path / "out"), [str(path)], model, workers=workers)
+    assert not list(tmp_path.glob("out.bin*")) + list(tmp_path.glob("out.idx*"))
+    done = prepare(str(tmp_path / "out"), [str(path)], model, workers=workers, skip_bad=True)
+    assert (done.documents, done.bad) == (1999, 1)
+    assert "line 1235" in done.first_bad[0]
+
+
+def test_a_worker_that_dies_is_an_error_and_the_rest_is_kept(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = module._encode
+
+    def die_at_the_seventh(number: int, *rest: object) -> object:
+        if number == 7:
+            os._exit(9)
+        return encode(number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_encode", die_at_the_seventh)
+    with pytest.raises(DataError, match="a worker died"):
+        prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)
+    assert list((tmp_path / "out.parts").glob("*.json"))
+    monkeypatch.undo()
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 5000)
+    again = prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)
+    assert again.documents == 200
+
+
+def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jsonl: Path, model: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n" + small_jsonl.read_text() + '{"text": 7}\n')
+    small = {"vocab_size": 600, "seq_length": 16, "seed": 1, "tokenizer_model": model}
+    with pytest.raises(DataError, match="line 1: no field 'text'"):
+        build("moe", data_path=[str(path)], **small)  # type: ignore[arg-type]
+    corpus = build("moe", data_path=[str(path)], skip_bad=True, **small)  # type: ignore[arg-type]
+    assert len(corpus.notes) == 1
+    assert corpus.notes[0].startswith("2 broken records were passed over")
+    assert "line 1:" in corpus.notes[0]
+    assert "line 202:" in corpus.notes[0]
+    good = build("moe", data_path=[str(small_jsonl)], **small)  # type: ignore[arg-type]
+    assert good.notes == ()
+    assert np.array_equal(good.train[3]["tokens"], corpus.train[3]["tokens"])
+
+
+def test_the_commands(
+    tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = str(tmp_path / "t.model"), str(tmp_path / "out")
+    source = ["--input", str(small_jsonl)]
+    assert main(["data", "train-tokenizer", *source, "--output", model, "--vocab-size", "600", "--hf", out]) == 0
+    assert main(["data", "prepare", *source, "--output", out, "--tokenizer-model", model, "--workers", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "600 ids" in said
+    assert "200 documents" in said
+    assert "tokens/s" in said
+    assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out]) == 0
+    assert _bytes(Path(out)) == _bytes(Path(out + "2"))
+    capsys.readouterr()
+    assert main(["data", "check", out, "--vocab-size", "600"]) == 0
+    assert "200 documents" in capsys.readouterr().out
+    with open(out + ".bin", "r+b") as data:
+        data.truncate(100)
+    assert main(["data", "check", out, out + "2"]) == 1
+    said, complained = capsys.readouterr()
+    assert "out.bin: 100 bytes, where out.idx implies" in complained
+    assert "out2: good" in said
+    assert main(["data", "prepare", "--output", out, "--tokenizer-model", model]) == 2
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 1
+    assert "the corpus holds no documents" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out3*"))
