@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from benchmarks.support.contest import Rank
 
-
 # Room for whole messages: with less, the core that computes must wake gloo's thread for every chunk. And a window that
 # is not forgotten between messages: an end that starts slowly gets its answers from behind the other end's full queue.
 _TCP = (
