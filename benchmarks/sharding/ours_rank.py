@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from megapar.training import build
 class Turns:
     """``step``: seconds of a training step and, of it, of the optimizer. ``communicate``: of a step's collectives.
 
-    Nothing else runs during the latter, which come one after the other: of it ``first`` is the first layer's gather and
-    ``last`` its reduction, which have nothing to hide under.
+    Nothing else runs during the latter: all reductions are launched, then all gathers. ``first`` and ``last`` are the
+    seconds of the first layer's gather and reduction by themselves, which have nothing to hide under.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -56,8 +56,9 @@ class Turns:
         reductions = [_reduction(segment) for segment in reversed(sharding.segments)]
         gathers = [_gather(segment) for segment in sharding.segments]
         dist.barrier()
-        seconds = [self._timed(work) for work in (*reductions, *gathers)]
-        return {"seconds": sum(seconds), "first": seconds[len(reductions)], "last": seconds[len(reductions) - 1]}
+        seconds = self._timed(lambda: _fly(reductions)) + self._timed(lambda: _fly(gathers))
+        first, last = (self._timed(lambda one=one: _fly([one])) for one in (gathers[0], reductions[-1]))  # type: ignore[misc]
+        return {"seconds": seconds, "first": first, "last": last}
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._device.synchronize()
@@ -67,16 +68,26 @@ class Turns:
         return time.perf_counter() - start
 
 
-def _reduction(segment: Segment) -> Callable[[], object]:
+Launch = Callable[[], dist.Work | None]
+
+
+def _fly(launches: Sequence[Launch]) -> None:
+    """Launch all, then wait for all."""
+    for work in [launch() for launch in launches]:
+        if work is not None:
+            work.wait()
+
+
+def _reduction(segment: Segment) -> Launch:
     whole = torch.zeros(segment.shard.size * segment.row, device=segment.master.device)
     piece, scratch = torch.zeros_like(whole[: segment.row]), torch.zeros_like(whole)
-    return lambda: transport.reduce_scatter(piece, whole, segment.shard, scratch=scratch)
+    return lambda: transport.reduce_scatter(piece, whole, segment.shard, async_op=True, scratch=scratch)
 
 
-def _gather(segment: Segment) -> Callable[[], object]:
+def _gather(segment: Segment) -> Launch:
     row = torch.zeros(segment.row, dtype=segment.dtype, device=segment.master.device)
     whole = row.new_zeros(segment.shard.size * segment.row)
-    return lambda: transport.all_gather(whole, row, segment.shard)
+    return lambda: transport.all_gather(whole, row, segment.shard, async_op=True)
 
 
 def main() -> None:
