@@ -1,6 +1,6 @@
 """Pipeline schedules: the measured share of the bubble against the formula.
 
-    python -m benchmarks.pipeline.run [--stages 4] [--micro-batches 8] [--milliseconds 20] [--rounds N]
+    python -m benchmarks.pipeline.run [--stages 4] [--micro-batches 8] [--milliseconds 100] [--rounds N]
 
 Layers sleep, so that a step's time is the schedule's and not the machine's: a stage's forward of a micro-batch takes
 ``--milliseconds``, the gradient of its input and the gradient of its weights as long again. With chunks each takes its
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu",), default="cpu", help="sleeping layers need no other")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of a stage's forward of one micro-batch")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--milliseconds", type=float, default=100.0, help="of a stage's forward of one micro-batch")
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     stages, micro_batches, unit = options.stages, options.micro_batches, options.milliseconds / 1e3
     entries = {

@@ -68,3 +68,29 @@ def test_the_seed_examples_step_on_32_ranks(name: str) -> None:
         assert result["fake"]
     elements = [result["elements"] for result in results]
     assert len(set(elements)) == 1
+
+
+PIPELINE = (
+    *("--pp-degree", "4", "--mp-degree", "2", "--num-layers", "8", "--num-experts", "0", "--use-nanopipe"),
+    *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--vocab-size", "128"),
+    *("--micro-batch-size", "4", "--gradient-merge-acc-step", "8", "--data-path", "mock", "--device", "cpu"),
+)
+
+
+def stages_as(rank: int, world_size: int, rendezvous: str) -> list[tuple[int, dict[str, int]]]:
+    """(stage, bytes sent) of one step as a rank of the first, a middle and the last stage."""
+    seen = []
+    for pretended in (0, 9, 31):
+        config = parse("moe", PIPELINE, {"WORLD_SIZE": "32", "RANK": str(pretended)})
+        with pretend(config, pretended) as trainer:
+            sent = trainer.step().sent_bytes
+            seen.append((trainer.world.axis("pp").rank, sent))
+    return seen
+
+
+def test_stages_of_a_large_pipeline_send_activations_gradients_and_the_tied_embedding_s() -> None:
+    results = run_ranks(1, stages_as, group=False, timeout=120)[0]
+    activations = 8 * 4 * 32 * 64 * 4  # micro-batches, samples, positions, features, bytes
+    tied = 128 // 2 * 64 // 4 * 4  # this rank's shard of this mp rank's vocabulary, in fp32
+    assert [stage for stage, _ in results] == [0, 1, 3]
+    assert [sent["pp/send"] for _, sent in results] == [activations + tied, 2 * activations, activations + tied]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from tests.support.training import run
 
-FP64 = ("--dtype", "fp64")
+NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+FP64 = ("--dtype", "fp64", *NO_DROPOUT)
 FOUR = ("--num-layers", "4")
 EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
 LAYOUTS = {
@@ -33,7 +34,7 @@ def test_evaluation_and_reports_are_those_of_one_process(kind: str) -> None:
         for mine, theirs in zip(got.records, want.records, strict=True):
             assert mine.loss == pytest.approx(theirs.loss, rel=1e-9), name
             assert mine.lm_loss == pytest.approx(theirs.lm_loss, rel=1e-9)
-            assert mine.aux_loss == pytest.approx(theirs.aux_loss, rel=1e-9)
+            assert mine.aux_loss == (None if kind == "ernie" else pytest.approx(theirs.aux_loss, rel=1e-9))
             assert mine.expert_load == theirs.expert_load
             assert mine.dropped_tokens == theirs.dropped_tokens
 
@@ -57,7 +58,7 @@ def test_a_checkpoint_moves_between_stages(kind: str, tmp_path: Path) -> None:
     handed = ("--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", str(len(CHAIN)))
     for number, (world_size, layout) in enumerate(CHAIN):
         steps = ("--train-iters", str(number + 1))
-        (record,) = run(world_size, kind, *flags[:4], *handed, *steps, *layout).records
+        (record,) = run(world_size, kind, *FP64, *FOUR, *handed, *steps, *layout).records
         assert record.iteration == number + 1
         assert record.loss == pytest.approx(straight.records[number].loss, rel=1e-10)
         assert record.grad_norm == pytest.approx(straight.records[number].grad_norm, rel=1e-10)
@@ -75,11 +76,10 @@ def test_an_export_has_every_stage_s_tensors(tmp_path: Path) -> None:
 def test_fp16_scales_the_loss_of_every_stage() -> None:
     """The auxiliary losses of the first stage are scaled as the head's losses are, or its gradients would be off."""
     flags = (*FOUR, "--dtype", "fp16", "--initial-loss-scale", "256", "--moe-aux-loss-coeff", "1.0")
-    exact = run(1, "moe", *FOUR, *FP64, *flags[6:])
     want, got = run(1, "moe", *flags), run(2, "moe", *flags, *LAYOUTS["1f1b"][1])
-    for alone, mine, theirs in zip(want.records, got.records, exact.records, strict=True):
-        assert mine.skipped == alone.skipped
-        assert mine.loss_scale == alone.loss_scale
+    for mine, theirs in zip(want.records, got.records, strict=True):
+        assert mine.skipped == theirs.skipped
+        assert mine.loss_scale == theirs.loss_scale
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=0.02)
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapar.core import transport
 from megapar.core.axis import Axis
@@ -56,7 +57,7 @@ class Runner:
         self._weight_gradients = weight_gradients
         self._received: dict[tuple[str, Place], tuple[Tensor, dist.Work | None]] = {}
         self._inputs: dict[Place, Tensor] = {}
-        self._results: dict[Place, tuple[Tensor | None, Tensor | None]] = {}
+        self._results: dict[Place, tuple[GradientEdge | None, Tensor | None]] = {}
         self._to_send: dict[tuple[str, Place], Tensor] = {}
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
 
@@ -82,18 +83,21 @@ class Runner:
         if x is not None:
             self._inputs[place] = x.requires_grad_()
         y, loss = self._work.forward(*place, x)
-        self._results[place] = (y, loss)
+        # The backward needs the graph behind y, not its values, which are free once they have been sent.
+        self._results[place] = (None if y is None else get_gradient_edge(y), loss)
         if y is not None:
             self._hand_over(kinds.SEND_F, kinds.RECV_F, place, action.chunk + 1, y.detach())
 
     def _backward(self, action: Action) -> None:
         place = (action.chunk, action.micro_batch)
-        y, loss = self._results.pop(place)
-        roots, gradients = [], []
-        if y is not None:
-            roots, gradients = [y], [self._take(kinds.RECV_B, place)]
+        edge, loss = self._results.pop(place)
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        if edge is not None:
+            roots.append(edge)
+            gradients.append(self._take(kinds.RECV_B, place))
         if loss is not None:
-            roots.append(loss)
+            roots.append(get_gradient_edge(loss))
             gradients.append(torch.ones_like(loss))
         self._work.before_backward(*place)
         torch.autograd.backward(roots, gradients)
