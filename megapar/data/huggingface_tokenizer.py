@@ -44,6 +44,11 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the loaders raise whatever their parsers do
             raise DataError(f"{path}: not a usable Hugging Face tokenizer ({error})") from error
         self._inner.model_max_length = int(1e30)  # documents longer than a model's context are cut later, here
+        # The library itself is asked where it is underneath: transformers' call costs as much as a short document.
+        self._fast = getattr(self._inner, "backend_tokenizer", None)
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
         vocabulary: dict[str, int] = self._inner.get_vocab()
         if not vocabulary:
             raise DataError(f"{path}: the tokenizer has no tokens")
@@ -96,6 +101,8 @@ class HuggingFaceTokenizer:
         """See Tokenizer."""
         if not texts:
             return []
+        if self._fast is not None:
+            return [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         encoded = self._inner(
             list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
         )

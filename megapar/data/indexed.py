@@ -301,8 +301,11 @@ class IndexedDatasetBuilder:
         self._sequences += len(other)
         self._documents += other.documents
 
-    def finalize(self) -> None:
-        """Write the index and give both files their names. Documents that are not ended are an error."""
+    def finalize(self, sync: bool = True) -> None:
+        """Write the index and give both files their names. Documents that are not ended are an error.
+
+        sync: bring the files to disk first.
+        """
         out = self._files["idx"]
         for kind in self._files:
             self._files[kind].flush()
@@ -320,7 +323,8 @@ class IndexedDatasetBuilder:
             self._copy("modes")
         for kind in ("bin", "idx"):
             self._files[kind].flush()
-            os.fsync(self._files[kind].fileno())
+            if sync:
+                os.fsync(self._files[kind].fileno())
         # Between the two renames there is no index: never one that belongs to other data.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")

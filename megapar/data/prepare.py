@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -24,7 +25,8 @@ from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import DataError
 
 VERSION = 1
-_BATCH = 256  # documents encoded at a time
+_BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
+_CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
 
 
 @dataclass(frozen=True)
@@ -177,19 +179,15 @@ def _encode(number: int, chunk: Chunk, job: _Job, tokenizer: Tokenizer) -> Done:
     documents = tokens = 0
     with IndexedDatasetBuilder(prefix, job.dtype) as builder:
         for texts in _batches(chunk.documents(bad)):
-            ids = tokenizer.encode_batch(texts)
-            if job.end is not None:
-                for one in ids:
-                    one.append(job.end)
-            lengths = np.array([len(one) for one in ids], dtype=np.int32)
-            flat = np.empty(int(lengths.sum()), dtype=np.int64)
-            place = 0
-            for one in ids:
-                flat[place : place + len(one)] = one
-                place += len(one)
-            builder.add_documents(flat, lengths)
-            documents, tokens = documents + len(ids), tokens + place
-        builder.finalize()
+            lengths, flat = [], array(_CODES[job.dtype])
+            for ids in tokenizer.encode_batch(texts):
+                if job.end is not None:
+                    ids.append(job.end)
+                flat.fromlist(ids)
+                lengths.append(len(ids))
+            builder.add_documents(np.frombuffer(flat, dtype=job.dtype), np.array(lengths))
+            documents, tokens = documents + len(lengths), tokens + len(flat)
+        builder.finalize(sync=False)
     result = Done(documents, tokens, bad.count, tuple(bad.first))
     aside = prefix.with_suffix(".unfinished")
     aside.write_text(json.dumps(asdict(result)))

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megapar.data.tokenizer import SpecialTokens, WordMarks
 from megapar.errors import DataError
@@ -109,7 +109,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        return [list(ids) for ids in self._processor.encode(list(texts), num_threads=1)]
+        return cast("list[list[int]]", self._processor.encode(list(texts), num_threads=1))
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
