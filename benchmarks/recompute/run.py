@@ -17,7 +17,7 @@ from benchmarks.support.contest import Contest, Rank, median
 from benchmarks.support.table import machine, print_json, print_table
 
 MEGABYTE = 1e6
-REDUCED = ("--seq-length", "128", "--max-position-embeddings", "128", "--vocab-size", "8192")
+REDUCED = ("--seq-length", "128", "--max-position-embeddings", "128", "--vocab-size", "4096")
 SIZES = {
     "cpu": (*REDUCED, "--global-batch-size", "2"),
     "cuda": ("--micro-batch-size", "2", "--global-batch-size", "16"),
