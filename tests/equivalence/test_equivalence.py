@@ -51,7 +51,8 @@ def test_fp64(row: Row) -> None:
     assert differences(got, want) == []
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+# What eight processes add is not rounding, and two threads per core make them the slowest rows.
+@pytest.mark.parametrize("row", [row for row in ROWS if row.world_size < 8], ids=lambda row: row.name)
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see."""
     flags = still(row.reference_flags())
