@@ -217,7 +217,7 @@ class Trainer:
             skipped=skipped,
             sent_bytes=self._take_sent(),
             seconds=time.perf_counter() - start,
-            exposed_seconds=job.meter.take() if job.metered else None,
+            exposed=job.meter.take() if job.metered else None,
         )
 
     def _check_overflow(self, norm: Tensor) -> tuple[float, bool]:

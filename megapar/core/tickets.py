@@ -14,12 +14,23 @@ the mirror of the program order. Inputs are kept alive until their collective ha
 
 Every rank of the axis must start the same exchanges in the same order, also where it has nothing to send. On an axis of
 one rank nothing is launched and ``wait`` returns ``x``.
+
+Where sizes come from the device, a message cannot be built where it stands in the program without holding up the host.
+``defer`` puts its autograd node there, and ``Deferred.launch`` sends it later: the order of the graph is that of the
+program, whatever the order in which things are issued.
+
+    tokens, deferred = defer(inputs, count, traffic)      the node; ``count`` messages will be sent
+    ...                                                   the sizes arrive
+    deferred.launch(message, exchanges, after)            builds the message and launches its parts
+    y = wait(tokens[i], deferred.tickets[i])
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -28,6 +39,7 @@ from torch import Tensor
 
 from megapar.core import transport
 from megapar.core.axis import Axis
+from megapar.core.device.base import Device, Event, Stream
 from megapar.core.meter import WaitMeter
 from megapar.errors import DistributedError
 
@@ -156,15 +168,60 @@ class Copy:
         return Reduce(self.axis)
 
 
+@dataclass(frozen=True)
+class SendReceive:
+    """A message to one rank of the axis and one from another, of one shape. Conjugate: the way back.
+
+    to, source: ranks of the axis; None: nothing is sent, or nothing comes and the result is zeros.
+    """
+
+    axis: Axis
+    to: int | None
+    source: int | None
+    kind: ClassVar[str] = "send"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """[n, ..] to [n, ..]."""
+        y = torch.zeros_like(x) if self.source is None else torch.empty_like(x)
+        works = transport.send_receive(y, x, self.axis, self.to, self.source)
+        return y, _AllWork(works) if works else None
+
+    def conjugate(self) -> SendReceive:
+        """The gradient goes to where the message came from."""
+        return SendReceive(self.axis, self.source, self.to)
+
+
+class _AllWork(dist.Work):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+
 class Traffic:
     """What the start/wait pairs of one layer or model have launched.
 
-    launched: kind -> how many, forward and backward. meter: the time their waits took on the host.
+    launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
+    meter: the time that waits for collectives took. device: what launches.
     """
 
-    def __init__(self, meter: WaitMeter | None = None) -> None:
+    def __init__(self, meter: WaitMeter | None = None, device: Device | None = None) -> None:
         self.launched: Counter[str] = Counter()
+        self.host_waits = 0
         self.meter = WaitMeter() if meter is None else meter
+        self.device = Device() if device is None else device
+        self._streams: dict[str, Stream] = {}
         # Holds the flights themselves: a lost ticket must not free buffers that a collective still writes to.
         self._open: dict[int, Flight] = {}
 
@@ -178,11 +235,14 @@ class Traffic:
         if self._open:
             raise DistributedError(f"launched and never waited for: {', '.join(self.in_flight)}")
 
-    def launch(self, exchange: Exchange, x: Tensor) -> Flight:
-        """Launch one collective; the flight keeps its input."""
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
+        """Launch one collective; the flight keeps its input. aside: the current stream is not where it will be used."""
         x = x.contiguous()
-        output, work = exchange.launch(x)
-        flight = Flight(exchange, x, output, work)
+        if exchange.axis.size == 1:
+            output, work = x, None
+        else:
+            output, work = self.device.launch(lambda: exchange.launch(x))
+        flight = Flight(exchange, x, output, work, aside)
         if work is not None:
             self.launched[exchange.kind] += 1
         self._open[id(flight)] = flight
@@ -191,9 +251,17 @@ class Traffic:
     def land(self, flight: Flight) -> Tensor:
         """Wait for a flight and return its output."""
         if flight.work is not None:
-            self.meter.wait(flight.work)
+            self.meter.wait(flight.work, flight.kind)
+        if flight.aside:
+            self.device.adopt(flight.output)
         del self._open[id(flight)]
         return flight.output
+
+    def stream(self, axis: Axis) -> Stream:
+        """The axis' own stream."""
+        if axis.name not in self._streams:
+            self._streams[axis.name] = self.device.new_stream()
+        return self._streams[axis.name]
 
 
 class Flight(NamedTuple):
@@ -203,29 +271,45 @@ class Flight(NamedTuple):
     input: Tensor
     output: Tensor
     work: dist.Work | None
+    aside: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What its waiting time is counted as."""
+        return f"{self.exchange.axis.name}/{self.exchange.kind}"
 
 
 class Ticket:
     """What ``start`` hands to ``wait``: the exchange and its buffers."""
 
-    def __init__(self, exchange: Exchange, traffic: Traffic) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange | None, traffic: Traffic) -> None:
+        self._exchange = exchange
         self.traffic = traffic
         self.there: Flight | None = None
         self.back: Flight | None = None
         self.waited = False
         self.held = False
         self.landed: Tensor | None = None
+        # On one rank what ``start`` was given is the token; what a deferred one will carry is not made yet.
+        self.passes = exchange is not None and exchange.axis.size == 1
+
+    @property
+    def exchange(self) -> Exchange:
+        """What it is for. Raises DistributedError before a deferred one has been launched."""
+        if self._exchange is None:
+            raise DistributedError("a deferred ticket was waited for before its launch")
+        return self._exchange
 
     def hold(self) -> None:
         """Keep the result after the wait: the ticket enters a recomputed unit, where it is waited for again."""
         self.held = True
 
     def claim(self) -> None:
-        """Note the wait. Raises DistributedError the second time, unless the ticket is held."""
+        """Note the wait. Raises DistributedError the second time, unless held, and before a deferred launch."""
+        exchange = self.exchange
         if self.waited and not self.held:
             raise DistributedError(
-                f"a ticket for {self.exchange.kind} over {self.exchange.axis.name} was waited for twice; "
+                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; "
                 "hold() one that enters a recomputed unit"
             )
         self.waited = True
@@ -244,13 +328,13 @@ class Ticket:
 def start(exchange: Exchange, x: Tensor, traffic: Traffic) -> tuple[Tensor, Ticket]:
     """Launch ``exchange`` on ``x``. Returns (token, ticket) for ``wait``; ``x`` must not be written until then."""
     ticket = Ticket(exchange, traffic)
-    return (x if exchange.axis.size == 1 else _Start.apply(x, ticket)), ticket
+    return (x if ticket.passes else _Start.apply(x, ticket)), ticket
 
 
 def wait(token: Tensor, ticket: Ticket) -> Tensor:
     """The result of what ``start`` launched. Raises DistributedError for a ticket that was waited for already."""
     ticket.claim()
-    return token if ticket.exchange.axis.size == 1 else _Wait.apply(token, ticket)  # type: ignore[no-any-return]
+    return token if ticket.passes else _Wait.apply(token, ticket)  # type: ignore[no-any-return]
 
 
 class _Start(torch.autograd.Function):
@@ -280,3 +364,79 @@ class _Wait(torch.autograd.Function):
         ticket: Ticket = ctx.ticket
         ticket.back = ticket.traffic.launch(ticket.exchange.conjugate(), grads[0])
         return grads[0].new_zeros(1), None
+
+
+class Message(Protocol):
+    """What is built from tensors when its sizes are known, outside autograd."""
+
+    def build(self, *inputs: Tensor) -> Tensor:
+        """[R, ..] rows from the inputs of the node."""
+        ...
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The inputs' gradients from that of the rows."""
+        ...
+
+
+class Deferred:
+    """A message whose place in the program has passed and whose launch is to come. tickets: one per part."""
+
+    def __init__(self, count: int, traffic: Traffic) -> None:
+        self.tickets = tuple(Ticket(None, traffic) for _ in range(count))
+        self._traffic = traffic
+        self._inputs: tuple[Tensor, ...] = ()
+        self._message: Message | None = None
+
+    def launch(
+        self, message: Message, exchanges: Sequence[Exchange], rows: Sequence[int], after: Event | None = None
+    ) -> None:
+        """Build the message and send its parts, each ``rows`` of it through one exchange, in order.
+
+        after: the event behind which the inputs are there; the launch then waits for nothing else, on the stream of
+        the axis. Raises DistributedError the second time.
+        """
+        if self._message is not None:
+            raise DistributedError("a deferred message was launched twice")
+        self._message, inputs, self._inputs = message, self._inputs, ()
+        traffic, aside = self._traffic, after is not None
+        stream = traffic.stream(exchanges[0].axis) if aside else None
+
+        @torch.no_grad()
+        def send() -> None:
+            parts = message.build(*inputs).split(list(rows))
+            for ticket, exchange, part in zip(self.tickets, exchanges, parts, strict=True):
+                ticket._exchange = exchange
+                ticket.there = traffic.launch(exchange, part, aside)
+
+        traffic.device.launch(send, stream, after)
+
+    def take(self) -> tuple[Tensor | None, ...]:
+        """Land the gradients of all parts and make the inputs'."""
+        flights = [ticket.back for ticket in self.tickets]
+        if self._message is None or any(flight is None for flight in flights):
+            raise DistributedError("the gradient of a deferred message was never sent: its wait had no backward")
+        for ticket in self.tickets:
+            ticket.back = ticket.landed = None
+        grads = [self._traffic.land(flight) for flight in flights if flight is not None]
+        return self._message.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
+
+
+def defer(inputs: Sequence[Tensor], count: int, traffic: Traffic) -> tuple[tuple[Tensor, ...], Deferred]:
+    """(``count`` tokens, the deferred message): the node of a message of ``count`` parts that is launched later.
+
+    The inputs must not be written until all parts have been waited for.
+    """
+    deferred = Deferred(count, traffic)
+    return _Defer.apply(deferred, *inputs), deferred
+
+
+class _Defer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.deferred = deferred
+        deferred._inputs = tuple(x.detach() for x in inputs)
+        return tuple(inputs[0].new_zeros(1) for _ in deferred.tickets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.deferred.take()

@@ -5,6 +5,7 @@ Bytes are what one rank sends when nothing is sent twice, n ranks and a whole me
     all_gather, reduce_scatter    w (n - 1) / n
     all_reduce                    2 w (n - 1) / n     a reduce-scatter and an all-gather
     all_to_all                    the rows for other ranks
+    send                          the message
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ def all_to_all(
     return dist.all_to_all_single(  # type: ignore[no-any-return]
         received, sent, *splits, group=axis.group, async_op=async_op
     )
+
+
+def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> list[dist.Work]:
+    """``sent`` to rank ``to`` of the axis and ``received`` from rank ``source``; None: nobody. Always asynchronous."""
+    calls = []
+    if to is not None:
+        axis.count("send", sent.nbytes)
+        calls.append(dist.P2POp(dist.isend, sent, axis.ranks[to], group=axis.group))
+    if source is not None:
+        calls.append(dist.P2POp(dist.irecv, received, axis.ranks[source], group=axis.group))
+    return dist.batch_isend_irecv(calls) if calls else []
 
 
 def reduce_scatter(

@@ -144,8 +144,8 @@ def make_job(config: Config, world: World) -> Job:
     sizes = make_sizes(config)
     table = table_of(sizes)
     dtype = compute_dtype(config, world.device)
-    meter = WaitMeter()
-    traffic = Traffic(meter)
+    meter = WaitMeter(world.device.timed_event())
+    traffic = Traffic(meter, world.device)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model = _make_model(
         config, sizes, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
