@@ -248,9 +248,11 @@ class Traffic:
         self._open[id(flight)] = flight
         return flight
 
-    def land(self, flight: Flight) -> Tensor:
-        """Wait for a flight and return its output."""
-        if flight.work is not None:
+    def land(self, flight: Flight, metered: bool = True) -> Tensor:
+        """Wait for a flight and return its output. metered: False where the wait holds up only a stream of its own."""
+        if flight.work is not None and not metered:
+            flight.work.wait()
+        elif flight.work is not None:
             self.meter.wait(flight.work, flight.kind)
         if flight.aside:
             self.device.adopt(flight.output)

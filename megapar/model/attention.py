@@ -79,14 +79,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]."""
+        y: Tensor = self.proj(self._attend(*self.heads(x, context.angles), context.valid))
+        return y
+
+    def heads(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S(/mp), H] to q [B, S, N, D], k and v [B, S, G, D]; angles: those of these positions."""
         q, k, v = self.qkv(x).split((self.sizes.queries_per_group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.angles is not None:
-            q, k = rotate(q, context.angles), rotate(k, context.angles)
-        y: Tensor = self.proj(self._attend(q, k, v, context.valid))
-        return y
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.tickets import Traffic
+from megapar.model.ampipe import Sliced, run_sliced
 from megapar.model.attention import Attention, AttentionSizes
 from megapar.model.context import Context
 from megapar.model.mlp import Mlp
@@ -18,6 +19,7 @@ from megapar.model.norm import LayerNorm, make_norm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
+from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 
@@ -38,11 +40,12 @@ class DecoderBlock(nn.Module):
         emp: Axis,
         sequence_parallel: bool,
         traffic: Traffic | None,
+        slicing: Slicing,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.dropout = sizes.hidden_dropout
+        self.dropout, self.slicing = sizes.hidden_dropout, slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.attention = Attention(
@@ -61,6 +64,7 @@ class DecoderBlock(nn.Module):
                 mp=mp,
                 sequence_parallel=sequence_parallel,
                 traffic=traffic,
+                slicing=slicing,
                 dtype=dtype,
                 device=device,
             )
@@ -76,8 +80,13 @@ class DecoderBlock(nn.Module):
                 device=device,
             )
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
-        """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer."""
+    def forward(self, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
+        """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
+
+        Where the context has slices, layers run as drawn in ``model.ampipe``.
+        """
+        if isinstance(x, Sliced) or (context.slices and (self.moe is not None or context.cut)):
+            return run_sliced(self, x, context)
         x = x + self._drop(self.attention(self.attention_norm(x), context))
         normed = self.mlp_norm(x)
         if self.moe is None:

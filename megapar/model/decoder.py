@@ -14,6 +14,7 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
 from megapar.core.tickets import Traffic
+from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, own_sequence
@@ -23,6 +24,7 @@ from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
 from megapar.model.terms import Terms, collect
 from megapar.moe.router import move_correction_bias
+from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 
@@ -74,7 +76,7 @@ class Decoder(nn.Module):
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
-    launch; by default each layer has its own.
+    launch; by default each layer has its own. slicing: layers run slice by slice, as drawn in ``model.ampipe``.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class Decoder(nn.Module):
         emp: Axis,
         sequence_parallel: bool = False,
         traffic: Traffic | None = None,
+        slicing: Slicing | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.embedding = DecoderEmbedding(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
         self.layers = nn.ModuleDict()
@@ -102,6 +106,7 @@ class Decoder(nn.Module):
                 emp=emp,
                 sequence_parallel=sequence_parallel,
                 traffic=traffic,
+                slicing=self.slicing,
                 dtype=dtype,
                 device=device,
             )
@@ -117,11 +122,14 @@ class Decoder(nn.Module):
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
         x, stats = self._run(batch, valid_tokens)
-        return collect({"lm": self.lm_head(x, batch["labels"], self.tied_weight)}, stats)
+        labels = self._arrange(batch["labels"])
+        return collect({"lm": self.lm_head(x, labels, self.tied_weight)}, stats)
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
-        return self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
+        logits = self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
+        order = self._order(logits.shape[1])
+        return logits if order is None else torch.empty_like(logits).index_copy_(1, order.to(logits.device), logits)
 
     @property
     def tied_weight(self) -> Tensor | None:
@@ -151,13 +159,26 @@ class Decoder(nn.Module):
         """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""
         positions = batch["positions"]
         context = self._context(batch, valid_tokens)
-        x = self.embedding(batch["tokens"], positions)
+        x: Tensor | Sliced = self.embedding(self._arrange(batch["tokens"]), self._arrange(positions))
         stats = []
         for block in self.layers.values():
             x, layer_stats = block(x, context)
             if layer_stats is not None:
                 stats.append(layer_stats)
+        if isinstance(x, Sliced):
+            x = join(x, self.sizes.hidden_dropout if self.training else 0.0)
         return self.final_norm(x), stats
+
+    def _order(self, length: int) -> Tensor | None:
+        """Where each position of the data comes from under slicing with sequence parallelism; None: nothing moves."""
+        if self.slicing.degree == 1 or not self.sequence_parallel or self.mp.size == 1:
+            return None
+        return torch.tensor(self.slicing.order(length, self.mp.size))
+
+    def _arrange(self, x_BS: Tensor) -> Tensor:
+        """Put data in the order in which every mp rank's chunk holds its part of every slice."""
+        order = self._order(x_BS.shape[1])
+        return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device, non_blocking=True))
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
@@ -166,5 +187,10 @@ class Decoder(nn.Module):
         valid = batch.get("valid")
         if valid_tokens is None:
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
-        own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
-        return Context(valid, own_valid, valid_tokens, angles)
+        own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
+        if not self.slicing.active:
+            return Context(valid, own_valid, valid_tokens, angles)
+        parts = self.mp.size if self.sequence_parallel else 1
+        slices = self.slicing.cut(batch["tokens"].shape[1], parts)
+        own = tuple(slice(s.start // parts, s.stop // parts) for s in slices)
+        return Context(valid, own_valid, valid_tokens, angles, slices, own)
