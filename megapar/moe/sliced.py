@@ -5,7 +5,7 @@ Program order for d slices (``^`` launch, ``v`` wait; D dispatch, C combine, exp
     send(0) D0^  send(1) D1^ ... | D0v exp0 C0^ sh0  D1v exp1 C1^ sh1 ... | C0v C1v ...
 
 With pieces (pipe-experts) every D, exp and C of a slice stands for several: one per local expert and part of its rows.
-With ``overlap_mp`` what the experts need from each other over emp flies too (E enter, L leave):
+With pieces, and with ``overlap_mp``, what the experts need from each other over emp flies too (E enter, L leave):
 
     D0v E0^ | D1v E1^ E0v exp0 L0^ | D2v E2^ E1v exp1 L1^ L0v C0^ | ...
 
@@ -162,7 +162,7 @@ class Passage:
         sent: list[list[Flying]] = [[] for _ in self._slices]
         shared: list[Tensor | None] = [None] * len(self._slices)
         jobs = [(c, p) for c, new in enumerate(self._slices) for p in range(len(new.plans))]
-        ahead = 1 if layer.slicing.overlap_mp else 0
+        ahead = 1 if layer.slicing.overlap_mp or layer.slicing.expert_pieces else 0
         entered: list[tuple[Flying, Tensor]] = []
         left: list[tuple[Flying, Tensor]] = []
 

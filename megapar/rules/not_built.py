@@ -30,6 +30,10 @@ def _indexed(f: Facts) -> bool:
     return any(path.endswith((".bin", ".idx")) or path.replace(".", "", 1).isdigit() for path in f.data_path)
 
 
+def _measured(f: Facts) -> bool:
+    return bool(f.ampipe_degree == 0)
+
+
 RULES: tuple[Rule, ...] = (
     _later("pp_degree", "pipeline parallelism", "--world-size 2 --pp-degree 2"),
     _later("pp_seg_method", "pipeline parallelism", "--world-size 2 --pp-degree 2 --pp-seg-method balanced"),
@@ -46,13 +50,7 @@ RULES: tuple[Rule, ...] = (
     _later("recompute_in_advance", "recompute ahead of the gradient", "--recompute-in-advance"),
     _later("recompute_in_bubble", "recompute in the bubble", "--recompute-in-bubble"),
     _later("adaptive_recompute_device_size", "adaptive recompute", "--adaptive-recompute-device-size 32"),
-    _later("ampipe_degree", "AMPipe", "--ampipe-degree 2", MOE),
-    _later("ampipe_tp_sp_comm_overlap", "AMPipe", "--ampipe-tp-sp-comm-overlap", MOE),
-    _later("ampipe_capacity", "AMPipe", "--ampipe-degree 2 --ampipe-capacity slice", MOE),
-    _later("ampipe_slicing", "AMPipe", "--ampipe-degree 2 --ampipe-slicing balanced", MOE),
-    _later("ampipe_cross_layer", "AMPipe", "--ampipe-degree 2 --ampipe-cross-layer", MOE),
-    _later("use_pipe_experts", "pipe-experts", "--use-pipe-experts", MOE),
-    _later("pipe_experts_multi_data", "pipe-experts", "--use-pipe-experts --pipe-experts-multi-data 2", MOE),
+    _later("ampipe_degree", "a measured degree", "--ampipe-degree auto", MOE, when=_measured),
     _later("pipe_experts_multi_stream", "pipe-experts", "--use-pipe-experts --pipe-experts-multi-stream", MOE),
     _later("data_path", "Megatron .bin/.idx files and mixtures", "--data-path 0.7 a.bin 0.3 b.bin", when=_indexed),
     _later("split", "splits of one corpus", "--split 969,30,1"),

@@ -32,6 +32,7 @@ from megapar.model.ernie import Ernie
 from megapar.model.initialize import fill
 from megapar.model.sizes import ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
+from megapar.moe.slicing import Slicing
 from megapar.training.objective import Objective
 from megapar.training.sizes import Sizes, make_segments, make_sizes
 
@@ -81,6 +82,20 @@ def make_objective(config: Config) -> Objective:
     if config.kind == "ernie":
         return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
     return Objective({"lm": 1.0}, config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff)
+
+
+def make_slicing(config: Config) -> Slicing:
+    """How layers are cut into slices, and experts' rows into pieces."""
+    ampipe = config.ampipe
+    return Slicing(
+        degree=ampipe.ampipe_degree,
+        balanced=ampipe.ampipe_slicing == "balanced",
+        capacity=ampipe.ampipe_capacity,
+        cross_layer=ampipe.ampipe_cross_layer,
+        overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
+        # All slices of an expert's rows together are asked for, so each slice has its share of the pieces.
+        expert_pieces=ampipe.pipe_experts_multi_data // ampipe.ampipe_degree if ampipe.use_pipe_experts else 0,
+    )
 
 
 def make_loss_scale(config: Config) -> LossScale | None:
@@ -189,7 +204,8 @@ def _make_model(
     if isinstance(sizes, ErnieSizes):
         model = Ernie(sizes, **common)
     else:
-        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, **common)
+        slicing = make_slicing(config)
+        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, slicing=slicing, **common)
     hide_communication(
         model, Overlap() if config.parallel.tp_comm_overlap else Overlap(pieces=1, blocking=True), traffic
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from tests.support.pairwise import pairwise
@@ -57,7 +58,9 @@ class Row:
     @property
     def overlaps(self) -> bool:
         """Whether our own code has communication in flight, which the late backend can see (stage 3 is torch's)."""
-        return not set(NO_OVERLAP) & set(self.layout) and "3" not in self.layout
+        layout = self.layout
+        stage_3 = ("--sharding-stage", "3") in itertools.pairwise(layout)
+        return not set(NO_OVERLAP) & set(layout) and not stage_3
 
     def reference_flags(self) -> tuple[str, ...]:
         """Flags of the run on one process."""
@@ -187,4 +190,51 @@ SEGMENT_ROWS: tuple[Row, ...] = (
     Row("moe", 1, OFFLOAD, BIASED),
 )
 
-ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS)
+CROSS, BALANCED = ("--ampipe-cross-layer",), ("--ampipe-slicing", "balanced")
+HIDDEN_MP = ("--ampipe-tp-sp-comm-overlap",)
+
+
+def _pipe(pieces: int) -> tuple[str, ...]:
+    return ("--use-pipe-experts", "--pipe-experts-multi-data", str(pieces))
+
+
+def sliced_row(
+    degree: int, ways: tuple[str, ...], place: tuple[int, tuple[str, ...]], routing: tuple[str, ...], samples: int
+) -> Row:
+    """AMPipe of a degree (0: none) on a number of ranks with a layout."""
+    slices = ("--ampipe-degree", str(degree)) if degree else ()
+    return Row("moe", place[0], (*place[1], *slices, *ways), routing, samples, 8)
+
+
+# Every degree, way to slice, layout, kind of experts with number of choices, and number of samples.
+SLICED_PLACES = (
+    (2, EP2),
+    (4, (*EP4, *_stages(4)[1])),
+    (4, (*EP2, *_stages(2, "--hybrid-dp")[1])),
+    (4, (*EP2, *_stages(4)[2])),
+    (4, (*EP2, *MP2, *SP)),
+    (4, (*EP4, *MP2, *SP, *EMP1)),
+)
+SLICED_FACTORS = (
+    (2, 3, 4, 8),
+    ((), CROSS, BALANCED, (*CROSS, *BALANCED)),
+    SLICED_PLACES,
+    ((), TOP4, DROPS, (*DROPS, *TOP1)),
+    (1, 2),
+)
+ONLY_MP = (4, (*EP2, *MP2))
+
+AMPIPE_ROWS: tuple[Row, ...] = (
+    *(sliced_row(*factors) for factors in pairwise(SLICED_FACTORS)),  # type: ignore[arg-type]
+    *(sliced_row(d, (*HIDDEN_MP, *more), SLICED_PLACES[4], DROPS, 2) for d, more in ((2, ()), (3, CROSS))),
+    sliced_row(2, HIDDEN_MP, ONLY_MP, TOP1, 1),
+    sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2),
+    sliced_row(0, _pipe(1), SLICED_PLACES[4], DROPS, 1),
+    sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1), 1),
+    sliced_row(2, (*_pipe(4), *CROSS), SLICED_PLACES[2], DROPS, 1),
+    sliced_row(3, _pipe(6), SLICED_PLACES[4], (*DROPS, *TOP4), 1),
+    sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1),
+    sliced_row(4, ("--no-overlap-grad-reduce", "--no-overlap-param-gather"), SLICED_PLACES[0], (), 1),
+)
+
+ROWS: tuple[Row, ...] = (*SHARDING_ROWS, *TENSOR_ROWS, *EXPERT_ROWS, *SEGMENT_ROWS, *AMPIPE_ROWS)

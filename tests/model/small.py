@@ -86,7 +86,10 @@ def build(
     sequence_parallel: bool = False,
     **more: object,
 ) -> Decoder | Ernie:
-    """An initialised model (``more``: what else its constructor takes); its biases, norms and correction biases are moved off their trivial initial values."""
+    """An initialised model; its biases, norms and correction biases are moved off their trivial initial values.
+
+    more: what else a decoder's constructor takes.
+    """
     mp = mp or Axis.single("mp")
     model: Decoder | Ernie
     if isinstance(sizes, ErnieSizes):
