@@ -32,7 +32,7 @@ from megapar.data.corpus import Corpus
 from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
 from megapar.model.flops import flops_per_token
-from megapar.training import build, export, state
+from megapar.training import build, degree, export, state
 from megapar.training.evaluate import evaluate
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.monitor import Monitor, Step
@@ -111,9 +111,6 @@ class Trainer:
         self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._load()
-        self.world.ledger.clear()  # what start-up sent is no step's
-        self.terminal = self._make_terminal()
-        self.monitor = self._make_monitor(world.device)
         self.loader = Loader(
             corpus.train,
             corpus.collate,
@@ -121,9 +118,51 @@ class Trainer:
             data_rank=self.data.rank,
             data_ranks=self.data.size,
         )
+        self._degree = self._choose_degree()
+        self.world.ledger.clear()  # what start-up sent is no step's
+        self.terminal = self._make_terminal()
+        self.monitor = self._make_monitor(world.device)
         self._records: list[Record] = []
         self._evaluation: dict[str, float] | None = None
         self._checkpoint: Path | None = None
+
+    def _choose_degree(self) -> str:
+        """For --ampipe-degree auto: slice the model by the checkpoint's degree or a measured one; what to say of it."""
+        model, progress = self.job.model, self.progress
+        if not isinstance(model, Decoder) or self.config.ampipe.ampipe_degree != degree.AUTO:
+            return ""
+        legal, why = degree.legal_degrees(self.config)
+        if progress.ampipe_degree in legal:
+            why = "as the checkpoint has it"
+        elif len(legal) == 1:
+            progress.ampipe_degree = legal[0]
+        else:
+            run, device = self._timed_micro_batch, self.world.device.torch_device
+            seconds = degree.measure(legal, run, self.world.axis("world"), device)
+            progress.ampipe_degree, why = degree.choose(seconds)
+            self.job.meter.take()
+        model.slice_by(build.make_slicing(self.config, progress.ampipe_degree))
+        return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"
+
+    def _timed_micro_batch(self, slices: int) -> float:
+        """Seconds of a forward and backward in so many slices; nothing of it is kept."""
+        job, progress, device = self.job, self.progress, self.world.device
+        assert isinstance(job.model, Decoder)
+        job.model.slice_by(build.make_slicing(self.config, slices))
+        batch = self.loader.step(progress.consumed_samples, 1)[0]
+        tensors = batch.to(device.torch_device).tensors
+        job.sharding.begin_step()
+        job.sharding.begin_micro_batch(last=True)
+        device.synchronize()
+        start = time.perf_counter()
+        terms = job.model(tensors, batch.valid_tokens)
+        self.objective.of(terms, {"lm": max(1, batch.counts["lm"])}, 1).backward()
+        job.sharding.finish()
+        device.synchronize()
+        seconds = time.perf_counter() - start
+        job.traffic.check_settled()
+        job.sharding.begin_step()
+        return seconds
 
     # The loop
 
@@ -365,6 +404,8 @@ class Trainer:
                 f"{str(build.compute_dtype(self.config, self.world.device)).removeprefix('torch.')}, "
                 f"peak {self.peak / 1e12:.3g} TFLOP/s ({self.peak_source})"
             )
+            if self._degree:
+                self.terminal.say(self._degree)
             if self.progress.iteration:
                 self.terminal.say(f"resumed at iteration {self.progress.iteration} from {self.config.checkpoint.load}")
 

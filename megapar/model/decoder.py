@@ -141,6 +141,15 @@ class Decoder(nn.Module):
         blocks = {f"layers.{name}": (block,) for name, block in self.layers.items()}
         return {"embedding": (self.embedding,), **blocks, "head": (self.final_norm, self.lm_head)}
 
+    def slice_by(self, slicing: Slicing) -> None:
+        """Run layers in other slices from the next forward on."""
+        self.slicing = slicing
+        for block in self.layers.values():
+            assert isinstance(block, DecoderBlock)
+            block.slicing = slicing
+            if block.moe is not None:
+                block.moe.slice_by(slicing)
+
     def correction_biases(self) -> list[Tensor]:
         """The routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
         layers = (self.layers[name] for name in sorted(self.layers, key=int))

@@ -6,6 +6,8 @@ P pieces of a micro-batch. Under sequence parallelism S is the sequence divided 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -95,16 +97,11 @@ class MoeLayer(nn.Module):
         )
         self.shared = shared
         self.traffic = traffic or Traffic()
-        self.slicing = slicing or Slicing()
         self.experts_here = sizes.num_experts // ep.size
         self.sliced_dispatcher = ExpertParallelDispatcher(
-            sizes.num_experts,
-            ep,
-            emp,
-            cut=self.cut,
-            even=self.even and self.slicing.capacity == "slice" and not self.slicing.expert_pieces,
-            traffic=self.traffic,
+            sizes.num_experts, ep, emp, cut=self.cut, even=False, traffic=self.traffic
         )
+        self.slice_by(slicing or Slicing())
         self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts)
         if ep.size > 1 or emp.size > 1:
             self.dispatcher = ExpertParallelDispatcher(
@@ -147,6 +144,12 @@ class MoeLayer(nn.Module):
         if self.shared is not None:
             y_BSH = y_BSH + self.shared(x_BSH)
         return y_BSH, self.stats(sums, all_counts_PkE, tokens)
+
+    def slice_by(self, slicing: Slicing) -> None:
+        """How ``passage`` cuts what travels from now on."""
+        self.slicing = slicing
+        even = self.even and slicing.capacity == "slice" and not slicing.expert_pieces
+        self.sliced_dispatcher = replace(self.sliced_dispatcher, even=even)
 
     def passage(self, length: int, context_tokens: int, own_valid_BS: Tensor | None, batch: int) -> Passage:
         """The way of one micro-batch through this layer slice by slice.

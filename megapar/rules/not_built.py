@@ -30,10 +30,6 @@ def _indexed(f: Facts) -> bool:
     return any(path.endswith((".bin", ".idx")) or path.replace(".", "", 1).isdigit() for path in f.data_path)
 
 
-def _measured(f: Facts) -> bool:
-    return bool(f.ampipe_degree == 0)
-
-
 RULES: tuple[Rule, ...] = (
     _later("pp_degree", "pipeline parallelism", "--world-size 2 --pp-degree 2"),
     _later("pp_seg_method", "pipeline parallelism", "--world-size 2 --pp-degree 2 --pp-seg-method balanced"),
@@ -50,7 +46,6 @@ RULES: tuple[Rule, ...] = (
     _later("recompute_in_advance", "recompute ahead of the gradient", "--recompute-in-advance"),
     _later("recompute_in_bubble", "recompute in the bubble", "--recompute-in-bubble"),
     _later("adaptive_recompute_device_size", "adaptive recompute", "--adaptive-recompute-device-size 32"),
-    _later("ampipe_degree", "a measured degree", "--ampipe-degree auto", MOE, when=_measured),
     _later("pipe_experts_multi_stream", "pipe-experts", "--use-pipe-experts --pipe-experts-multi-stream", MOE),
     _later("data_path", "Megatron .bin/.idx files and mixtures", "--data-path 0.7 a.bin 0.3 b.bin", when=_indexed),
     _later("split", "splits of one corpus", "--split 969,30,1"),

@@ -84,17 +84,21 @@ def make_objective(config: Config) -> Objective:
     return Objective({"lm": 1.0}, config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff)
 
 
-def make_slicing(config: Config) -> Slicing:
-    """How layers are cut into slices, and experts' rows into pieces."""
+def make_slicing(config: Config, degree: int | None = None) -> Slicing:
+    """How layers are cut into slices, and experts' rows into pieces. degree: in place of the asked one.
+
+    Where it is to be measured, a model starts without slices.
+    """
     ampipe = config.ampipe
+    degree = max(1, ampipe.ampipe_degree if degree is None else degree)
     return Slicing(
-        degree=ampipe.ampipe_degree,
+        degree=degree,
         balanced=ampipe.ampipe_slicing == "balanced",
         capacity=ampipe.ampipe_capacity,
-        cross_layer=ampipe.ampipe_cross_layer,
+        cross_layer=ampipe.ampipe_cross_layer and degree > 1,
         overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
         # All slices of an expert's rows together are asked for, so each slice has its share of the pieces.
-        expert_pieces=ampipe.pipe_experts_multi_data // ampipe.ampipe_degree if ampipe.use_pipe_experts else 0,
+        expert_pieces=ampipe.pipe_experts_multi_data // degree if ampipe.use_pipe_experts else 0,
     )
 
 
