@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device.ops import attention_slice_reference, op
+from megapar.core.wide_sum import wide_sums
 from megapar.model.context import Context
 from megapar.moe.sliced import Arriving
 from megapar.moe.stats import MoeStats
@@ -63,6 +64,11 @@ def join(sliced: Sliced, dropout: float) -> Tensor:
 
 def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
     """``block.forward`` slice by slice; x and the result are whole or, between layers that let slices pass, not."""
+    with wide_sums(block.parameters()):
+        return _run(block, x, context)
+
+
+def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
     dropout = block.dropout if block.training else 0.0
     attention = CausalSlices(block.attention, context)
     if isinstance(x, Tensor) and not context.cut:
