@@ -66,7 +66,7 @@ def kept(root: Path) -> set[int]:
 
 
 def test_the_choice_changes_no_number_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
-    layout = ("--ep-degree", "2", "--dtype", "fp64")
+    layout = ("--ep-degree", "2", "--dtype", "fp64", "--lr-decay-iters", "4")
     plain = run(2, "moe", *layout, "--train-iters", "4")
     measured = run(2, "moe", *layout, "--train-iters", "2", "--ampipe-degree", "auto", "--save", str(tmp_path / "a"))
     chosen = kept(tmp_path / "a")
