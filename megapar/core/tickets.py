@@ -213,10 +213,17 @@ class Traffic:
     """What the start/wait pairs of one layer or model have launched.
 
     launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
-    meter: the time that waits for collectives took. device: what launches.
+    meter: the time that waits for collectives took. device: what launches. chained: names of axes whose collectives
+    never use the link at once: each is launched behind what flies on the others.
     """
 
-    def __init__(self, meter: WaitMeter | None = None, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        meter: WaitMeter | None = None,
+        device: Device | None = None,
+        chained: frozenset[str] = frozenset(),
+    ) -> None:
+        self.chained = chained
         self.launched: Counter[str] = Counter()
         self.host_waits = 0
         self.meter = WaitMeter() if meter is None else meter
@@ -240,6 +247,9 @@ class Traffic:
         x = x.contiguous()
         if exchange.axis.size == 1:
             output, work = x, None
+        elif exchange.axis.name in self.chained:
+            output, work = self.device.launch(lambda: self._behind_others(exchange, x), self._stream("link"))
+            aside = True
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
         flight = Flight(exchange, x, output, work, aside)
@@ -259,11 +269,25 @@ class Traffic:
         del self._open[id(flight)]
         return flight.output
 
+    def _behind_others(self, exchange: Exchange, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Launch behind what is in flight on the other chained axes; on a CPU the host has to wait for that."""
+        for flight in self._open.values():
+            axis = flight.exchange.axis
+            if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
+                if self.device.runs_ahead:
+                    flight.work.wait()
+                else:
+                    self.meter.wait(flight.work, flight.kind)
+        return exchange.launch(x)
+
     def stream(self, axis: Axis) -> Stream:
         """The axis' own stream."""
-        if axis.name not in self._streams:
-            self._streams[axis.name] = self.device.new_stream()
-        return self._streams[axis.name]
+        return self._stream(axis.name)
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self._streams:
+            self._streams[name] = self.device.new_stream()
+        return self._streams[name]
 
 
 class Flight(NamedTuple):
@@ -388,14 +412,21 @@ class Deferred:
         self._traffic = traffic
         self._inputs: tuple[Tensor, ...] = ()
         self._message: Message | None = None
+        self._unsent: list[tuple[Ticket, Exchange, Tensor]] = []
 
     def launch(
-        self, message: Message, exchanges: Sequence[Exchange], rows: Sequence[int], after: Event | None = None
+        self,
+        message: Message,
+        exchanges: Sequence[Exchange],
+        rows: Sequence[int],
+        after: Event | None = None,
+        *,
+        first_only: bool = False,
     ) -> None:
         """Build the message and send its parts, each ``rows`` of it through one exchange, in order.
 
         after: the event behind which the inputs are there; the launch then waits for nothing else, on the stream of
-        the axis. Raises DistributedError the second time.
+        the axis. first_only: the other parts go with ``send_next``. Raises DistributedError the second time.
         """
         if self._message is not None:
             raise DistributedError("a deferred message was launched twice")
@@ -406,11 +437,20 @@ class Deferred:
         @torch.no_grad()
         def send() -> None:
             parts = message.build(*inputs).split(list(rows))
-            for ticket, exchange, part in zip(self.tickets, exchanges, parts, strict=True):
-                ticket._exchange = exchange
-                ticket.there = traffic.launch(exchange, part, aside)
+            self._unsent = list(zip(self.tickets, exchanges, parts, strict=True))
+            while self._unsent:
+                self.send_next(aside)
+                if first_only:
+                    break
 
         traffic.device.launch(send, stream, after)
+
+    def send_next(self, aside: bool = False) -> None:
+        """Send the first part that has not been sent; nothing where all have been."""
+        if self._unsent:
+            ticket, exchange, part = self._unsent.pop(0)
+            ticket._exchange = exchange
+            ticket.there = self._traffic.launch(exchange, part, aside)
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Land the gradients of all parts and make the inputs'."""

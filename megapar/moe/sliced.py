@@ -140,7 +140,8 @@ class Passage:
             rows = [new.permutation.pair.shape[0]]
             if len(new.plans) > 1:
                 rows = [sum(plan.exchange.send or ()) for plan in new.plans]
-            new.deferred.launch(message, [plan.exchange for plan in new.plans], rows, after)
+            exchanges = [plan.exchange for plan in new.plans]
+            new.deferred.launch(message, exchanges, rows, after, first_only=self.layer.slicing.chained)
 
     def _plan(self, new: _Slice) -> tuple[Permutation, tuple[Plan, ...]]:
         pieces = self.layer.slicing.expert_pieces
@@ -163,6 +164,8 @@ class Passage:
         shared: list[Tensor | None] = [None] * len(self._slices)
         jobs = [(c, p) for c, new in enumerate(self._slices) for p in range(len(new.plans))]
         ahead = 1 if layer.slicing.overlap_mp or layer.slicing.expert_pieces else 0
+        if layer.slicing.chained and not self._device.runs_ahead:
+            ahead = 0  # a host that chains by waiting would wait for what it is to compute on
         entered: list[tuple[Flying, Tensor]] = []
         left: list[tuple[Flying, Tensor]] = []
 
@@ -193,7 +196,9 @@ class Passage:
         new = self._slices[c]
         flying = new.tokens[p], new.deferred.tickets[p]
         received_RH, weights_R = self._dispatcher.wait_dispatch(flying, new.plans[p], new.weight_dtype)
-        return self._dispatcher.start_enter(received_RH), weights_R
+        entering = self._dispatcher.start_enter(received_RH)
+        new.deferred.send_next()  # where pieces are chained, the next one leaves behind this
+        return entering, weights_R
 
     # Statistics of the whole, whatever the slices
 

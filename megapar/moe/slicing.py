@@ -17,7 +17,8 @@ class Slicing:
     capacity: ``global``, an expert's capacity is that of the micro-batch, whose earlier slices come first; ``slice``,
     every slice has one of its own. cross_layer: slices go on into the next layer one by one. overlap_mp: collectives of
     the experts over their mp axis fly under other slices' experts. expert_pieces: pieces that each expert's rows of a
-    slice are sent in; 0, all experts' rows of a slice travel as one message.
+    slice are sent in; 0, all experts' rows of a slice travel as one message. chained: a piece leaves when the experts'
+    mp collective before it has been launched, for links that ep and mp must not use at once (``Traffic.chained``).
     """
 
     degree: int = 1
@@ -26,6 +27,7 @@ class Slicing:
     cross_layer: bool = False
     overlap_mp: bool = False
     expert_pieces: int = 0
+    chained: bool = False
 
     def __post_init__(self) -> None:
         # The command line has refused wrong values with a full report; this guards direct users.

@@ -46,7 +46,6 @@ RULES: tuple[Rule, ...] = (
     _later("recompute_in_advance", "recompute ahead of the gradient", "--recompute-in-advance"),
     _later("recompute_in_bubble", "recompute in the bubble", "--recompute-in-bubble"),
     _later("adaptive_recompute_device_size", "adaptive recompute", "--adaptive-recompute-device-size 32"),
-    _later("pipe_experts_multi_stream", "pipe-experts", "--use-pipe-experts --pipe-experts-multi-stream", MOE),
     _later("data_path", "Megatron .bin/.idx files and mixtures", "--data-path 0.7 a.bin 0.3 b.bin", when=_indexed),
     _later("split", "splits of one corpus", "--split 969,30,1"),
     _later("data_source", "streaming from datasets", "--data-source hf"),

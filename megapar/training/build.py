@@ -99,6 +99,7 @@ def make_slicing(config: Config, degree: int | None = None) -> Slicing:
         overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
         # All slices of an expert's rows together are asked for, so each slice has its share of the pieces.
         expert_pieces=ampipe.pipe_experts_multi_data // degree if ampipe.use_pipe_experts else 0,
+        chained=ampipe.pipe_experts_multi_stream,
     )
 
 
@@ -164,7 +165,8 @@ def make_job(config: Config, world: World) -> Job:
     table = table_of(sizes)
     dtype = compute_dtype(config, world.device)
     meter = WaitMeter(world.device.timed_event())
-    traffic = Traffic(meter, world.device)
+    chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
+    traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model = _make_model(
         config, sizes, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters

@@ -194,6 +194,25 @@ def test_waits_are_metered_by_axis_and_kind():
         assert second == {}
 
 
+def chained(rank, world_size):
+    """What is in flight behind each launch on two axes that share a link, and the results."""
+    ep, emp = world_axis(rank, world_size), Axis("emp", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+    traffic = Traffic(chained=frozenset({"ep", "emp"}))
+    flying, seen = [], []
+    for exchange in (AllToAll(ep), AllToAll(ep), AllGather(emp), AllToAll(ep)):
+        flying.append(start(exchange, rows_of(rank, 2), traffic))
+        seen.append(len(late.in_flight()))
+    results = [wait(*each) for each in flying]
+    traffic.check_settled()
+    return seen, [result.isfinite().all().item() for result in results]
+
+
+def test_chained_axes_never_use_the_link_at_once():
+    for seen, finite in run_ranks(2, chained, backend="late"):
+        assert seen == [1, 2, 1, 1]
+        assert finite == [True] * 4
+
+
 def misuse(rank, world_size):
     traffic, exchange = Traffic(), AllToAll(world_axis(rank, world_size))
     x = torch.ones(world_size, 2, requires_grad=True)

@@ -191,6 +191,7 @@ SEGMENT_ROWS: tuple[Row, ...] = (
 )
 
 CROSS, BALANCED = ("--ampipe-cross-layer",), ("--ampipe-slicing", "balanced")
+CHAINED = ("--pipe-experts-multi-stream",)
 HIDDEN_MP = ("--ampipe-tp-sp-comm-overlap",)
 
 
@@ -233,6 +234,8 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1), 1),
     sliced_row(2, (*_pipe(4), *CROSS), SLICED_PLACES[2], DROPS, 1),
     sliced_row(3, _pipe(6), SLICED_PLACES[4], (*DROPS, *TOP4), 1),
+    sliced_row(2, (*_pipe(2), *CHAINED), SLICED_PLACES[4], DROPS, 1),
+    sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[4], (*DROPS, *TOP1), 1),
     sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1),
     sliced_row(4, ("--no-overlap-grad-reduce", "--no-overlap-param-gather"), SLICED_PLACES[0], (), 1),
 )

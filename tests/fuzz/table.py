@@ -320,6 +320,14 @@ SLICES = (
         layout=True,
         kinds=MOE,
     ),
+    Option(
+        name="pipe_experts_multi_stream",
+        values=(None, True),
+        when=lambda d: bool(d.use_pipe_experts and d.sequence_parallel),
+        wild=(True,),
+        layout=True,
+        kinds=MOE,
+    ),
 )
 
 ENCODER = (
