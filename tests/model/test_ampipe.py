@@ -222,3 +222,33 @@ def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
         run.attend(number, x[:, place])
         storages.update(seen.untyped_storage().data_ptr() for seen in run._seen)
     assert len(storages) == 2
+
+
+WIDER = replace(TWO, num_layers=4, hidden_size=64, head_dim=16, moe=replace(MOE.moe, hidden_size=64, shared_experts=0))
+
+
+def kept_bytes(rank, world_size, slicing):
+    """Bytes of the distinct storages, parameters aside, that a forward keeps for its backward."""
+    model = build(WIDER, ep=ep_of(rank, world_size), slicing=slicing)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage, storage.nbytes())  # held, so that no other takes its address
+        return tensor
+
+    tokens = torch.randint(WIDER.vocab_size, (1, 256), generator=torch.Generator().manual_seed(rank))
+    batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(256).unsqueeze(0)}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = total(model, batch)
+    loss.backward()
+    return sum(size for _, size in kept.values())
+
+
+def test_slices_keep_no_more_than_the_whole():
+    whole = run_ranks(2, kept_bytes, Slicing())
+    for slicing in (Slicing(2), Slicing(4), Slicing(4, cross_layer=True)):
+        for sliced, unsliced in zip(run_ranks(2, kept_bytes, slicing), whole, strict=True):
+            assert sliced <= 1.02 * unsliced, f"{slicing}: {sliced} bytes instead of {unsliced}"
