@@ -30,7 +30,7 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
     message = torch.cat([piece.flatten() for piece in pieces])
     work = transport.all_reduce(message, mp, async_op=True)
     assert work is not None
-    meter.wait(work)
+    meter.wait(work, f"{mp.name}/all_reduce")
     _scatter(message, pieces)
 
 
