@@ -55,7 +55,8 @@ class Sliced(NamedTuple):
         y = self.arriving.finish(number, self.tokens[number]).view_as(x)
         if self.shared:
             y = y + self.shared[number]
-        return x + self.drop(y, context, "mlp", number)
+        out: Tensor = x + self.drop(y, context, "mlp", number)
+        return out
 
 
 def join(sliced: Sliced, context: Context) -> Tensor:
@@ -93,8 +94,8 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
     if passage is not None:
         arriving, tokens, shared = passage.work()
         stats = passage.stats()
-        own = tuple(y for y in shared if y is not None)
-        out = Sliced(tuple(residuals), tuple(tokens), own, arriving, block.drop)
+        beside = tuple(y for y in shared if y is not None)
+        out = Sliced(tuple(residuals), tuple(tokens), beside, arriving, block.drop)
     return (out if block.slicing.cross_layer else join(out, context)), stats
 
 

@@ -47,7 +47,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     other = torch.empty_like(own)
     peer = pp.size - 1 - pp.rank
     for work in (transport.send(own, pp, peer), transport.receive(other, pp, peer)):
-        meter.wait(work)
+        meter.wait(work, f"{pp.name}/send")
     _scatter(own + other, pieces)
 
 
