@@ -34,7 +34,7 @@ from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
 from megapar.model.flops import flops_per_token
 from megapar.model.terms import Terms
-from megapar.training import build, export, state
+from megapar.training import build, degree, export, state
 from megapar.training.evaluate import evaluate
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
@@ -115,9 +115,6 @@ class Trainer:
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
         self._load()
-        self.world.ledger.clear()  # what start-up sent is no step's
-        self.terminal = self._make_terminal()
-        self.monitor = self._make_monitor(world.device)
         self.loader = Loader(
             corpus.train,
             corpus.collate,
@@ -125,9 +122,51 @@ class Trainer:
             data_rank=self.data.rank,
             data_ranks=self.data.size,
         )
+        self._degree = self._choose_degree()
+        self.world.ledger.clear()  # what start-up sent is no step's
+        self.terminal = self._make_terminal()
+        self.monitor = self._make_monitor(world.device)
         self._records: list[Record] = []
         self._evaluation: dict[str, float] | None = None
         self._checkpoint: Path | None = None
+
+    def _choose_degree(self) -> str:
+        """For --ampipe-degree auto: slice the model by the checkpoint's degree or a measured one; what to say of it."""
+        model, progress = self.job.model, self.progress
+        if not isinstance(model, Decoder) or self.config.ampipe.ampipe_degree != degree.AUTO:
+            return ""
+        legal, why = degree.legal_degrees(self.config)
+        if progress.ampipe_degree in legal:
+            why = "as the checkpoint has it"
+        elif len(legal) == 1:
+            progress.ampipe_degree = legal[0]
+        else:
+            run, device = self._timed_micro_batch, self.world.device.torch_device
+            seconds = degree.measure(legal, run, self.world.axis("world"), device)
+            progress.ampipe_degree, why = degree.choose(seconds)
+            self.job.meter.take()
+        model.slice_by(build.make_slicing(self.config, progress.ampipe_degree))
+        return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"
+
+    def _timed_micro_batch(self, slices: int) -> float:
+        """Seconds of a forward and backward in so many slices; nothing of it is kept."""
+        job, progress, device = self.job, self.progress, self.world.device
+        assert isinstance(job.model, Decoder)
+        job.model.slice_by(build.make_slicing(self.config, slices))
+        batch = self.loader.step(progress.consumed_samples, 1)[0]
+        tensors = batch.to(device.torch_device).tensors
+        job.sharding.begin_step()
+        job.sharding.begin_micro_batch(last=True)
+        device.synchronize()
+        start = time.perf_counter()
+        terms = job.model(tensors, batch.valid_tokens)
+        self.objective.of(terms, {"lm": max(1, batch.counts["lm"])}, 1).backward()
+        job.sharding.finish()
+        device.synchronize()
+        seconds = time.perf_counter() - start
+        job.traffic.check_settled()
+        job.sharding.begin_step()
+        return seconds
 
     # The loop
 
@@ -231,7 +270,7 @@ class Trainer:
             skipped=skipped,
             sent_bytes=self._take_sent(),
             seconds=time.perf_counter() - start,
-            exposed_seconds=job.meter.take() if job.metered else None,
+            exposed=job.meter.take() if job.metered else None,
         )
 
     def _adapt(self) -> None:
@@ -401,6 +440,8 @@ class Trainer:
             )
             for note in self._notes:
                 self.terminal.say(note)
+            if self._degree:
+                self.terminal.say(self._degree)
             if self.progress.iteration:
                 self.terminal.say(f"resumed at iteration {self.progress.iteration} from {self.config.checkpoint.load}")
 

@@ -153,6 +153,9 @@ def test_every_iteration_is_an_object_of_the_metrics_file(tmp_path: Path) -> Non
         *("dropped_tokens", "iteration_seconds", "tokens_per_second", "model_tflops_per_device", "mfu"),
         *("peak_memory_bytes", "exposed_communication_seconds"),
     }
+    waited = lines[-1]["exposed_seconds"]
+    assert {"shard/reduce", "shard/all_gather"} & set(waited)
+    assert sum(waited.values()) == pytest.approx(lines[-1]["exposed_communication_seconds"])
     assert outcome.records[-1].loss == lines[-1]["loss"]
     assert list(board.glob("events*"))
 

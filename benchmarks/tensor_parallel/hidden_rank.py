@@ -58,7 +58,7 @@ class Steps:
         start = time.perf_counter()
         sum(model(self.batch).sums.values()).backward()
         self._synchronize()
-        return {"seconds": time.perf_counter() - start, "waited": traffic.meter.take()}
+        return {"seconds": time.perf_counter() - start, "waited": sum(traffic.meter.take().seconds().values())}
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

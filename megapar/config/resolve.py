@@ -40,9 +40,9 @@ def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:
     return 1 if batch is None else _quotient(batch, micro * data_ranks)
 
 
-def _overlap(ampipe_degree: int) -> str:
-    # A row keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
-    return "off" if ampipe_degree != 1 else "on"
+def _overlap(ampipe_degree: int, strict: bool) -> str:
+    # A row of the seed keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
+    return "off" if strict and ampipe_degree != 1 else "on"
 
 
 DERIVATIONS: tuple[Derivation, ...] = (
@@ -68,8 +68,8 @@ DERIVATIONS: tuple[Derivation, ...] = (
         lambda steps, micro, data_ranks: steps * micro * data_ranks,
     ),
     Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
-    Derivation("overlap_grad_reduce", ("ampipe_degree",), _overlap, open=("auto",)),
-    Derivation("overlap_param_gather", ("ampipe_degree",), _overlap, open=("auto",)),
+    Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
+    Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
     Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),
 )

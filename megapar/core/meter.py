@@ -1,25 +1,62 @@
-"""How long this rank's host waited for communication."""
+"""How long this rank waited for communication, by axis and kind of collective.
+
+On a CPU a wait blocks the host, and the clock of the host says how long. On an accelerator it blocks the stream, not
+the host: two events around the wait say how long the stream stood still, and nobody looks at them before the log is
+written.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
 
+@dataclass
+class Waits:
+    """Waiting times of one stretch of a run.
+
+    host: kind -> seconds. stalls: (kind, event before, event after) of waits that a device's stream made.
+    """
+
+    host: Counter[str] = field(default_factory=Counter)
+    stalls: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def seconds(self) -> dict[str, float]:
+        """Kind -> seconds; the device has to have come this far, and is waited for where it has not."""
+        total: dict[str, float] = dict(self.host)
+        for kind, before, after in self.stalls:
+            after.synchronize()
+            total[kind] = total.get(kind, 0.0) + before.elapsed_time(after) / 1000
+        return dict(sorted(total.items()))
+
+
 class WaitMeter:
-    """Sums the seconds spent in ``wait``; on a CPU that is the communication that nothing hid."""
+    """Sums the time spent in ``wait``: the communication that nothing hid.
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    mark: records a timed event on the current stream; None where waits block the host.
+    """
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a launched collective."""
+    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
+        self._mark = mark
+        self._waits = Waits()
+
+    def wait(self, work: dist.Work, kind: str) -> None:
+        """Wait for a launched collective. kind: ``axis/collective``, as bytes are counted."""
+        if self._mark is not None:
+            before = self._mark()
+            work.wait()
+            self._waits.stalls.append((kind, before, self._mark()))
+            return
         start = time.perf_counter()
         work.wait()
-        self.seconds += time.perf_counter() - start
+        self._waits.host[kind] += time.perf_counter() - start  # type: ignore[assignment]
 
-    def take(self) -> float:
-        """The seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def take(self) -> Waits:
+        """What was waited for since the last call."""
+        waits, self._waits = self._waits, Waits()
+        return waits

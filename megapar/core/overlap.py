@@ -76,7 +76,7 @@ class Road(NamedTuple):
         """Start a collective."""
         flight = self.traffic.launch(exchange, x)
         if self.overlap.blocking and flight.work is not None:
-            self.traffic.meter.wait(flight.work)
+            self.traffic.meter.wait(flight.work, flight.kind)
         return flight
 
 

@@ -24,13 +24,14 @@ from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_sca
 from megapar.core.overlap import CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
 from megapar.core.tickets import Traffic
 from megapar.core.weight_gradients import WeightGradients, linear
+from megapar.core.wide_sum import wide_use
 
 SEQUENCE_DIM = 1
 
 
 def local(weight: Tensor) -> Tensor:
-    """What this rank holds of a weight, whether it is a plain tensor or a DTensor."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    """What this rank holds of a weight, whether it is a plain tensor or a DTensor, for one use."""
+    return wide_use(weight, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
 def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -> tuple[int, ...]:

@@ -14,12 +14,23 @@ the mirror of the program order. Inputs are kept alive until their collective ha
 
 Every rank of the axis must start the same exchanges in the same order, also where it has nothing to send. On an axis of
 one rank nothing is launched and ``wait`` returns ``x``.
+
+Where sizes come from the device, a message cannot be built where it stands in the program without holding up the host.
+``defer`` puts its autograd node there, and ``Deferred.launch`` sends it later: the order of the graph is that of the
+program, whatever the order in which things are issued.
+
+    tokens, deferred = defer(inputs, count, traffic)      the node; ``count`` messages will be sent
+    ...                                                   the sizes arrive
+    deferred.launch(message, exchanges, after)            builds the message and launches its parts
+    y = wait(tokens[i], deferred.tickets[i])
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -28,6 +39,7 @@ from torch import Tensor
 
 from megapar.core import transport
 from megapar.core.axis import Axis
+from megapar.core.device.base import Device, Event, Stream
 from megapar.core.meter import WaitMeter
 from megapar.errors import DistributedError
 
@@ -156,15 +168,67 @@ class Copy:
         return Reduce(self.axis)
 
 
+@dataclass(frozen=True)
+class SendReceive:
+    """A message to one rank of the axis and one from another, of one shape. Conjugate: the way back.
+
+    to, source: ranks of the axis; None: nothing is sent, or nothing comes and the result is zeros.
+    """
+
+    axis: Axis
+    to: int | None
+    source: int | None
+    kind: ClassVar[str] = "send"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """[n, ..] to [n, ..]."""
+        y = torch.zeros_like(x) if self.source is None else torch.empty_like(x)
+        works = transport.send_receive(y, x, self.axis, self.to, self.source)
+        return y, _AllWork(works) if works else None
+
+    def conjugate(self) -> SendReceive:
+        """The gradient goes to where the message came from."""
+        return SendReceive(self.axis, self.source, self.to)
+
+
+class _AllWork(dist.Work):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+
 class Traffic:
     """What the start/wait pairs of one layer or model have launched.
 
-    launched: kind -> how many, forward and backward. meter: the time their waits took on the host.
+    launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
+    meter: the time that waits for collectives took. device: what launches. chained: names of axes whose collectives
+    never use the link at once: each is launched behind what flies on the others.
     """
 
-    def __init__(self, meter: WaitMeter | None = None) -> None:
+    def __init__(
+        self,
+        meter: WaitMeter | None = None,
+        device: Device | None = None,
+        chained: frozenset[str] = frozenset(),
+    ) -> None:
+        self.chained = chained
         self.launched: Counter[str] = Counter()
+        self.host_waits = 0
         self.meter = WaitMeter() if meter is None else meter
+        self.device = Device() if device is None else device
+        self._streams: dict[str, Stream] = {}
         # Holds the flights themselves: a lost ticket must not free buffers that a collective still writes to.
         self._open: dict[int, Flight] = {}
 
@@ -188,22 +252,52 @@ class Traffic:
         for flight in [flight for key, flight in self._open.items() if key not in before]:
             self.land(flight)
 
-    def launch(self, exchange: Exchange, x: Tensor) -> Flight:
-        """Launch one collective; the flight keeps its input."""
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
+        """Launch one collective; the flight keeps its input. aside: the current stream is not where it will be used."""
         x = x.contiguous()
-        output, work = exchange.launch(x)
-        flight = Flight(exchange, x, output, work)
+        if exchange.axis.size == 1:
+            output, work = x, None
+        elif exchange.axis.name in self.chained:
+            output, work = self.device.launch(lambda: self._behind_others(exchange, x), self._stream("link"))
+            aside = True
+        else:
+            output, work = self.device.launch(lambda: exchange.launch(x))
+        flight = Flight(exchange, x, output, work, aside)
         if work is not None:
             self.launched[exchange.kind] += 1
         self._open[id(flight)] = flight
         return flight
 
-    def land(self, flight: Flight) -> Tensor:
-        """Wait for a flight and return its output."""
-        if flight.work is not None:
-            self.meter.wait(flight.work)
+    def land(self, flight: Flight, metered: bool = True) -> Tensor:
+        """Wait for a flight and return its output. metered: False where the wait holds up only a stream of its own."""
+        if flight.work is not None and not metered:
+            flight.work.wait()
+        elif flight.work is not None:
+            self.meter.wait(flight.work, flight.kind)
+        if flight.aside:
+            self.device.adopt(flight.output)
         del self._open[id(flight)]
         return flight.output
+
+    def _behind_others(self, exchange: Exchange, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Launch behind what is in flight on the other chained axes; on a CPU the host has to wait for that."""
+        for flight in self._open.values():
+            axis = flight.exchange.axis
+            if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
+                if self.device.runs_ahead:
+                    flight.work.wait()
+                else:
+                    self.meter.wait(flight.work, flight.kind)
+        return exchange.launch(x)
+
+    def stream(self, axis: Axis) -> Stream:
+        """The axis' own stream."""
+        return self._stream(axis.name)
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self._streams:
+            self._streams[name] = self.device.new_stream()
+        return self._streams[name]
 
 
 class Flight(NamedTuple):
@@ -213,29 +307,45 @@ class Flight(NamedTuple):
     input: Tensor
     output: Tensor
     work: dist.Work | None
+    aside: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What its waiting time is counted as."""
+        return f"{self.exchange.axis.name}/{self.exchange.kind}"
 
 
 class Ticket:
     """What ``start`` hands to ``wait``: the exchange and its buffers."""
 
-    def __init__(self, exchange: Exchange, traffic: Traffic) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange | None, traffic: Traffic) -> None:
+        self._exchange = exchange
         self.traffic = traffic
         self.there: Flight | None = None
         self.back: Flight | None = None
         self.waited = False
         self.held = False
         self.landed: Tensor | None = None
+        # On one rank what ``start`` was given is the token; what a deferred one will carry is not made yet.
+        self.passes = exchange is not None and exchange.axis.size == 1
+
+    @property
+    def exchange(self) -> Exchange:
+        """What it is for. Raises DistributedError before a deferred one has been launched."""
+        if self._exchange is None:
+            raise DistributedError("a deferred ticket was waited for before its launch")
+        return self._exchange
 
     def hold(self) -> None:
         """Keep the result after the wait: the ticket enters a recomputed unit, where it is waited for again."""
         self.held = True
 
     def claim(self) -> None:
-        """Note the wait. Raises DistributedError the second time, unless the ticket is held."""
+        """Note the wait. Raises DistributedError the second time, unless held, and before a deferred launch."""
+        exchange = self.exchange
         if self.waited and not self.held:
             raise DistributedError(
-                f"a ticket for {self.exchange.kind} over {self.exchange.axis.name} was waited for twice; "
+                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; "
                 "hold() one that enters a recomputed unit"
             )
         self.waited = True
@@ -254,13 +364,13 @@ class Ticket:
 def start(exchange: Exchange, x: Tensor, traffic: Traffic) -> tuple[Tensor, Ticket]:
     """Launch ``exchange`` on ``x``. Returns (token, ticket) for ``wait``; ``x`` must not be written until then."""
     ticket = Ticket(exchange, traffic)
-    return (x if exchange.axis.size == 1 else _Start.apply(x, ticket)), ticket
+    return (x if ticket.passes else _Start.apply(x, ticket)), ticket
 
 
 def wait(token: Tensor, ticket: Ticket) -> Tensor:
     """The result of what ``start`` launched. Raises DistributedError for a ticket that was waited for already."""
     ticket.claim()
-    return token if ticket.exchange.axis.size == 1 else _Wait.apply(token, ticket)  # type: ignore[no-any-return]
+    return token if ticket.passes else _Wait.apply(token, ticket)  # type: ignore[no-any-return]
 
 
 class _Start(torch.autograd.Function):
@@ -290,3 +400,95 @@ class _Wait(torch.autograd.Function):
         ticket: Ticket = ctx.ticket
         ticket.back = ticket.traffic.launch(ticket.exchange.conjugate(), grads[0])
         return grads[0].new_zeros(1), None
+
+
+class Message(Protocol):
+    """What is built from tensors when its sizes are known, outside autograd."""
+
+    def build(self, *inputs: Tensor) -> Tensor:
+        """[R, ..] rows from the inputs of the node."""
+        ...
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The inputs' gradients from that of the rows."""
+        ...
+
+
+class Deferred:
+    """A message whose place in the program has passed and whose launch is to come. tickets: one per part."""
+
+    def __init__(self, count: int, traffic: Traffic) -> None:
+        self.tickets = tuple(Ticket(None, traffic) for _ in range(count))
+        self._traffic = traffic
+        self._inputs: tuple[Tensor, ...] = ()
+        self._message: Message | None = None
+        self._unsent: list[tuple[Ticket, Exchange, Tensor]] = []
+
+    def launch(
+        self,
+        message: Message,
+        exchanges: Sequence[Exchange],
+        rows: Sequence[int],
+        after: Event | None = None,
+        *,
+        first_only: bool = False,
+    ) -> None:
+        """Build the message and send its parts, each ``rows`` of it through one exchange, in order.
+
+        after: the event behind which the inputs are there; the launch then waits for nothing else, on the stream of
+        the axis. first_only: the other parts go with ``send_next``. Raises DistributedError the second time.
+        """
+        if self._message is not None:
+            raise DistributedError("a deferred message was launched twice")
+        self._message, inputs, self._inputs = message, self._inputs, ()
+        traffic, aside = self._traffic, after is not None
+        stream = traffic.stream(exchanges[0].axis) if aside else None
+
+        @torch.no_grad()
+        def send() -> None:
+            parts = message.build(*inputs).split(list(rows))
+            self._unsent = list(zip(self.tickets, exchanges, parts, strict=True))
+            while self._unsent:
+                self.send_next(aside)
+                if first_only:
+                    break
+
+        traffic.device.launch(send, stream, after)
+
+    def send_next(self, aside: bool = False) -> None:
+        """Send the first part that has not been sent; nothing where all have been."""
+        if self._unsent:
+            ticket, exchange, part = self._unsent.pop(0)
+            ticket._exchange = exchange
+            ticket.there = self._traffic.launch(exchange, part, aside)
+
+    def take(self) -> tuple[Tensor | None, ...]:
+        """Land the gradients of all parts and make the inputs'."""
+        flights = [ticket.back for ticket in self.tickets]
+        if self._message is None or any(flight is None for flight in flights):
+            raise DistributedError("the gradient of a deferred message was never sent: its wait had no backward")
+        for ticket in self.tickets:
+            ticket.back = ticket.landed = None
+        grads = [self._traffic.land(flight) for flight in flights if flight is not None]
+        return self._message.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
+
+
+def defer(inputs: Sequence[Tensor], count: int, traffic: Traffic) -> tuple[tuple[Tensor, ...], Deferred]:
+    """(``count`` tokens, the deferred message): the node of a message of ``count`` parts that is launched later.
+
+    The inputs must not be written until all parts have been waited for.
+    """
+    deferred = Deferred(count, traffic)
+    return _Defer.apply(deferred, *inputs), deferred
+
+
+class _Defer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.deferred = deferred
+        deferred._inputs = tuple(x.detach() for x in inputs)
+        return tuple(inputs[0].new_zeros(1) for _ in deferred.tickets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.deferred.take()

@@ -85,15 +85,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]."""
+        inputs = (*self.heads(x, context.angles), context)
+        y: Tensor = self.proj(again(self._attend, *inputs) if self.selective else self._attend(*inputs))
+        return y
+
+    def heads(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S(/mp), H] to q [B, S, N, D], k and v [B, S, G, D]; angles: those of these positions."""
         q, k, v = self.qkv(x).split((self.sizes.queries_per_group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.angles is not None:
-            q, k = rotate(q, context.angles), rotate(k, context.angles)
-        inputs = (q, k, v, context)
-        y: Tensor = self.proj(again(self._attend, *inputs) if self.selective else self._attend(*inputs))
-        return y
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""

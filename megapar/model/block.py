@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.tickets import Traffic
+from megapar.model.ampipe import Sliced, run_sliced
 from megapar.model.attention import Attention, AttentionSizes
 from megapar.model.context import Context
 from megapar.model.mlp import Mlp
@@ -17,6 +18,7 @@ from megapar.model.norm import LayerNorm, make_norm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
+from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 
@@ -27,11 +29,12 @@ class HiddenDropout(nn.Module):
         super().__init__()
         self.probability, self.layer, self.rank = probability, layer, rank
 
-    def forward(self, x: Tensor, context: Context, half: str) -> Tensor:
-        """[B, S(/mp), H] to the same; half: attention or mlp."""
+    def forward(self, x: Tensor, context: Context, half: str, number: int = 0) -> Tensor:
+        """[B, S(/mp), H] to the same; half: attention or mlp; number: of the slice, where x is one of several."""
         if not self.training:
             return x
-        return context.streams.dropout(x, self.probability, f"layers.{self.layer}.{half}", self.rank)
+        place = context.place(f"layers.{self.layer}.{half}", number)
+        return context.streams.dropout(x, self.probability, place, self.rank)
 
 
 class DecoderBlock(nn.Module):
@@ -51,11 +54,13 @@ class DecoderBlock(nn.Module):
         emp: Axis,
         sequence_parallel: bool,
         traffic: Traffic | None,
+        slicing: Slicing,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, mp.rank if sequence_parallel else 0)
+        self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.attention = Attention(
@@ -74,6 +79,7 @@ class DecoderBlock(nn.Module):
                 mp=mp,
                 sequence_parallel=sequence_parallel,
                 traffic=traffic,
+                slicing=slicing,
                 dtype=dtype,
                 device=device,
             )
@@ -89,8 +95,13 @@ class DecoderBlock(nn.Module):
                 device=device,
             )
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
-        """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer."""
+    def forward(self, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
+        """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
+
+        Where the context has slices, layers run as drawn in ``model.ampipe``.
+        """
+        if isinstance(x, Sliced) or (context.slices and (self.moe is not None or context.cut)):
+            return run_sliced(self, x, context)
         x = x + self.drop(self.attention(self.attention_norm(x), context), context, "attention")
         normed = self.mlp_norm(x)
         if self.moe is None:

@@ -17,9 +17,10 @@ class Context:
     valid: [B, S] bool, False at padding; None where there is none.
     own_valid: the part of ``valid`` whose positions this rank's activations have (sequence parallelism cuts them).
     valid_tokens: non-padding tokens of the micro-batch, known on the host.
-    angles: (cos, sin) of rope, [B, S, D / 2] each; None without rope.
+    angles: (cos, sin) of rope, [B, S, D / 2] each, in the order of the positions; None without rope.
     streams: where this micro-batch's dropout draws.
     documents: what attention stays inside of; None: the whole sample.
+    slices: of the sequence, where layers run slice by slice; own_slices: of this rank's activations.
     """
 
     valid: Tensor | None
@@ -28,3 +29,14 @@ class Context:
     angles: tuple[Tensor, Tensor] | None = None
     streams: Streams = field(default_factory=Streams.current)
     documents: Documents | None = None
+    slices: tuple[slice, ...] = ()
+    own_slices: tuple[slice, ...] = ()
+
+    @property
+    def cut(self) -> bool:
+        """Activations are in an order of their own: each rank of mp holds its part of every slice."""
+        return self.slices != self.own_slices and len(self.slices) > 1
+
+    def place(self, name: str, number: int) -> str:
+        """Where slice ``number`` draws: every slice has a stream of its own, a whole sequence the plain one."""
+        return f"{name}.slices.{number}" if len(self.slices) > 1 else name

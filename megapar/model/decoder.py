@@ -7,6 +7,7 @@ under sequence parallelism, written S(/mp).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
 from megapar.core.tickets import Traffic
+from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
@@ -31,6 +33,7 @@ from megapar.model.sizes import DecoderSizes
 from megapar.model.stack import run_layers
 from megapar.model.terms import Terms, collect
 from megapar.moe.router import move_correction_bias
+from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 
@@ -83,7 +86,8 @@ class Decoder(nn.Module):
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
     launch; by default each layer has its own. holding: what of the model this rank has in a pipeline; by default all.
-    recompute: which layers keep only their input; None: none of them.
+    slicing: layers run slice by slice, as drawn in ``model.ampipe``. recompute: which layers keep only their input;
+    None: none of them.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
@@ -100,11 +104,13 @@ class Decoder(nn.Module):
         sequence_parallel: bool = False,
         traffic: Traffic | None = None,
         holding: Holding | None = None,
+        slicing: Slicing | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         held = holding or Holding(tuple(range(sizes.num_layers)), True, True)
+        self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         common: dict[str, Any] = {
             "mp": mp,
@@ -126,6 +132,7 @@ class Decoder(nn.Module):
                 emp=emp,
                 sequence_parallel=sequence_parallel,
                 traffic=traffic,
+                slicing=self.slicing,
                 dtype=dtype,
                 device=device,
             )
@@ -143,7 +150,8 @@ class Decoder(nn.Module):
         """
         assert self.lm_head is not None
         x, stats = self._run(batch, valid_tokens)
-        return collect({"lm": self.lm_head(x, batch["labels"], self.tied_weight)}, stats)
+        labels = self._arrange(batch["labels"])
+        return collect({"lm": self.lm_head(x, labels, self.tied_weight)}, stats)
 
     def run_chunk(
         self,
@@ -160,8 +168,7 @@ class Decoder(nn.Module):
         """
         context = self._context(batch, valid_tokens)
         if chunk.first:
-            assert self.embedding is not None
-            x = self.embedding(batch["tokens"], batch["positions"])
+            x = self._embed(batch)
         assert x is not None
         x, stats = self._run_layers(x, context, map(str, chunk.layers))
         like = x.new_zeros((), dtype=wide(x.dtype))
@@ -170,7 +177,8 @@ class Decoder(nn.Module):
         assert self.final_norm is not None
         assert self.lm_head is not None
         tied = self.tied_weight if tied_weight is None else tied_weight
-        return None, collect({"lm": self.lm_head(self.final_norm(x), batch["labels"], tied)}, stats)
+        labels = self._arrange(batch["labels"])
+        return None, collect({"lm": self.lm_head(self.final_norm(x), labels, tied)}, stats)
 
     def boundary_shape(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """[B, S(/mp), H] of the activations between two chunks."""
@@ -186,7 +194,9 @@ class Decoder(nn.Module):
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
         assert self.lm_head is not None
-        return self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
+        logits = self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
+        order = self._order(logits.shape[1])
+        return logits if order is None else torch.empty_like(logits).index_copy_(1, order.to(logits.device), logits)
 
     @property
     def tied_weight(self) -> Tensor | None:
@@ -205,6 +215,15 @@ class Decoder(nn.Module):
             units["head"] = (self.final_norm, self.lm_head)
         return units
 
+    def slice_by(self, slicing: Slicing) -> None:
+        """Run layers in other slices from the next forward on."""
+        self.slicing = slicing
+        for block in self.layers.values():
+            assert isinstance(block, DecoderBlock)
+            block.slicing = slicing
+            if block.moe is not None:
+                block.moe.slice_by(slicing)
+
     def correction_biases(self) -> list[Tensor]:
         """The routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
         layers = (self.layers[name] for name in sorted(self.layers, key=int))
@@ -221,15 +240,30 @@ class Decoder(nn.Module):
 
     def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats]]:
         """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""
-        assert self.embedding is not None
         assert self.final_norm is not None
         context = self._context(batch, valid_tokens)
-        x = self.embedding(batch["tokens"], batch["positions"])
-        x, stats = self._run_layers(x, context, self.layers)
+        x, stats = self._run_layers(self._embed(batch), context, self.layers)
         return self.final_norm(x), stats
 
+    def _embed(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.embedding is not None
+        x: Tensor = self.embedding(self._arrange(batch["tokens"]), self._arrange(batch["positions"]))
+        return x
+
     def _run_layers(self, x: Tensor, context: Context, names: Iterable[str]) -> tuple[Tensor, list[MoeStats]]:
-        return run_layers((self.layers[name] for name in names), x, context, self.recompute)
+        y, stats = run_layers((self.layers[name] for name in names), x, context, self.recompute)
+        return (join(y, context) if isinstance(y, Sliced) else y), stats
+
+    def _order(self, length: int) -> Tensor | None:
+        """Where each position of the data comes from under slicing with sequence parallelism; None: nothing moves."""
+        if self.slicing.degree == 1 or not self.sequence_parallel or self.mp.size == 1:
+            return None
+        return torch.tensor(self.slicing.order(length, self.mp.size))
+
+    def _arrange(self, x_BS: Tensor) -> Tensor:
+        """Put data in the order in which every mp rank's chunk holds its part of every slice."""
+        order = self._order(x_BS.shape[1])
+        return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device, non_blocking=True))
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
@@ -238,7 +272,13 @@ class Decoder(nn.Module):
         valid = batch.get("valid")
         if valid_tokens is None:
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
-        own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
+        own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
         ends = batch.get("ends")
         documents = None if ends is None else Documents.of(ends.tolist(), batch["tokens"].device)
-        return Context(valid, own_valid, valid_tokens, angles, documents=documents)
+        context = Context(valid, own_valid, valid_tokens, angles, documents=documents)
+        if not self.slicing.active:
+            return context
+        parts = self.mp.size if self.sequence_parallel else 1
+        slices = self.slicing.cut(batch["tokens"].shape[1], parts)
+        own = tuple(slice(s.start // parts, s.stop // parts) for s in slices)
+        return replace(context, slices=slices, own_slices=own)

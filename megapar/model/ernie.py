@@ -213,8 +213,9 @@ class Ernie(nn.Module):
         valid = batch.get("valid")
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
         context = Context(valid, own_valid, batch["tokens"].numel())
-        x, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
-        return x
+        y, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
+        assert isinstance(y, Tensor)  # nothing is cut into slices here
+        return y
 
     def _leave(self, x: Tensor) -> Tensor:
         return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.recompute import Recompute
+from megapar.model.ampipe import Sliced
 from megapar.model.context import Context
 from megapar.moe.stats import MoeStats
 
 
 def run_layers(
-    blocks: Iterable[nn.Module], x: Tensor, context: Context, recompute: Recompute | None
-) -> tuple[Tensor, list[MoeStats]]:
+    blocks: Iterable[nn.Module], x: Tensor | Sliced, context: Context, recompute: Recompute | None
+) -> tuple[Tensor | Sliced, list[MoeStats]]:
     """x [B, S(/mp), H] through all blocks, and the statistics of those with experts, in order.
 
+    Where layers pass slices on one by one, what comes out is still in slices.
     recompute: None keeps everything. Without gradients nothing is kept anyway.
     """
     layers = list(blocks)
@@ -35,7 +37,7 @@ def run_layers(
     return x, stats
 
 
-def _run(layers: Sequence[nn.Module], x: Tensor, context: Context) -> tuple[Tensor, list[MoeStats]]:
+def _run(layers: Sequence[nn.Module], x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, list[MoeStats]]:
     stats = []
     for layer in layers:
         x, found = layer(x, context)

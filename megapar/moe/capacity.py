@@ -78,7 +78,7 @@ def keep_by_probability(
 
 
 def keep_by_probability_over(
-    axis: Axis, experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int
+    axis: Axis, experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int | Tensor
 ) -> Tensor:
     """``keep_by_probability`` of a micro-batch that is cut over an axis into pieces of T tokens, in token order.
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
+from megapar.core.device.base import Event
 from megapar.core.tickets import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Ticket, Traffic, start, wait
 from megapar.moe.dispatch import (
     Dispatched,
@@ -47,10 +48,11 @@ Flying = tuple[Tensor, Ticket]
 
 
 class Announced(NamedTuple):
-    """Who sends how many rows where, still on the device.
+    """Who sends how many rows where, on its way to the host.
 
     counts: [ep, L] rows from this rank to each expert. arriving: [ep, L] rows from each rank to the experts here.
     gathered: [emp, ep, L] the same for every rank of emp; None where nothing is gathered over it.
+    numbers: all of them on the host, flat, in this order, once ``ready`` has come.
     """
 
     experts: Tensor
@@ -58,6 +60,8 @@ class Announced(NamedTuple):
     counts: Tensor
     arriving: Tensor
     gathered: Tensor | None
+    numbers: Tensor
+    ready: Event
 
 
 @dataclass(frozen=True)
@@ -98,31 +102,31 @@ class ExpertParallelDispatcher:
 
     def plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool) -> Plan:
         """How these pairs travel; for the arguments see ``dispatch``."""
-        if self.ep.size == 1 and not self._gathers:
+        if not self.even and not self.counts:
             permutation, counts_E = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows, exact=exact)
             return Plan(permutation, AllToAll(self.ep), rows, rows, None, counts_E)
         if self.even:
             return self._even_plan(experts_Tk, kept_Tk, rows)
         return self.uneven_plan(self.announce(experts_Tk, kept_Tk))
 
-    def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None) -> Announced:
-        """Exchange the counts of rows; the host does not wait for the device."""
+    def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> Announced:
+        """Exchange the counts of rows; the host does not wait for the device. aside: on a stream of its own."""
         counts = count_pairs(experts_Tk, kept_Tk, self.num_experts).sum(0).view(self.ep.size, -1)
         arriving = counts
         if self.ep.size > 1:
             # A copy flies: the counts are used again.
-            arriving = self.traffic.land(self.traffic.launch(AllToAll(self.ep, kind="counts"), counts.clone()))
-        gathered = gather(arriving[None], self.emp, 0) if self._gathers else None
-        return Announced(experts_Tk, kept_Tk, counts, arriving, gathered)
+            flight = self.traffic.launch(AllToAll(self.ep, kind="counts"), counts.clone())
+            arriving = self.traffic.land(flight, metered=not aside)
+        gathered = gather(arriving[None], self.emp, 0) if self.gathers else None
+        parts = [counts, arriving] if gathered is None else [counts, arriving, gathered]
+        numbers, ready = self.traffic.device.host_copy(torch.cat([part.flatten() for part in parts]))
+        return Announced(experts_Tk, kept_Tk, counts, arriving, gathered, numbers, ready)
 
     def uneven_plan(self, told: Announced) -> Plan:
         """Splits from the counts: the one wait of the host."""
-        sums = [told.counts.sum(1), told.arriving.sum(1)]
-        if told.gathered is not None:
-            sums.append(told.gathered.sum((1, 2)))
-        numbers = torch.cat(sums).tolist()
-        size = self.ep.size
-        send, receive, totals = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        numbers = self.read(told)
+        send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
+        totals = numbers[2:].sum((1, 2)).tolist()
         permutation, _ = sort_by_expert(told.experts, told.kept, self.num_experts, sum(send), exact=True)
         exchange = AllToAll(self.ep, tuple(send), tuple(receive))
         room = max(totals, default=sum(receive))
@@ -130,30 +134,36 @@ class ExpertParallelDispatcher:
         order, counts_L = order_by_expert(counts, room, sum(totals or receive))
         return Plan(permutation, exchange, sum(receive), room, order, counts_L)
 
+    def read(self, told: Announced) -> Tensor:
+        """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered)."""
+        told.ready.synchronize()
+        self.traffic.host_waits += 1
+        return told.numbers.view(-1, *told.counts.shape)
+
     def start_dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: Plan) -> Flying:
         """Send tokens and weights to the ranks of their experts."""
         return start(plan.exchange, pack(x_TH, weights_Tk, plan.permutation), self.traffic)
 
     def wait_dispatch(self, flying: Flying, plan: Plan, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(tokens, weights [R_in]): tokens sorted by expert, or as received where they are still to be gathered."""
-        if self._gathers:
+        if self.gathers:
             return unpack(wait(*flying), weight_dtype, None, plan.room)
         return unpack(wait(*flying), weight_dtype, plan.order, plan.received)
 
     def start_enter(self, rows_RH: Tensor) -> Flying:
         """Give the rows to all ranks that share the experts."""
-        return start(AllGather(self.emp) if self._gathers else Copy(self.emp), rows_RH, self.traffic)
+        return start(AllGather(self.emp) if self.gathers else Copy(self.emp), rows_RH, self.traffic)
 
     def wait_enter(self, flying: Flying, plan: Plan) -> Tensor:
         """[R, H] sorted by expert."""
         rows_RH = wait(*flying)
-        return permute(rows_RH, plan.order) if self._gathers and plan.order is not None else rows_RH
+        return permute(rows_RH, plan.order) if self.gathers and plan.order is not None else rows_RH
 
     def start_leave(self, rows_RH: Tensor, plan: Plan) -> Flying:
         """Sum the experts' outputs [R, H] over the ranks that share them."""
         if plan.order is not None:
             rows_RH = unpermute(rows_RH, plan.order)
-        return start(ReduceScatter(self.emp) if self._gathers else Reduce(self.emp), rows_RH, self.traffic)
+        return start(ReduceScatter(self.emp) if self.gathers else Reduce(self.emp), rows_RH, self.traffic)
 
     def wait_leave(self, flying: Flying, plan: Plan) -> Tensor:
         """[R_in, H] in the order in which they were received."""
@@ -168,14 +178,19 @@ class ExpertParallelDispatcher:
         return unpermute(wait(*flying), plan.permutation)
 
     @property
-    def _gathers(self) -> bool:
+    def counts(self) -> bool:
+        """Ranks have to tell each other how many rows they send."""
+        return not self.even and (self.ep.size > 1 or self.gathers)
+
+    @property
+    def gathers(self) -> bool:
         """Each rank of emp receives rows of its own, which the others need."""
         return self.cut and self.emp.size > 1
 
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> Plan:
         capacity = rows // self.num_experts
         permutation = spread_by_expert(experts_Tk, kept_Tk, self.num_experts, capacity)
-        sharers = self.emp.size if self._gathers else 1
+        sharers = self.emp.size if self.gathers else 1
         shape = (sharers, self.ep.size, self.num_experts // self.ep.size)
         counts = torch.full(shape, capacity, dtype=torch.int64, device=experts_Tk.device)
         order, counts_L = order_by_expert(counts, rows, sharers * rows)

@@ -6,6 +6,8 @@ P pieces of a micro-batch. Under sequence parallelism S is the sequence divided 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,8 @@ from megapar.moe.expert_parallel import ExpertParallelDispatcher
 from megapar.moe.experts import Experts
 from megapar.moe.router import Router, Routing, gate_weights
 from megapar.moe.sizes import MoeSizes
+from megapar.moe.sliced import Passage
+from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats, RouterSums, gather_sums, router_losses
 
 
@@ -56,6 +60,7 @@ class MoeLayer(nn.Module):
         mp: Axis | None = None,
         sequence_parallel: bool = False,
         traffic: Traffic | None = None,
+        slicing: Slicing | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -65,6 +70,7 @@ class MoeLayer(nn.Module):
         when ``sizes.shared_experts`` is not 0. ep: experts are dealt out over it in contiguous chunks. emp: each
         expert's features are cut over it; all of mp, or one rank. Left out, an axis has one rank.
         sequence_parallel: positions are cut over mp in contiguous chunks. traffic: takes part in what is launched.
+        slicing: how ``passage`` cuts what travels.
         Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
         """
         super().__init__()
@@ -91,6 +97,11 @@ class MoeLayer(nn.Module):
         )
         self.shared = shared
         self.traffic = traffic or Traffic()
+        self.experts_here = sizes.num_experts // ep.size
+        self.sliced_dispatcher = ExpertParallelDispatcher(
+            sizes.num_experts, ep, emp, cut=self.cut, even=False, traffic=self.traffic
+        )
+        self.slice_by(slicing or Slicing())
         self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts)
         if ep.size > 1 or emp.size > 1:
             self.dispatcher = ExpertParallelDispatcher(
@@ -118,7 +129,13 @@ class MoeLayer(nn.Module):
         sums, counts_PkE = routing.sums, routing.sums.counts[None]
         if self.cut:
             sums, counts_PkE = gather_sums(routing.sums, self.mp)
-        kept_Tk = self._kept(routing, counts_PkE, valid_T, batch, tokens)
+        all_counts_PkE = counts_PkE
+        piece = self.mp.rank if self.cut else 0
+        capacity: int | Tensor = self.sizes.capacity(tokens)
+        if self.cut and self.alone:
+            counts_PkE, piece = counts_PkE[piece : piece + 1], 0
+            capacity = capacity_on_device(self.sizes, counts_PkE[0, 0].sum())
+        kept_Tk = self.kept(routing, counts_PkE, valid_T, batch, capacity, piece)
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity)
 
         rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
@@ -126,20 +143,44 @@ class MoeLayer(nn.Module):
         y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent).view_as(x_BSH)
         if self.shared is not None:
             y_BSH = y_BSH + self.shared(x_BSH)
-        return y_BSH, self._stats(sums, counts_PkE, tokens)
+        return y_BSH, self.stats(sums, all_counts_PkE, tokens)
 
-    def _kept(
-        self, routing: Routing, counts_PkE: Tensor, valid_T: Tensor | None, batch: int, tokens: int
+    def slice_by(self, slicing: Slicing) -> None:
+        """How ``passage`` cuts what travels from now on."""
+        self.slicing = slicing
+        even = self.even and slicing.capacity == "slice" and not slicing.expert_pieces
+        self.sliced_dispatcher = replace(self.sliced_dispatcher, even=even)
+
+    def passage(self, length: int, context_tokens: int, own_valid_BS: Tensor | None, batch: int) -> Passage:
+        """The way of one micro-batch through this layer slice by slice.
+
+        batch, length: samples, and positions on this rank. context_tokens, own_valid_BS: as ``forward`` takes them.
+        """
+        positions = batch * length
+        tokens = _host_count(own_valid_BS, context_tokens, positions * (self.mp.size if self.cut else 1))
+        capacity: int | Tensor = self.sizes.capacity(tokens)
+        if self.cut and self.alone:
+            capacity = self.sizes.capacity(positions)
+            if own_valid_BS is not None:
+                capacity = capacity_on_device(self.sizes, own_valid_BS.sum())
+        return Passage(self, tokens, capacity)
+
+    def kept(
+        self,
+        routing: Routing,
+        counts_PkE: Tensor,
+        valid_T: Tensor | None,
+        batch: int,
+        capacity: int | Tensor,
+        piece: int,
     ) -> Tensor | None:
-        """[T, k] bool: pairs that reach an expert; None: all of them."""
+        """[T, k] bool: pairs that reach an expert; None: all of them.
+
+        counts_PkE: of the pieces that share a capacity, in token order; these tokens are piece number ``piece``.
+        """
         if not self.sizes.has_capacity:
             return None if valid_T is None else valid_T[:, None].expand_as(routing.experts)
         policy = self.sizes.drop_policy
-        piece = self.mp.rank if self.cut else 0
-        capacity: int | Tensor = self.sizes.capacity(tokens)
-        if self.cut and self.alone:
-            counts_PkE, piece = counts_PkE[piece : piece + 1], 0
-            capacity = capacity_on_device(self.sizes, counts_PkE[0, 0].sum())
         # Queues stand in token order: position, then sample. Tokens lie by sample, then position.
         experts_Tk = _by_position(routing.experts, batch)
         valid_by_position = None if valid_T is None else _by_position(valid_T, batch)
@@ -148,7 +189,6 @@ class MoeLayer(nn.Module):
             if self.alone:
                 kept_Tk = keep_by_probability(experts_Tk, valid_by_position, probs_TE, capacity=capacity)
             else:
-                assert isinstance(capacity, int)
                 kept_Tk = keep_by_probability_over(self.mp, experts_Tk, valid_by_position, probs_TE, capacity=capacity)
         else:
             starts_kE = queue_starts(counts_PkE, piece, policy)
@@ -169,7 +209,8 @@ class MoeLayer(nn.Module):
             return pairs, not (self.cut and padded)
         return min(pairs, sizes.num_experts * sizes.capacity(tokens)), False
 
-    def _stats(self, sums: RouterSums, counts_PkE: Tensor, tokens: int) -> MoeStats:
+    def stats(self, sums: RouterSums, counts_PkE: Tensor, tokens: int) -> MoeStats:
+        """From the sums of a whole micro-batch, and the counts of every rank that shares it."""
         sizes = self.sizes
         first_only = sizes.has_capacity and sizes.drop_policy == "choice"
         aux, z = router_losses(sums, tokens, first_choices_only=first_only)

@@ -11,6 +11,7 @@ Shape letters: T tokens, k choices per token, H hidden, R rows, w columns of a w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,33 +34,60 @@ def unpack(message: Tensor, dtype: torch.dtype, order: Permutation | None, room:
     return _Unpack.apply(message, dtype, room, *(order or ()))  # type: ignore[no-any-return]
 
 
+def fill(x_TH: Tensor, weights_Tk: Tensor, permutation: Permutation) -> Tensor:
+    """``pack`` outside autograd."""
+    hidden, rows = x_TH.shape[1], permutation.pair.shape[0]
+    shape = (rows, hidden + _columns(weights_Tk.dtype, x_TH.dtype))
+    if not x_TH.shape[0]:
+        return x_TH.new_zeros(shape)
+    message = x_TH.new_empty(shape)
+    torch.index_select(x_TH, 0, permutation.pair // weights_Tk.shape[1], out=message[:, :hidden])
+    message[:, hidden:] = _bits(weights_Tk.flatten()[permutation.pair], x_TH.dtype)
+    if permutation.row_kept is not None:
+        message.masked_fill_(~permutation.row_kept[:, None], 0)
+    return message
+
+
+def take_apart(grad: Tensor, permutation: Permutation, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(dx [T, H], dweights [T, k]) from a message's gradient."""
+    grad_TH = gather_sum(grad[:, :hidden], permutation)
+    row_Tk, kept_Tk = permutation.row, permutation.pair_kept
+    if not grad.shape[0]:
+        grad_Tk = grad.new_zeros(row_Tk.shape, dtype=weight_dtype)
+    else:
+        grad_Tk = _weights(grad, hidden, weight_dtype)[row_Tk]
+    return grad_TH, grad_Tk if kept_Tk is None else torch.where(kept_Tk, grad_Tk, 0)
+
+
+@dataclass(frozen=True)
+class RowsOfTokens:
+    """A message as ``core.tickets.defer`` takes it: tokens and weights by a permutation that is known late."""
+
+    permutation: Permutation
+    hidden: int
+    weight_dtype: torch.dtype
+
+    def build(self, *inputs: Tensor) -> Tensor:
+        """[R, H + w] from tokens [T, H] and weights [T, k]."""
+        x_TH, weights_Tk = inputs
+        return fill(x_TH, weights_Tk, self.permutation)
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the tokens and of the weights."""
+        return take_apart(grad, self.permutation, self.hidden, self.weight_dtype)
+
+
 class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, *fields: Tensor | None) -> Tensor:
-        permutation = Permutation(*fields)  # type: ignore[arg-type]
         ctx.save_for_backward(*fields)
         ctx.hidden, ctx.weight_dtype = x_TH.shape[1], weights_Tk.dtype
-        hidden, rows = x_TH.shape[1], permutation.pair.shape[0]
-        shape = (rows, hidden + _columns(weights_Tk.dtype, x_TH.dtype))
-        if not x_TH.shape[0]:
-            return x_TH.new_zeros(shape)
-        message = x_TH.new_empty(shape)
-        torch.index_select(x_TH, 0, permutation.pair // weights_Tk.shape[1], out=message[:, :hidden])
-        message[:, hidden:] = _bits(weights_Tk.flatten()[permutation.pair], x_TH.dtype)
-        if permutation.row_kept is not None:
-            message.masked_fill_(~permutation.row_kept[:, None], 0)
-        return message
+        return fill(x_TH, weights_Tk, Permutation(*fields))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         permutation = Permutation(*ctx.saved_tensors)
-        grad_TH = gather_sum(grad[:, : ctx.hidden], permutation)
-        row_Tk, kept_Tk = permutation.row, permutation.pair_kept
-        if not grad.shape[0]:
-            grad_Tk = grad.new_zeros(row_Tk.shape, dtype=ctx.weight_dtype)
-        else:
-            grad_Tk = _weights(grad, ctx.hidden, ctx.weight_dtype)[row_Tk]
-        return grad_TH, grad_Tk if kept_Tk is None else torch.where(kept_Tk, grad_Tk, 0), *(None,) * len(permutation)
+        return *take_apart(grad, permutation, ctx.hidden, ctx.weight_dtype), *(None,) * len(permutation)
 
 
 class _Unpack(torch.autograd.Function):

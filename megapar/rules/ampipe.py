@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megapar.rules.pipeline import zero_bubble
-from megapar.rules.rule import DOWNGRADE, Facts, Rule, near_multiples
+from megapar.rules.pipeline import RECOMPUTES, recomputes, zero_bubble
+from megapar.rules.rule import DOWNGRADE, LIFTED, Facts, Rule, Test, near_multiples
 
 MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
@@ -29,7 +29,7 @@ def _row(number: int, id: str, reads: tuple[str, ...], **more: object) -> Rule:
     )
 
 
-def _excludes(id: str, reads: tuple[str, ...], free: object, what: str, failing: str) -> Rule:
+def _excludes(id: str, reads: tuple[str, ...], free: object, what: str, failing: str, **more: object) -> Rule:
     return _row(
         5,
         id,
@@ -37,12 +37,59 @@ def _excludes(id: str, reads: tuple[str, ...], free: object, what: str, failing:
         when=_sliced,
         requires=free,
         message=f"--ampipe-degree > 1 excludes {what}",
-        passing="--moe-model-type deepspeed_moe --ampipe-degree 2",
+        passing="--moe-model-type deepspeed_moe --ampipe-degree 2 --strict-seed-rules",
         failing=f"--moe-model-type deepspeed_moe --ampipe-degree 2 {failing}",
+        **more,
     )
 
 
+def _apart(
+    id: str, reads: tuple[str, ...], slices: str, free: Test, what: str, ampipe: str, passing: str, failing: str
+) -> Rule:
+    """A row that refuses AMPipe or pipe-experts (``slices``) beside what no test has proven them to go with."""
+    return Rule(
+        id=id,
+        reads=(slices, *reads),
+        when=_sliced if slices == "ampipe_degree" else lambda f: f.use_pipe_experts,
+        requires=free,
+        message=f"{ampipe} and {what} are not supported together yet",
+        fix="Leave one of them out.",
+        source="not proven yet",
+        models=MOE,
+        passing=passing,
+        failing=failing,
+    )
+
+
+_UNPROVEN = tuple(
+    _apart(f"{name}-{id}", reads, slices, free, what, spelled, f"{flags} {passing}".rstrip(), f"{flags} {failing}")
+    for id, reads, free, what, passing, failing in (
+        (
+            "pipeline",
+            ("pp_degree",),
+            lambda f: f.pp_degree == 1,
+            "--pp-degree > 1",
+            "--world-size 2 --ep-degree 2",
+            "--world-size 4 --ep-degree 2 --pp-degree 2",
+        ),
+        ("recompute", RECOMPUTES, lambda f: not recomputes(f), "recompute", "", "--recompute-interval 1"),
+        (
+            "documents",
+            ("reset_attention_mask",),
+            lambda f: not f.reset_attention_mask,
+            "--reset-attention-mask",
+            "--reset-position-ids",
+            "--reset-attention-mask",
+        ),
+    )
+    for name, slices, spelled, flags in (
+        ("ampipe", "ampipe_degree", "--ampipe-degree > 1", "--ampipe-degree 2"),
+        ("pipe-experts", "use_pipe_experts", "--use-pipe-experts", "--use-pipe-experts"),
+    )
+)
+
 RULES: tuple[Rule, ...] = (
+    *_UNPROVEN,
     _row(
         1,
         "ampipe-kind",
@@ -50,8 +97,20 @@ RULES: tuple[Rule, ...] = (
         when=_sliced,
         requires=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
         message="--ampipe-degree > 1 needs experts of --moe-model-type deepspeed_moe",
+        kind=LIFTED,
+        reason="dropless experts are sliced as well, with uneven splits",
         passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
         failing="--ampipe-degree 2 --moe-model-type megatron_moe",
+    ),
+    _row(
+        1,
+        "ampipe-experts",
+        ("ampipe_degree", "num_experts"),
+        when=_sliced,
+        requires=lambda f: f.num_experts > 0,
+        message="--ampipe-degree > 1 needs experts",
+        passing="--ampipe-degree 2 --num-experts 4",
+        failing="--ampipe-degree 2 --num-experts 0",
     ),
     _row(
         1,
@@ -82,6 +141,8 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.seq_length % f.ampipe_degree == 0,
         message="--ampipe-degree must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree, f.seq_length)}.",
+        kind=LIFTED,
+        reason="slices may differ by a position",
         passing="--ampipe-degree 2 --seq-length 256",
         failing="--ampipe-degree 2 --seq-length 255",
     ),
@@ -93,9 +154,22 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.seq_length % (f.ampipe_degree * f.mp_degree) == 0,
         message="with --sequence-parallel, d x mp must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree * f.mp_degree, f.seq_length)}.",
+        kind=LIFTED,
+        reason="slices may differ by a position of every mp rank",
         source="MindSpeed; compatibility 2",
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 256",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 254",
+    ),
+    _row(
+        2,
+        "ampipe-short",
+        ("ampipe_degree", "seq_length", "sequence_parallel", "mp_degree"),
+        when=_sliced,
+        requires=lambda f: f.ampipe_degree * (f.mp_degree if f.sequence_parallel else 1) <= f.seq_length,
+        message="every slice needs a position of --seq-length (of every mp rank with --sequence-parallel)",
+        source="sequence of slices",
+        passing="--ampipe-degree 2 --seq-length 16",
+        failing="--ampipe-degree 16 --seq-length 8",
     ),
     _row(
         2,
@@ -144,6 +218,8 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.overlap_grad_reduce != "on",
         "--overlap-grad-reduce",
         "--overlap-grad-reduce",
+        kind=LIFTED,
+        reason="every gradient is complete once per backward, whatever the degree",
     ),
     _excludes(
         "ampipe-param-overlap",
@@ -151,6 +227,8 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.overlap_param_gather != "on",
         "--overlap-param-gather",
         "--overlap-param-gather",
+        kind=LIFTED,
+        reason="a layer's parameters are waited for once, before its first slice",
     ),
     _excludes(
         "ampipe-nanopipe",
@@ -254,6 +332,41 @@ RULES: tuple[Rule, ...] = (
         message="--ampipe-tp-sp-comm-overlap would do nothing with --ampipe-degree 1 or --mp-degree 1",
         passing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2",
         failing="--ampipe-tp-sp-comm-overlap",
+    ),
+    _row(
+        8,
+        "ampipe-overlap-emp",
+        ("ampipe_tp_sp_comm_overlap", "expert_mp_degree", "mp_degree"),
+        when=lambda f: f.ampipe_tp_sp_comm_overlap and f.mp_degree > 1,
+        requires=lambda f: f.expert_mp_degree > 1,
+        message="--ampipe-tp-sp-comm-overlap would do nothing with whole experts, which have no mp collectives",
+        fix="Leave it out, or leave --expert-mp-degree at --mp-degree.",
+        passing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2",
+        failing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2 --expert-mp-degree 1",
+    ),
+    _row(
+        8,
+        "pipe-experts-alone",
+        ("use_pipe_experts", "ep_degree", "expert_mp_degree"),
+        when=lambda f: f.use_pipe_experts,
+        requires=lambda f: f.ep_degree > 1 or f.expert_mp_degree > 1,
+        message="--use-pipe-experts would do nothing with --ep-degree 1 and whole experts, which send nothing",
+        fix="Leave it out, or raise --ep-degree.",
+        source="pipe-experts",
+        passing="--use-pipe-experts --world-size 2 --ep-degree 2",
+        failing="--use-pipe-experts",
+    ),
+    _row(
+        8,
+        "sliced-segments",
+        ("ampipe_degree", "use_pipe_experts", "sharding_stage", "sharding_segment_strategy"),
+        when=lambda f: (_sliced(f) or f.use_pipe_experts) and f.sharding_stage == 3,
+        requires=lambda f: not f.sharding_segment_strategy,
+        message="slices call a layer's modules several times, which at stage 3 only one group per layer allows",
+        fix="Leave out --sharding-segment-strategy, or choose --sharding-stage 2.",
+        source="sharding",
+        passing="--ampipe-degree 2 --sharding-stage 3",
+        failing="--ampipe-degree 2 --sharding-stage 3 --sharding-segment-strategy segment_broadcast_MB",
     ),
     _row(
         8,

@@ -50,7 +50,7 @@ def _enough(f: Facts) -> str:
 
 
 _BATCH = ("gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks")
-_RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
+RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="zero-bubble-recompute",
-        reads=("pp_degree", "pp_schedule", "use_nanopipe", *_RECOMPUTES),
+        reads=("pp_degree", "pp_schedule", "use_nanopipe", *RECOMPUTES),
         when=lambda f: f.pp_degree > 1 and zero_bubble(f),
         requires=lambda f: not recomputes(f),
         message=(
@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="recompute-keeps-nothing",
-        reads=("recompute_offload", "recompute_partition", *_RECOMPUTES),
+        reads=("recompute_offload", "recompute_partition", *RECOMPUTES),
         when=lambda f: f.recompute_offload or f.recompute_partition,
         requires=recomputes,
         message="--recompute-offload and --recompute-partition would do nothing without recompute",

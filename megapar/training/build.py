@@ -42,6 +42,7 @@ from megapar.model.mlp import Mlp
 from megapar.model.sizes import ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.moe.experts import Experts
+from megapar.moe.slicing import Slicing
 from megapar.training.objective import Objective
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.sizes import Sizes, make_segments, make_sizes
@@ -97,6 +98,25 @@ def make_objective(config: Config) -> Objective:
     if config.kind == "ernie":
         return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
     return Objective({"lm": 1.0}, config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff)
+
+
+def make_slicing(config: Config, degree: int | None = None) -> Slicing:
+    """How layers are cut into slices, and experts' rows into pieces. degree: in place of the asked one.
+
+    Where it is to be measured, a model starts without slices.
+    """
+    ampipe = config.ampipe
+    degree = max(1, ampipe.ampipe_degree if degree is None else degree)
+    return Slicing(
+        degree=degree,
+        balanced=ampipe.ampipe_slicing == "balanced",
+        capacity=ampipe.ampipe_capacity,
+        cross_layer=ampipe.ampipe_cross_layer and degree > 1,
+        overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
+        # All slices of an expert's rows together are asked for, so each slice has its share of the pieces.
+        expert_pieces=ampipe.pipe_experts_multi_data // degree if ampipe.use_pipe_experts else 0,
+        chained=ampipe.pipe_experts_multi_stream,
+    )
 
 
 def make_loss_scale(config: Config) -> LossScale | None:
@@ -164,8 +184,9 @@ def make_job(config: Config, world: World) -> Job:
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
-    meter = WaitMeter()
-    traffic = Traffic(meter)
+    meter = WaitMeter(world.device.timed_event())
+    chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
+    traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model = _make_model(
         config, sizes, stages, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
@@ -252,7 +273,8 @@ def _make_model(
     if isinstance(sizes, ErnieSizes):
         model = Ernie(sizes, **common)
     else:
-        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, **common)
+        slicing = make_slicing(config)
+        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, slicing=slicing, **common)
     hide_communication(
         model, Overlap() if config.parallel.tp_comm_overlap else Overlap(pieces=1, blocking=True), traffic
     )

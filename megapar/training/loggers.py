@@ -65,6 +65,7 @@ class TensorBoardLogger:
             "precision/loss_scale": record.loss_scale,
             "precision/skipped": float(record.skipped),
             **{f"sent_bytes/{name}": amount for name, amount in record.sent_bytes.items()},
+            **{f"exposed_seconds/{name}": seconds for name, seconds in record.exposed_seconds.items()},
         }
         for name, value in scalars.items():
             if value is not None:
@@ -153,6 +154,8 @@ def describe(record: Record, train_iters: int) -> str:
         f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",
     ]
     parts += [f"sent {sum(record.sent_bytes.values()) / 2**20:,.1f} MiB"] if record.sent_bytes else []
+    exposed = record.exposed_communication_seconds
+    parts += [f"exposed {exposed:.3f} s"] if exposed else []
     parts += [f"loss scale {record.loss_scale:g}"] if record.loss_scale != 1 else []
     parts += ["skipped"] if record.skipped else []
     parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
+from megapar.core.meter import Waits
 from megapar.errors import TrainingError
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
@@ -30,6 +31,7 @@ class Step:
     sums: term -> sum over own items. items: term -> denominators over the global batch. aux, z: sums over own
     micro-batches. load: [layers, experts] own counts. norm: the global gradient norm.
     skipped: the gradients overflowed and nothing was changed. sent_bytes: "axis/collective" -> by this rank.
+    exposed: what this rank waited for; None where not every wait is metered.
     evaluation: means of an evaluation that followed the step.
     """
 
@@ -50,7 +52,7 @@ class Step:
     skipped: bool
     sent_bytes: dict[str, int]
     seconds: float
-    exposed_seconds: float | None
+    exposed: Waits | None
     evaluation: dict[str, float] | None = None
 
 
@@ -155,6 +157,7 @@ class Monitor:
         rate = step.tokens / step.seconds
         flops = rate * self._flops_per_token / self._world_size
         evaluation = step.evaluation or {}
+        exposed = None if step.exposed is None else step.exposed.seconds()
         return Record(
             iteration=step.iteration,
             consumed_samples=step.consumed_samples,
@@ -175,7 +178,8 @@ class Monitor:
             model_tflops_per_device=flops / 1e12,
             mfu=flops / self._peak,
             peak_memory_bytes=self._device.peak_memory_bytes(),
-            exposed_communication_seconds=step.exposed_seconds,
+            exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
+            exposed_seconds=exposed or {},
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
             expert_load=_percentiles(row[len(names) + 3 : -1], layers, experts),
         )

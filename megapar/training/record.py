@@ -11,7 +11,8 @@ class Record:
     """One iteration. Losses are unweighted means over the global batch, except ``loss``, which is differentiated.
 
     dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
-    time the host waited for collectives; None where it is not metered. skipped: the gradients overflowed in fp16 and
+    time spent waiting for collectives (the host on a CPU, the stream on an accelerator); None where it is not metered.
+    exposed_seconds: "axis/collective" -> the same by kind. skipped: the gradients overflowed in fp16 and
     nothing was changed. sent_bytes: "axis/collective" -> what the reporting rank sent in the step. expert_load:
     percentiles of an expert's share of the routed pairs, times the number of experts, per mixture-of-experts layer.
     """
@@ -35,6 +36,7 @@ class Record:
     mfu: float
     peak_memory_bytes: int
     exposed_communication_seconds: float | None
+    exposed_seconds: dict[str, float]
     sent_bytes: dict[str, int]
     eval_loss: float | None = None
     eval_lm_loss: float | None = None

@@ -23,7 +23,7 @@ class Progress:
     """How far a run is. iteration: steps done. consumed_samples, consumed_tokens: read so far.
 
     micro_batches: run so far by all data ranks together. dropout_seed: of the random streams. skipped_steps: of the
-    iterations those that overflowed and changed nothing.
+    iterations those that overflowed and changed nothing. ampipe_degree: as measured at the start; 0, not measured.
     """
 
     iteration: int = 0
@@ -32,6 +32,7 @@ class Progress:
     micro_batches: int = 0
     dropout_seed: int = 0
     skipped_steps: int = 0
+    ampipe_degree: int = 0
 
 
 def model_facts(job: Job) -> dict[str, Any]:

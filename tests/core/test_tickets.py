@@ -7,7 +7,18 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.axis import Axis
-from megapar.core.tickets import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Traffic, start, wait
+from megapar.core.tickets import (
+    AllGather,
+    AllToAll,
+    Copy,
+    Reduce,
+    ReduceScatter,
+    SendReceive,
+    Traffic,
+    defer,
+    start,
+    wait,
+)
 from megapar.errors import DistributedError
 from tests.support import late
 from tests.support.ranks import run_ranks
@@ -41,6 +52,8 @@ def all_kinds(rank, world_size):
         "reduce": (Reduce(axis), 2),
         "reduce nothing": (Reduce(axis), 0),
         "copy": (Copy(axis), 2),
+        "send": (SendReceive(axis, (rank + 1) % world_size, (rank - 1) % world_size), 2),
+        "send down": (SendReceive(axis, rank + 1 if rank < 2 else None, rank - 1 if rank else None), 2),
     }
     results = {}
     for name, (exchange, count) in exchanges.items():
@@ -72,6 +85,11 @@ def test_every_kind_and_its_gradient(backend):
         expect(result["reduce"], total, 2 * (rank + 1) * total)
         gradient = sum(2 * (source + 1) * rows_of(source, 2) for source in range(3))
         expect(result["copy"], rows_of(rank, 2), gradient)
+        before, behind = (rank - 1) % 3, (rank + 1) % 3
+        expect(result["send"], rows_of(before, 2), 2 * (behind + 1) * rows_of(rank, 2))
+        nothing = torch.zeros(2, 2)
+        gradient = nothing if rank == 2 else 2 * (behind + 1) * rows_of(rank, 2)
+        expect(result["send down"], rows_of(before, 2) if rank else nothing, gradient)
         for name in ("gather nothing", "reduce nothing"):
             expect(result[name], rows_of(rank, 0), rows_of(rank, 0))
 
@@ -88,9 +106,9 @@ class Noted(Traffic):
         super().__init__()
         self.events = []
 
-    def launch(self, exchange, x):
+    def launch(self, exchange, x, aside=False):
         self.events.append(f"{x.shape[1]}^")
-        return super().launch(exchange, x)
+        return super().launch(exchange, x, aside)
 
     def land(self, flight):
         self.events.append(f"{flight.output.shape[1]}v")
@@ -116,6 +134,83 @@ def test_backward_is_the_mirror_of_forward(backend):
         assert there == ["1^", "2^", "1v", "2v"]
         assert back == ["2^", "1^", "2v", "1v"]
         assert gradient.tolist() == [[10.0, 21.0, 21.0]] * 2
+
+
+class Rows:
+    """A message whose number of rows is known late: the first ``count`` of them, doubled."""
+
+    def __init__(self, total, count):
+        self.total, self.count = total, count
+
+    def build(self, x):
+        return 2.0 * x[: self.count]
+
+    def gradients(self, grad):
+        return (torch.cat([2.0 * grad, grad.new_zeros(self.total - self.count, *grad.shape[1:])]),)
+
+
+def launched_late(rank, world_size):
+    """A message of two parts whose node stands before another exchange that is launched before it."""
+    traffic, exchange = Noted(), AllToAll(world_axis(rank, world_size))
+    x = torch.arange(10.0).view(5, 2).double().requires_grad_()
+    tokens, deferred = defer((x * 1.0,), 2, traffic)
+    other = start(exchange, (x * 1.0).repeat(1, 2)[:4], traffic)
+    with pytest.raises(DistributedError, match="before its launch"):
+        wait(tokens[0], deferred.tickets[0])
+    deferred.launch(Rows(5, 4), (exchange, exchange), (2, 2))
+    with pytest.raises(DistributedError, match="launched twice"):
+        deferred.launch(Rows(5, 4), (exchange, exchange), (2, 2))
+    parts = [wait(token, ticket) for token, ticket in zip(tokens, deferred.tickets, strict=True)]
+    y = wait(*other)
+    there, traffic.events = traffic.events, []
+    (sum(part.sum() for part in parts) + y.sum()).backward()
+    traffic.check_settled()
+    return there, traffic.events, [part.detach() for part in parts], x.grad
+
+
+@BACKENDS
+def test_a_deferred_launch_keeps_its_place_in_the_backward(backend):
+    for rank, (there, back, parts, gradient) in enumerate(run_ranks(2, launched_late, backend=backend)):
+        assert there == ["4^", "2^", "2^", "2v", "2v", "4v"]
+        # The node of the deferred message is older than the other exchange, so its gradient is asked for last.
+        assert back == ["4^", "2^", "2^", "4v", "2v", "2v"]
+        x = torch.arange(10.0).view(5, 2).double()
+        assert torch.equal(parts[0], 2 * x[rank].expand(2, 2))
+        assert torch.equal(parts[1], 2 * x[2 + rank].expand(2, 2))
+        assert gradient.tolist() == [[4.0, 4.0]] * 4 + [[0.0, 0.0]]
+
+
+def kinds_waited_for(rank, world_size):
+    traffic, axis = Traffic(), world_axis(rank, world_size)
+    for exchange in (AllToAll(axis), AllGather(axis)):
+        wait(*start(exchange, torch.ones(2, 2), traffic))
+    return traffic.meter.take().seconds(), traffic.meter.take().seconds()
+
+
+def test_waits_are_metered_by_axis_and_kind():
+    for first, second in run_ranks(2, kinds_waited_for):
+        assert list(first) == ["ep/all_gather", "ep/all_to_all"]
+        assert min(first.values()) > 0
+        assert second == {}
+
+
+def chained(rank, world_size):
+    """What is in flight behind each launch on two axes that share a link, and the results."""
+    ep, emp = world_axis(rank, world_size), Axis("emp", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+    traffic = Traffic(chained=frozenset({"ep", "emp"}))
+    flying, seen = [], []
+    for exchange in (AllToAll(ep), AllToAll(ep), AllGather(emp), AllToAll(ep)):
+        flying.append(start(exchange, rows_of(rank, 2), traffic))
+        seen.append(len(late.in_flight()))
+    results = [wait(*each) for each in flying]
+    traffic.check_settled()
+    return seen, [result.isfinite().all().item() for result in results]
+
+
+def test_chained_axes_never_use_the_link_at_once():
+    for seen, finite in run_ranks(2, chained, backend="late"):
+        assert seen == [1, 2, 1, 1]
+        assert finite == [True] * 4
 
 
 def misuse(rank, world_size):

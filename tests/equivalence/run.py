@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor
 def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) -> Routing:
     """Record every router's choices, or repeat recorded ones, by micro-batch and router."""
     chosen: Routing = {}
+    calls: Counter[tuple[int, int]] = Counter()
     current = [0]
     seed = megapar.trainer.seed_micro_batch
     # A stage of a pipeline has some of the layers; their numbers are global.
@@ -145,7 +147,8 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     def choose_and_note(router: Router, probs: Tensor) -> Tensor:
         key = (current[0], numbers[id(router)])
         if replay is not None:
-            return _own(replay[key], probs.shape[0], trainer)
+            calls[key] += 1
+            return _own(replay[key], calls[key] - 1, trainer)
         chosen[key] = choose(router, probs)
         return chosen[key]
 
@@ -154,12 +157,17 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     return chosen
 
 
-def _own(experts: Tensor, tokens: int, trainer: Trainer) -> Tensor:
-    """This rank's positions of choices recorded for a whole micro-batch; under sequence parallelism it has a part."""
+def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:
+    """This rank's positions of choices recorded for a whole micro-batch, of the router's ``call``-th slice of it."""
     whole = experts.unflatten(0, (trainer.config.training.micro_batch_size, -1))
-    length = whole.shape[1] * tokens // experts.shape[0]
-    start = trainer.world.axis("mp").rank * length if tokens < experts.shape[0] else 0
-    return whole[:, start : start + length].flatten(0, 1)
+    slicing, mp = build.make_slicing(trainer.config), trainer.world.axis("mp")
+    parts = mp.size if trainer.config.parallel.sequence_parallel else 1
+    order, length = slicing.order(whole.shape[1], parts), whole.shape[1] // parts
+    slices = slicing.cut(whole.shape[1], parts)
+    here = slices[call % len(slices)]
+    rank = mp.rank if parts > 1 else 0
+    own = order[rank * length : (rank + 1) * length][here.start // parts : here.stop // parts]
+    return whole[:, own].flatten(0, 1)
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from math import prod
 
@@ -66,7 +67,9 @@ class Row:
     @property
     def overlaps(self) -> bool:
         """Whether our own code has communication in flight, which the late backend can see (stage 3 is torch's)."""
-        return not set(NO_OVERLAP) & set(self.layout) and "3" not in self.layout
+        layout = self.layout
+        stage_3 = ("--sharding-stage", "3") in itertools.pairwise(layout)
+        return not set(NO_OVERLAP) & set(layout) and not stage_3
 
     def reference_flags(self) -> tuple[str, ...]:
         """Flags of the run on one process."""
@@ -305,6 +308,57 @@ PACKING_ROWS: tuple[Row, ...] = (
     Row("moe", 2, (*MP2, *SP), (*APART, *DROPS), 2),
 )
 
+CROSS, BALANCED = ("--ampipe-cross-layer",), ("--ampipe-slicing", "balanced")
+CHAINED = ("--pipe-experts-multi-stream",)
+HIDDEN_MP = ("--ampipe-tp-sp-comm-overlap",)
+
+
+def _pipe(pieces: int) -> tuple[str, ...]:
+    return ("--use-pipe-experts", "--pipe-experts-multi-data", str(pieces))
+
+
+def sliced_row(
+    degree: int, ways: tuple[str, ...], place: tuple[int, tuple[str, ...]], routing: tuple[str, ...], samples: int
+) -> Row:
+    """AMPipe of a degree (0: none) on a number of ranks with a layout."""
+    slices = ("--ampipe-degree", str(degree)) if degree else ()
+    return Row("moe", place[0], (*place[1], *slices, *ways), routing, samples)
+
+
+# Every degree, way to slice, layout, kind of experts with number of choices, and number of samples.
+SLICED_PLACES = (
+    (2, EP2),
+    (4, (*EP4, *_stages(4)[1])),
+    (4, (*EP2, *_stages(4)[2])),
+    (4, (*EP2, *MP2, *SP)),
+    (4, (*EP4, *MP2, *SP, *EMP1)),
+)
+SLICED_FACTORS = (
+    (2, 3, 4),
+    ((), CROSS, (*CROSS, *BALANCED)),
+    SLICED_PLACES,
+    (TOP4, DROPS, (*DROPS, *TOP1)),
+    (1, 2),
+)
+ONLY_MP, REPLICAS = (4, (*EP2, *MP2)), (4, (*EP2, *_stages(2, "--hybrid-dp")[1]))
+
+AMPIPE_ROWS: tuple[Row, ...] = (
+    *(sliced_row(*factors) for factors in pairwise(SLICED_FACTORS)),  # type: ignore[arg-type]
+    sliced_row(3, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], DROPS, 2),
+    sliced_row(2, HIDDEN_MP, ONLY_MP, TOP1, 1),
+    sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2),
+    # Whole sequences draw the masks of one process, pieces of experts or not.
+    sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1),
+    sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], (*DROPS, *TOP1), 1),
+    sliced_row(2, (*_pipe(2), *CHAINED), SLICED_PLACES[3], DROPS, 1),
+    sliced_row(2, (*_pipe(4), *CROSS), REPLICAS, DROPS, 1),
+    sliced_row(3, _pipe(6), SLICED_PLACES[3], (*DROPS, *TOP4), 1),
+    sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1),
+    sliced_row(8, (*BALANCED, *NO_OVERLAP), SLICED_PLACES[0], (), 1),
+    sliced_row(3, CROSS, SLICED_PLACES[3], (*DROPS, *APART), 2),
+    sliced_row(2, (), SLICED_PLACES[3], ("--reset-position-ids", "--eod-mask-loss"), 2),
+)
+
 ROWS: tuple[Row, ...] = (
     *SHARDING_ROWS,
     *TENSOR_ROWS,
@@ -313,5 +367,6 @@ ROWS: tuple[Row, ...] = (
     *PIPELINE_ROWS,
     *RECOMPUTE_ROWS,
     *PACKING_ROWS,
+    *AMPIPE_ROWS,
     Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

@@ -36,7 +36,7 @@ def _layer_of(parts: int) -> type[MoeLayer]:
     class LayerByRank(MoeLayer):
         """Decides apart for each run of positions who is kept, makes room for every pair, counts drops one by one."""
 
-        def _kept(self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, tokens: int) -> Tensor:
+        def kept(self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, *capacity: Any) -> Tensor:
             probs, experts = (x.detach().unflatten(0, (batch, -1)).tolist() for x in (routing.probs, routing.experts))
             kept = torch.zeros(batch, len(experts[0]), self.sizes.topk, dtype=torch.bool)
             for positions in _runs(len(experts[0]), parts):
@@ -56,9 +56,9 @@ def _layer_of(parts: int) -> type[MoeLayer]:
         def _room(self, positions: int, *args: Any, **options: Any) -> tuple[int, bool]:
             return positions * self.sizes.topk, False
 
-        def _stats(self, sums: RouterSums, counts: Tensor, tokens: int) -> MoeStats:
+        def stats(self, sums: RouterSums, counts: Tensor, tokens: int) -> MoeStats:
             dropped = torch.tensor(tokens * self.sizes.topk - self.num_kept)
-            return super()._stats(sums, counts, tokens)._replace(dropped=dropped)
+            return super().stats(sums, counts, tokens)._replace(dropped=dropped)
 
     return LayerByRank
 

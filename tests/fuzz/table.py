@@ -167,6 +167,42 @@ def _whole_units(d: Drawn) -> bool:
     return bool(d.recompute_interval or d.recompute_method)
 
 
+def _sliceable(d: Drawn) -> bool:
+    """Masks of slices are not those of the whole, and ranks that count apart own other positions when sliced.
+
+    Slices go with no pipeline, nothing recomputed and no documents kept apart.
+    """
+    if _pipelined(d) or _whole_units(d) or d.recompute_granularity == "selective" or d.reset_attention_mask:
+        return False
+    by_rank = d.moe_capacity_scope == "rank" and bool(d.sequence_parallel)
+    segments = d.sharding_stage == 3 and bool(d.sharding_segment_strategy)
+    return _experts(d) and not d.attention_dropout and not d.hidden_dropout and not by_rank and not segments
+
+
+def _can_slice(d: Drawn) -> bool:
+    in_order = not _drops(d) or d.moe_drop_policy == "token"
+    return _sliceable(d) and d.ep_degree > 1 and bool(d.use_flash_attn) and in_order
+
+
+def _degrees(d: Drawn) -> list[int | None]:
+    room = d.seq_length // (_mp(d) if d.sequence_parallel else 1)
+    return [None, *(n for n in (2, 3, 4, 8) if n <= room)]
+
+
+def _sliced(d: Drawn) -> bool:
+    return bool(d.ampipe_degree > 1)
+
+
+def _can_pipe(d: Drawn) -> bool:
+    return _sliceable(d) and _drops(d) and (d.ep_degree > 1 or _emp(d) > 1)
+
+
+def _pieces(d: Drawn) -> list[int | None]:
+    even = -(-d.seq_length * d.moe_router_topk * d.moe_capacity_factor // d.num_experts)
+    room = max(even, d.moe_min_capacity)
+    return [None, *(n for n in (2, 3, 2 * d.ampipe_degree, 3 * d.ampipe_degree) if n <= room)]
+
+
 ORDERS = (
     ("dp", "pp", "sharding", "cp", "mp"),
     ("sharding", "dp", "pp", "cp", "mp"),
@@ -421,12 +457,42 @@ PACKING = (
     ),
 )
 
+SLICES = (
+    Option(name="ampipe_degree", values=_degrees, when=_can_slice, wild=(2, 3), layout=True, kinds=MOE),
+    Option(name="ampipe_slicing", values=(None, "balanced"), when=_sliced, wild=("balanced",), layout=True, kinds=MOE),
+    Option(name="ampipe_cross_layer", values=(None, True), when=_sliced, wild=(True,), layout=True, kinds=MOE),
+    Option(name="ampipe_capacity", wild=("slice",), layout=True, kinds=MOE),
+    Option(
+        name="ampipe_tp_sp_comm_overlap",
+        values=(None, True),
+        when=lambda d: _sliced(d) and _emp(d) > 1,
+        wild=(True,),
+        layout=True,
+        kinds=MOE,
+    ),
+    Option(name="use_pipe_experts", values=(None, None, True), when=_can_pipe, wild=(True,), layout=True, kinds=MOE),
+    Option(
+        name="pipe_experts_multi_data",
+        values=_pieces,
+        when=lambda d: bool(d.use_pipe_experts),
+        wild=(0, 2, 99),
+        layout=True,
+        kinds=MOE,
+    ),
+    Option(
+        name="pipe_experts_multi_stream",
+        values=(None, True),
+        when=lambda d: bool(d.use_pipe_experts and d.sequence_parallel),
+        wild=(True,),
+        layout=True,
+        kinds=MOE,
+    ),
+)
+
 LATER = (
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
-    Option(name="ampipe_degree", wild=(2,), layout=True, kinds=MOE),
-    Option(name="use_pipe_experts", wild=(True,), layout=True, kinds=MOE),
     Option(name="mtp_depth", wild=(1,), kinds=MOE),
 )
 
@@ -439,5 +505,6 @@ OPTIONS: tuple[Option, ...] = (
     *TRAINING,
     *RECOMPUTE,
     *PACKING,
+    *SLICES,
     *LATER,
 )

@@ -84,19 +84,24 @@ def build(
     dtype: torch.dtype = torch.float32,
     mp: Axis | None = None,
     sequence_parallel: bool = False,
+    **more: object,
 ) -> Decoder | Ernie:
-    """An initialised model; its biases, norms and correction biases are moved off their trivial initial values."""
+    """An initialised model; its biases, norms and correction biases are moved off their trivial initial values.
+
+    more: what else a decoder's constructor takes.
+    """
     mp = mp or Axis.single("mp")
     model: Decoder | Ernie
     if isinstance(sizes, ErnieSizes):
         model = Ernie(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype)
     else:
-        single = {"ep": Axis.single("ep"), "emp": Axis.single("emp")}
-        model = Decoder(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, **single)
+        axes = {"ep": Axis.single("ep"), "emp": Axis.single("emp"), **more}
+        model = Decoder(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, **axes)  # type: ignore[arg-type]
     # Every row is drawn, so that no bias or norm hides behind zeros and ones.
     table = [replace(row, init="normal") for row in table_of(sizes) if row.trainable]
     table += [row for row in table_of(sizes) if not row.trainable]
-    boxes = place_boxes(table, {"mp": (mp.size, mp.rank)})
+    axes = {name: more.get(name, Axis.single(name)) for name in ("ep", "emp")} | {"mp": mp}
+    boxes = place_boxes(table, {name: (axis.size, axis.rank) for name, axis in axes.items()})  # type: ignore[attr-defined]
     initialize(model, table, seed=seed, init_std=sizes.init_std, boxes=boxes)
     shift_norms(model)
     return model

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-# torch.Stream where the device has streams, NoStream elsewhere.
+# torch.Stream and torch.Event where the device has streams, NoStream and NoEvent elsewhere.
 Stream = Any
+Event = Any
+
+
+T = TypeVar("T")
+
+
+class NoEvent:
+    """The event of a device that does everything at once: what stands before it has been done."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 class NoStream:
@@ -40,6 +52,9 @@ class Device:
 
     type = "cpu"
     backend = "gloo"
+    # Whether the host enqueues work and goes on. Then what the host must wait for is asked for one slice late, when
+    # the next slice's work stands in the queue; where it does not, waiting late would only launch late.
+    runs_ahead = False
 
     def __init__(self, local_rank: int = 0) -> None:
         self.local_rank = local_rank
@@ -71,6 +86,29 @@ class Device:
         """The queue that operations go to now."""
         return NoStream()
 
+    def event(self) -> Event:
+        """A mark behind everything that stands in the current stream."""
+        return NoEvent()
+
+    def timed_event(self) -> Callable[[], Event] | None:
+        """What makes marks that know their time; None where waits block the host and its clock will do."""
+        return None
+
+    def launch(self, op: Callable[[], T], stream: Stream | None = None, after: Event | None = None) -> T:
+        """Enqueue ``op``, the one way in which collectives are launched.
+
+        stream: None is the current one. after: an event; on a stream of its own ``op`` then starts behind that event
+        and not behind what the current stream was given since. Returns what ``op`` returns.
+        """
+        return op()
+
+    def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
+        """(the same on the host, the event behind which it is there)."""
+        return x, NoEvent()
+
+    def adopt(self, x: Tensor) -> None:
+        """The current stream uses a tensor whose memory belongs to another one: the allocator has to know."""
+
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from and to by itself, filled with zeros."""
         return torch.zeros(numel, dtype=dtype)
@@ -83,6 +121,8 @@ class Device:
 
 class Accelerator(Device):
     """What CUDA and Ascend devices share: torch's device module of the type answers."""
+
+    runs_ahead = True
 
     def __init__(self, local_rank: int = 0) -> None:
         super().__init__(local_rank)
@@ -118,6 +158,40 @@ class Accelerator(Device):
         """The current stream of this rank's device."""
         stream: Stream = torch.accelerator.current_stream(self.torch_device)
         return stream
+
+    def event(self) -> Event:
+        """An event on the current stream."""
+        return self.current_stream().record_event()
+
+    def timed_event(self) -> Callable[[], Event] | None:
+        """Timed events on the current stream."""
+
+        def mark() -> Event:
+            event = self.module.Event(enable_timing=True)
+            event.record()
+            return event
+
+        return mark
+
+    def launch(self, op: Callable[[], T], stream: Stream | None = None, after: Event | None = None) -> T:
+        """On ``stream``, behind ``after`` (without it behind the current stream)."""
+        if stream is None:
+            return op()
+        if after is None:
+            stream.wait_stream(self.current_stream())
+        else:
+            stream.wait_event(after)
+        with stream:
+            return op()
+
+    def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
+        """Into page-locked memory, without waiting."""
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        return host, self.event()
+
+    def adopt(self, x: Tensor) -> None:
+        """Tell the caching allocator."""
+        x.record_stream(self.current_stream())
 
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory."""

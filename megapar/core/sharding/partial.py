@@ -30,7 +30,7 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
     message = torch.cat([piece.flatten() for piece in pieces])
     work = transport.all_reduce(message, mp, async_op=True)
     assert work is not None
-    meter.wait(work)
+    meter.wait(work, f"{mp.name}/all_reduce")
     _scatter(message, pieces)
 
 
@@ -47,7 +47,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     other = torch.empty_like(own)
     peer = pp.size - 1 - pp.rank
     for work in (transport.send(own, pp, peer), transport.receive(other, pp, peer)):
-        meter.wait(work)
+        meter.wait(work, f"{pp.name}/send")
     _scatter(own + other, pieces)
 
 

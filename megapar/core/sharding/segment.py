@@ -267,7 +267,7 @@ class Segment:
 
     def _wait(self) -> None:
         for work in self._work:
-            self._meter.wait(work)
+            self._meter.wait(work, f"{self.shard.name}/reduce")
         self._work.clear()
 
     def _lend(self, shape: Sequence[int]) -> Tensor:
@@ -307,7 +307,7 @@ class Segment:
             flat, row, work = self._gather
             self._gather = None
             if work is not None:
-                self._meter.wait(work)
+                self._meter.wait(work, f"{self.shard.name}/all_gather")
             self._fill(flat)
             self._pool.give(flat)
             self._pool.give(row)

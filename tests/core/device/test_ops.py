@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
-from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference, wide
+from megapar.core.device.ops import (
+    OPS,
+    attention_fused,
+    attention_reference,
+    attention_slice_merged,
+    attention_slice_reference,
+    op,
+    rotary_reference,
+    wide,
+)
 from megapar.core.device.packed import (
     Documents,
     by_kernel,
@@ -39,6 +48,12 @@ def cases(name, dtype):
         return [
             (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents}) for one in shapes
         ]
+    if name == "attention_slice":
+        return [
+            (tuple(draw(i, *shape, dtype=dtype) for i, shape in enumerate(((2, 4, s, 16), keys, keys))), {})
+            for keys in ((2, 2, 8, 16), (2, 4, 8, 16))
+            for s in (1, 3, 8)
+        ]
     valid = torch.ones(2, 8, dtype=torch.bool)
     valid[1, 5:] = False
     query, grouped, whole = ((2, n, 8, 16) for n in (4, 2, 4))
@@ -65,7 +80,7 @@ def test_entry_equals_its_reference(name, device, dtype):
 
 
 def test_every_form_has_a_case():
-    assert {name for name, _ in ENTRIES} == {"attention", "packed_attention", "rms_norm"}
+    assert {name for name, _ in ENTRIES} == {"attention", "attention_slice", "packed_attention", "rms_norm"}
 
 
 def test_fp64_and_unknown_devices_take_the_reference():
@@ -97,6 +112,23 @@ def test_attention_dropout_keeps_the_mean(form):
     y = form(q, k, torch.ones(1, 1, 64, 4), causal=False, dropout=0.5)
     assert float(y.mean()) == pytest.approx(1.0, abs=0.05)
     assert float(y.std()) > 0.05
+
+
+@pytest.mark.parametrize("form", [attention_slice_reference, attention_slice_merged])
+def test_slices_of_causal_attention_are_the_whole(form):
+    """Outputs and gradients of uneven slices against the whole, in fp64; a mask aligned top left would differ."""
+    tensors = [draw(i, 2, heads, 9, 16, dtype=torch.float64) for i, heads in enumerate((4, 2, 2))]
+    q, k, v = tensors
+    whole = attention_reference(q, k, v, causal=True)
+    edges = (0, 1, 5, 9)
+    pieces = [form(q[:, :, a:b], k[:, :, :b], v[:, :, :b]) for a, b in itertools.pairwise(edges)]
+    sliced = torch.cat(pieces, dim=2)
+    assert torch.allclose(sliced, whole, rtol=1e-13, atol=1e-13)
+    upstream = draw(9, *whole.shape, dtype=torch.float64).detach()
+    for a, b in zip(
+        torch.autograd.grad(sliced, tensors, upstream), torch.autograd.grad(whole, tensors, upstream), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
 def test_rotation_keeps_lengths_and_depends_on_distances_only():
@@ -150,7 +182,7 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(monkeypatch):
             F.scaled_dot_product_attention(
                 *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=given["enable_gqa"]
             )[0].transpose(0, 1)
-            for a, b in pairwise(starts.tolist())
+            for a, b in itertools.pairwise(starts.tolist())
         ]
         return torch.cat(parts)
 

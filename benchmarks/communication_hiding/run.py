@@ -1,0 +1,117 @@
+"""Communication hiding: how much of the experts' all-to-alls travels under computation, and what a step costs.
+
+    python -m benchmarks.communication_hiding.run [--device cpu|cuda] [--rounds N] [--rates 300mbit 600mbit ...]
+                                                  [--ways "ampipe 2" ...] [--results FOLDER]
+
+Two ranks over a slow link (two network namespaces and ``tc tbf``, which need root; on cuda two GPUs and their link).
+At each rate, in one run: the serial step, every way of slicing, the computation alone of each way, and the serial
+step's messages alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.communication_hiding.picture import draw_shares, draw_step
+from benchmarks.communication_hiding.shape import WAYS
+from benchmarks.support.contest import Contest, Figures, Rank, median
+from benchmarks.support.slow_link import slow_link
+from benchmarks.support.table import machine, print_json, print_table
+
+
+def main() -> None:
+    """Measure every rate, print tables, pictures and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rates", nargs="+", default=["800mbit", "400mbit", "200mbit"], help="as tc writes them")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--results", type=Path, help="folder for the pictures")
+    options = parser.parse_args()
+    ways = ["serial", *(way for way in options.ways if way != "serial")]
+    result: dict[str, object] = {"benchmark": "communication_hiding", "machine": machine(options.device)}
+    print(f"{result['machine']}; medians of {options.rounds} interleaved rounds\n")
+    with tempfile.TemporaryDirectory() as name:
+        result["rates"] = measure(options.device, options.rates, ways, options.rounds, Path(name), options.results)
+    print_json(result)
+
+
+def measure(
+    device: str, rates: Sequence[str], ways: Sequence[str], rounds: int, folder: Path, results: Path | None
+) -> list[dict[str, object]]:
+    """Per rate a table; pictures of the last rate's steps."""
+    found = []
+    if device == "cuda":
+        ranks = [Rank(_python(rank, device, folder / "cuda")) for rank in range(2)]
+        with Contest({"ranks": ranks}) as contest:
+            found.append(_one(contest, "as it is", ways, rounds, folder, results))
+    else:
+        with slow_link() as link:
+            for rate in rates:
+                link.set_rate(rate)
+                ranks = [link.rank(rank, _python(rank, device, folder / rate)) for rank in range(2)]
+                with Contest({"ranks": ranks}) as contest:
+                    found.append(_one(contest, rate, ways, rounds, folder, results))
+    if results is not None:
+        hidden = {way: [float(entry["hidden"][way]) for entry in found] for way in ways[1:]}  # type: ignore[index]
+        draw_shares([str(entry["link"]) for entry in found], hidden, results / "hidden.svg")
+    return found
+
+
+def _one(
+    contest: Contest, link: str, ways: Sequence[str], rounds: int, folder: Path, results: Path | None
+) -> dict[str, object]:
+    entries = {way: ("ranks", way) for way in ways}
+    entries |= {f"alone {way}": ("ranks", f"alone {way}") for way in ways}
+    entries["talk"] = ("ranks", "talk")
+    measured = _table(link, ways, contest.rounds(rounds, entries))
+    if results is not None:
+        results.mkdir(parents=True, exist_ok=True)
+        for way in ways:
+            file = folder / "events.json"
+            contest.turn("ranks", f"draw {way} {file}")
+            drawn = json.loads(file.read_text())
+            name = way.replace(", ", "-").replace(" ", "-")
+            draw_step(drawn["began"], drawn["events"], f"{way}, {link}", results / f"step-{name}.svg")
+    return measured
+
+
+def _table(link: str, ways: Sequence[str], rounds: Mapping[str, Sequence[Figures]]) -> dict[str, object]:
+    """Hidden: what a way takes away of the time that communication adds to the serial step. Ideal: the longer of the
+    computation (of this way, slices cost a little) and the messages, as if either covered the other whole."""
+    seconds = {name: median(figures) for name, figures in rounds.items()}
+    exposed = {way: median(rounds[way], "exposed") for way in ways}
+    added = seconds["serial"] - seconds["alone serial"]
+    share = added / seconds["serial"]
+    hidden = {way: (seconds["serial"] - seconds[way]) / added for way in ways}
+    ideal = {way: max(seconds[f"alone {way}"], seconds["talk"]) for way in ways}
+    print(f"Link {link}: communication is {share:.0%} of the serial step; its messages alone {seconds['talk']:.3f} s\n")
+    rows = [
+        (
+            way,
+            f"{seconds[way]:.3f}",
+            f"{exposed[way]:.3f}",
+            f"{hidden[way]:.0%}",
+            f"{seconds[f'alone {way}']:.3f}",
+            f"{ideal[way]:.3f}",
+            f"{seconds[way] / ideal[way]:.2f}",
+        )
+        for way in ways
+    ]
+    print_table(("", "seconds", "exposed", "hidden", "computation", "ideal", "to ideal"), rows)
+    return {"link": link, "share": share, "hidden": hidden, "seconds": seconds, "exposed": exposed, "ideal": ideal}
+
+
+def _python(rank: int, device: str, meet: Path) -> list[str]:
+    module = "benchmarks.communication_hiding.rank"
+    place = ["--rank", str(rank), "--device", device, "--rendezvous", f"file://{meet}"]
+    return [sys.executable, "-m", module, *place]
+
+
+if __name__ == "__main__":
+    main()

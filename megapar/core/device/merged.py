@@ -1,0 +1,51 @@
+"""Causal attention of the last positions of a sequence on a CPU, whose kernel aligns a causal mask top left only.
+
+    k, v   | prefix: all of it is seen | diagonal: causal |      q stands above the diagonal block
+    o      merged from both by their log-sum-exps, and so is the gradient: each part's backward with the merged
+           output and log-sum-exp gives exactly that part's share (as in ring attention, arXiv 2310.01889)
+
+No mask is made and no score is held. Shape letters: B batch, N query heads, G key-value heads, S positions of q,
+L of k and v, P = L - S of the prefix, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class MergedAttention(torch.autograd.Function):
+    """q [B, N, S, D], k and v [B, G, L, D] to [B, N, S, D]; position i of q sees k and v up to P + i."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The two parts and their merger."""
+        prefix = k.shape[2] - q.shape[2]
+        out, lse = _forward(q, k[:, :, prefix:], v[:, :, prefix:], 0.0, True)
+        if prefix:
+            before, lse_before = _forward(q, k[:, :, :prefix], v[:, :, :prefix], 0.0, False)
+            whole = torch.logaddexp(lse, lse_before)
+            shares = [(part - whole).exp().unsqueeze(-1) for part in (lse, lse_before)]
+            out, lse = (out * shares[0] + before * shares[1]).to(q.dtype), whole
+        ctx.save_for_backward(q, k, v, out, lse)
+        merged: Tensor = out
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [B, N, S, D], dk and dv [B, G, L, D]."""
+        q, k, v, out, lse = ctx.saved_tensors
+        prefix = k.shape[2] - q.shape[2]
+        dq, dk, dv = _backward(grads[0], q, k[:, :, prefix:], v[:, :, prefix:], out, lse, 0.0, True)
+        if prefix:
+            before = _backward(grads[0], q, k[:, :, :prefix], v[:, :, :prefix], out, lse, 0.0, False)
+            dq = dq + before[0]
+            dk, dv = torch.cat((before[1], dk), dim=2), torch.cat((before[2], dv), dim=2)
+        return dq, dk, dv

@@ -1,0 +1,78 @@
+"""Gradients of weights that are used several times in one pass, summed in fp32 and rounded once.
+
+Autograd adds the gradients of a tensor's uses in the tensor's dtype. A layer that runs in d slices uses each weight d
+times, and in a 16-bit dtype every addition rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAME = "wide_sum"
+
+
+class WideSum:
+    """The sum of one weight's gradients over its uses in a pass."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._total: Tensor | None = None
+
+    def use(self, x: Tensor) -> Tensor:
+        """``x``, whose gradient is added here; the last use to come back hands on the sum."""
+        y: Tensor = _Use.apply(x, self)
+        return y
+
+    def begin(self) -> None:
+        """One more use."""
+        self._open += 1
+
+    def add(self, grad: Tensor) -> Tensor | None:
+        """The whole sum in the dtype of ``grad`` once no use is left, before that None."""
+        self._open -= 1
+        if self._total is None:
+            if not self._open:
+                return grad
+            self._total = grad.to(torch.float32)
+        else:
+            self._total.add_(grad)
+        if self._open:
+            return None
+        total, self._total = self._total.to(grad.dtype), None
+        return total
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: WideSum) -> Tensor:
+        ctx.total = total
+        total.begin()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.total.add(grads[0]), None
+
+
+@contextmanager
+def wide_sums(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Sum the gradients of 16-bit parameters so, over all their uses inside; ``wide_use`` is how they are used."""
+    marked = [p for p in parameters if p.requires_grad and p.dtype.itemsize < 4 and torch.is_grad_enabled()]
+    for parameter in marked:
+        setattr(parameter, _NAME, WideSum())
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            delattr(parameter, _NAME)
+
+
+def wide_use(parameter: Tensor, local: Tensor) -> Tensor:
+    """``local``, what this rank holds of the parameter, for one use."""
+    total = getattr(parameter, _NAME, None)
+    return local if total is None else total.use(local)

@@ -1,0 +1,73 @@
+"""Pipe-experts: a dispatch cut by local expert, and each expert's kept rows into pieces that travel one by one.
+
+    message   expert 0: piece 0 | piece 1 | expert 1: piece 0 | piece 1     each: rows for rank 0, rank 1, ..
+
+Each piece is an all-to-all of its own, so that one piece's collectives fly under another's computation. Rows are cut,
+not padding: of m rows that a rank has for an expert, a piece gets ceil(m / N), the last ones perhaps none. Both ends
+know m from the one exchange of counts.
+
+Shape letters: L experts on this rank, N pieces per expert, R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megapar.core.tickets import AllToAll
+from megapar.moe.dispatch import Permutation, Plan, sort_by_expert
+from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher, order_by_expert
+
+
+def cut_plan(
+    dispatcher: ExpertParallelDispatcher, told: Announced, pieces: int
+) -> tuple[Permutation, tuple[Plan, ...]]:
+    """(pairs to rows of the whole message, L · pieces plans in the order in which they travel)."""
+    numbers = dispatcher.read(told)
+    parts = [_cut(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
+    sent = [part[0] for part in parts]
+    permutation, _ = sort_by_expert(told.experts, told.kept, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
+    permutation = _reorder(permutation, numbers[0], sent)
+    experts = numbers.shape[2]
+    plans = [_plan(dispatcher, told, permutation, part, expert) for expert in range(experts) for part in parts]
+    return permutation, tuple(plans)
+
+
+def _cut(counts: Tensor, piece: int, pieces: int) -> Tensor:
+    """Rows of each count that are in this piece."""
+    share = -torch.div(-counts, pieces, rounding_mode="floor")
+    return (counts - piece * share).clamp(min=0).minimum(share)
+
+
+def _reorder(permutation: Permutation, counts: Tensor, parts: list[Tensor]) -> Permutation:
+    """Rows sorted by (rank, expert) to rows sorted by (expert, piece, rank). counts, parts: [ep, L] on the host."""
+    rows = permutation.pair.shape[0]
+    if not rows:
+        return permutation
+    starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    lengths = torch.stack(parts).permute(2, 0, 1)  # [L, N, ep]
+    begins = torch.stack([starts + sum(parts[:n]) for n in range(len(parts))]).permute(2, 0, 1)
+    lengths, begins = lengths.flatten(), begins.flatten()
+    shift = begins - (lengths.cumsum(0) - lengths)
+    old = torch.arange(rows) + torch.repeat_interleave(shift, lengths, output_size=rows)
+    old = old.to(permutation.pair.device, non_blocking=True)
+    new = torch.empty_like(old).scatter_(0, old, torch.arange(rows, device=old.device))
+    return permutation._replace(pair=permutation.pair[old], row=new[permutation.row])
+
+
+def _plan(
+    dispatcher: ExpertParallelDispatcher, told: Announced, permutation: Permutation, part: Tensor, expert: int
+) -> Plan:
+    """One piece: rows of one expert from every rank. part: [2 (+ emp), ep, L] on the host."""
+    send, receive = (tuple(part[way, :, expert].tolist()) for way in (0, 1))
+    received = sum(receive)
+    room, total, order = received, received, None
+    if dispatcher.gathers:
+        gathered = part[2:, :, expert]
+        room, total = int(gathered.sum(1).max()), int(gathered.sum())
+        counts = gathered.unsqueeze(2).to(told.counts.device, non_blocking=True)
+        order, _ = order_by_expert(counts, room, total)
+    counts_L = torch.zeros(part.shape[2], dtype=torch.int64)
+    counts_L[expert] = total
+    counts_L = counts_L.to(told.counts.device, non_blocking=True)
+    return Plan(permutation, AllToAll(dispatcher.ep, send, receive), received, room, order, counts_L)

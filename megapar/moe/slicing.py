@@ -1,0 +1,71 @@
+"""How the sequence is cut into slices that are pipelined from attention to experts. Standard library only, no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+CAPACITIES = ("global", "slice")
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """The options of AMPipe and pipe-experts for one model.
+
+    degree: slices (d). balanced: their lengths make causal attention work even, instead of being equal.
+    capacity: ``global``, an expert's capacity is that of the micro-batch, whose earlier slices come first; ``slice``,
+    every slice has one of its own. cross_layer: slices go on into the next layer one by one. overlap_mp: collectives of
+    the experts over their mp axis fly under other slices' experts. expert_pieces: pieces that each expert's rows of a
+    slice are sent in; 0, all experts' rows of a slice travel as one message. chained: a piece leaves when the experts'
+    mp collective before it has been launched, for links that ep and mp must not use at once (``Traffic.chained``).
+    """
+
+    degree: int = 1
+    balanced: bool = False
+    capacity: str = "global"
+    cross_layer: bool = False
+    overlap_mp: bool = False
+    expert_pieces: int = 0
+    chained: bool = False
+
+    def __post_init__(self) -> None:
+        # The command line has refused wrong values with a full report; this guards direct users.
+        if self.degree < 1 or self.expert_pieces < 0 or self.capacity not in CAPACITIES:
+            raise ValueError(
+                f"degree {self.degree} (at least 1), expert_pieces {self.expert_pieces} (at least 0), capacity "
+                f"{self.capacity!r} ({' or '.join(CAPACITIES)})"
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether layers run slice by slice at all."""
+        return self.degree > 1 or self.expert_pieces > 0
+
+    def cut(self, length: int, parts: int = 1) -> tuple[slice, ...]:
+        """The slices of a sequence of ``length`` positions, each a multiple of ``parts`` (ranks that share it).
+
+        Equal slices differ by at most ``parts``. Balanced ones end at length · sqrt(j / d), where causal attention's
+        triangle is cut into equal areas. Raises ValueError where a slice would be empty.
+        """
+        units, rest = divmod(length, parts)
+        if rest or units < self.degree:
+            raise ValueError(f"{length} positions on {parts} ranks cannot be cut into {self.degree} slices")
+        share = [math.sqrt(j / self.degree) if self.balanced else j / self.degree for j in range(self.degree + 1)]
+        edges = [round(units * part) for part in share]
+        for j in range(1, self.degree):  # a short sequence still gives every slice a position
+            edges[j] = min(max(edges[j], edges[j - 1] + 1), units - (self.degree - j))
+        return tuple(slice(a * parts, b * parts) for a, b in itertools.pairwise(edges))
+
+    def order(self, length: int, parts: int) -> list[int]:
+        """Where each position of the data comes from, so that a rank's chunk holds its part of every slice.
+
+        With parts ranks of sequence parallelism, rank r's chunk is the r-th parts-th of slice 0, then of slice 1, ...
+        """
+        slices = self.cut(length, parts)
+        chosen: list[int] = []
+        for rank in range(parts):
+            for s in slices:
+                own = (s.stop - s.start) // parts
+                chosen += range(s.start + rank * own, s.start + (rank + 1) * own)
+        return chosen

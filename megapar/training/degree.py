@@ -1,0 +1,66 @@
+"""``--ampipe-degree auto``: a few steps at the start, thrown away, choose a degree that leaves the numbers alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megapar.arguments import Config
+from megapar.core.axis import Axis
+from megapar.core.collectives import all_reduce_
+
+AUTO = 0
+DEGREES = (1, 2, 4)
+REPEATS = 3
+# A degree has to be faster than none by this much: below it the weather of the machine decides.
+LEAST_GAIN = 0.02
+
+
+def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
+    """(degrees that give the numbers of degree 1, why there is only one of them; empty where there are more)."""
+    parallel, moe, model, ampipe = config.parallel, config.moe, config.model, config.ampipe
+    in_order = moe.moe_model_type != "deepspeed_moe" or moe.moe_drop_policy == "token"
+    segments = config.sharding.sharding_stage == 3 and bool(config.sharding.sharding_segment_strategy)
+    again = config.recompute
+    recomputes = bool(again.recompute_interval or again.recompute_method or again.adaptive_recompute_device_size)
+    for hinders, why in (
+        (moe.num_experts == 0 or parallel.ep_degree == 1, "without --ep-degree there is no all-to-all to hide"),
+        (not model.use_flash_attn, "slices need --use-flash-attn"),
+        (parallel.pp_degree > 1, "under a pipeline the degree is given, not measured"),
+        (recomputes or again.recompute_granularity == "selective", "slices are not recomputed yet"),
+        (segments, "segments at stage 3 allow no slices"),
+        (model.attention_dropout > 0 or model.hidden_dropout > 0, "slices draw other dropout masks"),
+        (not in_order, f"slices cannot drop by --moe-drop-policy {moe.moe_drop_policy}"),
+        (moe.moe_model_type == "deepspeed_moe" and ampipe.ampipe_capacity == "slice", "slices would drop others"),
+    ):
+        if hinders:
+            return (1,), why
+    room = model.seq_length // (parallel.mp_degree if parallel.sequence_parallel else 1)
+    pieces = ampipe.pipe_experts_multi_data if ampipe.use_pipe_experts else 0
+    degrees = tuple(d for d in DEGREES if d <= room and (d == 1 or not pieces or (pieces % d == 0 and pieces > d)))
+    return degrees, "" if len(degrees) > 1 else "the sequence, or --pipe-experts-multi-data, allows no other"
+
+
+def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, device: torch.device) -> dict[int, float]:
+    """Degree -> median seconds of a micro-batch on the slowest rank, turns interleaved, the first round unseen.
+
+    run: seconds of one micro-batch, forward and backward, at a degree. The same on every rank.
+    """
+    rounds = [[run(degree) for degree in degrees] for _ in range(1 + REPEATS)][1:]
+    own = [statistics.median(turns) for turns in zip(*rounds, strict=True)]
+    slowest = torch.tensor(own, dtype=torch.float32, device=device)
+    if world.size > 1:
+        all_reduce_(slowest, world, dist.ReduceOp.MAX)
+    return dict(zip(degrees, slowest.tolist(), strict=True))
+
+
+def choose(seconds: Mapping[int, float]) -> tuple[int, str]:
+    """(the degree, why): the fastest, if it is faster than degree 1 by ``LEAST_GAIN``."""
+    best = min(seconds, key=lambda degree: seconds[degree])
+    told = ", ".join(f"{degree}: {value * 1000:.1f} ms" for degree, value in seconds.items())
+    if seconds[best] > (1 - LEAST_GAIN) * seconds[1]:
+        best = 1
+    return best, f"measured per micro-batch {told}"

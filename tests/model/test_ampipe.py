@@ -1,0 +1,267 @@
+"""Slices through whole models: the order of launches and waits, gradients on two ranks, hooks, causality, lengths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.axis import Axis
+from megapar.core.device.base import Device
+from megapar.core.tickets import Traffic
+from megapar.model.table import table_of
+from megapar.moe.slicing import Slicing
+from tests.model.small import BIASED_MOE, MOE, batch_for, build, total
+from tests.support.ranks import run_ranks
+
+TWO = replace(MOE, first_k_dense=0, num_layers=2, moe=replace(MOE.moe, shared_experts=0))
+
+
+class Ahead(Device):
+    """A device whose host runs ahead, played by the CPU: dispatches are issued one slice late."""
+
+    runs_ahead = True
+
+
+class Diary(Traffic):
+    """Writes down launches and waits: D dispatch, C combine, with numbers of layer and slice. back: which way."""
+
+    def __init__(self, slices, layers, device):
+        super().__init__(device=device)
+        self.events, self.back = [], False
+        self._count, self._all, self._slices, self._names = Counter(), slices * layers, slices, {}
+
+    def note(self, what):
+        number = self._count[what, self.back]
+        self._count[what, self.back] += 1
+        number = self._all - 1 - number if self.back else number
+        return f"{what}{number // self._slices}.{number % self._slices}"
+
+    def launch(self, exchange, x, aside=False):
+        flight = super().launch(exchange, x, aside)
+        if exchange.kind == "all_to_all":
+            self._names[id(flight)] = self.note("D" if x.shape[1] > TWO.hidden_size else "C")
+            self.events.append(self._names[id(flight)] + "^")
+        return flight
+
+    def land(self, flight, metered=True):
+        if id(flight) in self._names:
+            self.events.append(self._names.pop(id(flight)) + "v")
+        return super().land(flight, metered)
+
+    def watch(self, module, name):
+        """Note each call of the module, and the arrival of the gradient of what it returned."""
+
+        def called(_, __, output):
+            self.events.append(self.note(name))
+            output.register_hook(lambda grad: self.events.append(self.note(name)))
+
+        module.register_forward_hook(called)
+
+
+def drawn(slices, layers, cross, late):
+    """The drawing of the program: events of a forward, in program order, or as issued by a host that runs ahead."""
+    events = []
+    for layer in range(layers):
+        for c in range(slices):
+            events += [f"C{layer - 1}.{c}v"] if cross and layer else []
+            events += [f"attn{layer}.{c}"]
+            events += [f"D{layer}.{c}^"] if not late else [f"D{layer}.{c - 1}^"] if c else []
+        events += [f"D{layer}.{slices - 1}^"] if late else []
+        for c in range(slices):
+            events += [f"D{layer}.{c}v", f"exp{layer}.{c}", f"C{layer}.{c}^"]
+        if not cross or layer == layers - 1:
+            events += [f"C{layer}.{c}v" for c in range(slices)]
+    return events
+
+
+def mirrored(events):
+    turned = {"^": "v", "v": "^"}
+    return [event[:-1] + turned[event[-1]] if event[-1] in turned else event for event in reversed(events)]
+
+
+def ep_of(rank, world_size):
+    return Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+
+
+def recorded(rank, world_size, slicing, ahead):
+    """(forward, backward, launched, host waits) of a step."""
+    diary = Diary(slicing.degree, TWO.num_layers, Ahead() if ahead else Device())
+    model = build(TWO, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=diary, slicing=slicing)
+    for block in model.layers.values():
+        diary.watch(block.attention.proj, "attn")
+        diary.watch(block.moe.experts, "exp")
+    loss = total(model, batch_for(TWO, seed=rank))
+    forward, diary.events, diary.back = diary.events, [], True
+    loss.backward()
+    diary.check_settled()
+    return forward, diary.events, dict(diary.launched), diary.host_waits
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_launches_and_waits_are_those_of_the_drawing(degree, cross, ahead):
+    """Whatever the host issues when, the backward is the mirror of the program."""
+    for forward, backward, launched, waits in run_ranks(2, recorded, Slicing(degree, cross_layer=cross), ahead):
+        assert forward == drawn(degree, 2, cross, ahead)
+        assert backward == mirrored(drawn(degree, 2, cross, False))
+        assert launched == {"all_to_all": 4 * degree * 2, "counts": degree * 2}
+        assert waits == degree * 2
+
+
+def stepped(rank, world_size, sizes, slicing, ahead, padded):
+    """Gradients of the sum over both ranks' batches, how often each parameter's hook fired, logits of an evaluation."""
+    traffic = Traffic(device=Ahead() if ahead else Device())
+    model = build(sizes, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=traffic, slicing=slicing)
+    fired = Counter()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
+    total(model, batch_for(sizes, seed=rank, padded=padded)).backward()
+    traffic.check_settled()
+    model.eval()
+    with torch.no_grad():
+        logits = model.logits(batch_for(sizes, seed=rank, padded=padded))
+    traffic.check_settled()
+    grads = {}
+    for row in table_of(sizes):
+        if row.trainable:
+            grads[row.name] = model.get_parameter(row.name).grad
+            if not row.expert:
+                dist.all_reduce(grads[row.name])
+    return grads, set(fired.values()), logits
+
+
+CASES = {
+    "d 2": (MOE, Slicing(2), False, False),
+    "d 3, cross-layer, ahead, padding": (MOE, Slicing(3, cross_layer=True), True, True),
+    "d 4, balanced, biases": (BIASED_MOE, Slicing(4, balanced=True), False, True),
+    "d 2, pieces, ahead": (MOE, Slicing(2, expert_pieces=2), True, False),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "late"])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_and_hooks_fire_once(name, backend):
+    sizes, slicing, ahead, padded = CASES[name]
+    model = build(sizes, dtype=torch.float64)
+    batches = [batch_for(sizes, seed=rank, padded=padded) for rank in range(2)]
+    sum(total(model, batch) for batch in batches).backward()
+    model.eval()
+    largest = max(float(p.grad.abs().max()) for p in model.parameters())
+    results = run_ranks(2, stepped, sizes, slicing, ahead, padded, backend=backend)
+    for rank, (grads, fired, logits) in enumerate(results):
+        assert fired == {1}
+        with torch.no_grad():
+            assert torch.allclose(logits, model.logits(batches[rank]), rtol=0, atol=1e-12)
+        for row in table_of(sizes):
+            if row.trainable:
+                expected = model.get_parameter(row.name).grad[row.box({"ep": (2, rank)}).slices]
+                difference = float((grads[row.name] - expected).abs().max())
+                assert difference <= 1e-9 * max(float(expected.abs().max()), 1e-6 * largest), row.name
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_no_position_sees_a_later_one(cross):
+    """Dropless: nothing but attention connects positions."""
+    model = build(MOE, dtype=torch.float64, slicing=Slicing(3, cross_layer=cross))
+    batch = batch_for(MOE)
+    before = model.logits(batch).detach()
+    for position in (0, 5, 6, 15):
+        changed = {**batch, "tokens": batch["tokens"].clone()}
+        changed["tokens"][:, position] = (changed["tokens"][:, position] + 1) % MOE.vocab_size
+        after = model.logits(changed).detach()
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert not torch.equal(after[:, position], before[:, position])
+
+
+def test_a_second_length_and_an_evaluation_in_one_process():
+    whole, sliced = build(MOE, dtype=torch.float64), build(MOE, dtype=torch.float64, slicing=Slicing(4))
+    batch = batch_for(MOE)
+    for length in (16, 11, 4, 16):
+        short = {name: tensor[:, :length] for name, tensor in batch.items()}
+        a, b = total(whole, short), total(sliced, short)
+        assert float((a - b).detach().abs()) < 1e-10
+        sliced.eval()
+        with torch.no_grad():
+            assert float((total(sliced, short) - a).detach().abs()) < 1e-10
+        sliced.train()
+    with pytest.raises(ValueError, match="3 positions on 1 ranks cannot be cut into 4 slices"):
+        total(sliced, {name: tensor[:, :3] for name, tensor in batch.items()})
+
+
+def test_dropout_trains_and_repeats():
+    """Masks belong to slices; the same seed gives the same numbers, another one others."""
+    sizes = replace(MOE, attention_dropout=0.3, hidden_dropout=0.2)
+    model = build(sizes, dtype=torch.float64, slicing=Slicing(2, cross_layer=True))
+    batch, losses = batch_for(sizes), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(float(total(model, batch).detach()))
+    assert losses[0] == losses[1] != losses[2]
+    model.eval()
+    assert float(total(model, batch).detach()) == pytest.approx(
+        float(total(build(MOE, dtype=torch.float64).eval(), batch).detach()), rel=1e-12
+    )
+
+
+def test_masks_are_those_of_a_place():
+    """Pieces of one slice draw what the whole draws, and slices the same whether or not they pass between layers."""
+    sizes, batch = replace(MOE, attention_dropout=0.3, hidden_dropout=0.2), batch_for(MOE)
+    losses = []
+    for slicing in (Slicing(), Slicing(expert_pieces=2), Slicing(2), Slicing(2, cross_layer=True)):
+        model = build(sizes, dtype=torch.float64, slicing=slicing)
+        torch.manual_seed(1)
+        losses.append(float(total(model, batch).detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[3] == pytest.approx(losses[2], rel=1e-12)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-6)
+
+
+def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
+    """Under cross-layer slicing keys grow in one buffer: what all slices keep of it shares one storage."""
+    from megapar.model.ampipe import CausalSlices
+    from megapar.model.context import Context
+
+    slices = Slicing(4).cut(16)
+    model = build(MOE, dtype=torch.float64)
+    run = CausalSlices(model.layers["0"].attention, Context(None, None, 32, slices=slices, own_slices=slices))
+    x = torch.randn(2, 16, MOE.hidden_size, dtype=torch.float64)
+    storages = set()
+    for number, place in enumerate(slices):
+        run.attend(number, x[:, place])
+        storages.update(seen.untyped_storage().data_ptr() for seen in run._seen)
+    assert len(storages) == 2
+
+
+WIDER = replace(TWO, num_layers=4, hidden_size=64, head_dim=16, moe=replace(MOE.moe, hidden_size=64, shared_experts=0))
+
+
+def kept_bytes(rank, world_size, slicing):
+    """Bytes of the distinct storages, parameters aside, that a forward keeps for its backward."""
+    model = build(WIDER, ep=ep_of(rank, world_size), slicing=slicing)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage, storage.nbytes())  # held, so that no other takes its address
+        return tensor
+
+    tokens = torch.randint(WIDER.vocab_size, (1, 256), generator=torch.Generator().manual_seed(rank))
+    batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(256).unsqueeze(0)}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = total(model, batch)
+    loss.backward()
+    return sum(size for _, size in kept.values())
+
+
+def test_slices_keep_no_more_than_the_whole():
+    whole = run_ranks(2, kept_bytes, Slicing())
+    for slicing in (Slicing(2), Slicing(4), Slicing(4, cross_layer=True)):
+        for sliced, unsliced in zip(run_ranks(2, kept_bytes, slicing), whole, strict=True):
+            assert sliced <= 1.02 * unsliced, f"{slicing}: {sliced} bytes instead of {unsliced}"
