@@ -38,14 +38,16 @@ def _layer_of(parts: int) -> type[MoeLayer]:
 
         def kept(self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, *capacity: Any) -> Tensor:
             probs, experts = (x.detach().unflatten(0, (batch, -1)).tolist() for x in (routing.probs, routing.experts))
+            text = torch.ones(len(routing.probs), dtype=torch.bool) if valid is None else valid.flatten()
+            is_text = text.unflatten(0, (batch, -1)).tolist()
             kept = torch.zeros(batch, len(experts[0]), self.sizes.topk, dtype=torch.bool)
             for positions in _runs(len(experts[0]), parts):
                 places = [(b, s) for s in positions for b in range(batch)]
                 pairs = keep(
                     [experts[b][s] for b, s in places],
                     [probs[b][s] for b, s in places],
-                    [True] * len(places),
-                    _capacity(self.sizes, len(places)),
+                    [is_text[b][s] for b, s in places],
+                    _capacity(self.sizes, sum(is_text[b][s] for b, s in places)),
                     self.sizes.drop_policy,
                 )
                 for number, choice in pairs:

@@ -32,6 +32,13 @@ ERNIE = f"{MOE} --vocab-size 101 --attention-dropout 0 --hidden-dropout 0"
 
 REGRESSIONS: tuple[Regression, ...] = (
     Regression(
+        "the oracle of capacity per rank gave padding a place",
+        "moe",
+        2,
+        f"{MOE} --vocab-size 101 --num-experts 1 --moe-ffn-hidden-size 8 --moe-router-topk 1 --mp-degree 2 "
+        "--sequence-parallel --moe-model-type deepspeed_moe --moe-capacity-scope rank --no-packing",
+    ),
+    Regression(
         "a rank without vocabulary failed while the model was built",
         "moe",
         4,
