@@ -368,5 +368,6 @@ ROWS: tuple[Row, ...] = (
     *RECOMPUTE_ROWS,
     *PACKING_ROWS,
     *AMPIPE_ROWS,
-    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
+    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
+    Row("gpt", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), FOUR_LAYERS, accumulation=4),
 )
