@@ -208,37 +208,11 @@ class Trainer:
         batches = self.loader.step(progress.consumed_samples, share)
         items, tokens = self._count(batches)
         num_micro_batches = share * self.data.size
-        totals = _Totals()
         # fp16: a loss per token of the global batch has gradients too small to represent; a mean over the micro-batch
         # has not. What is left to do is divided out in fp32, after the reduction.
         factor = 1.0 if self.loss_scale is None else self.loss_scale.value * tokens / num_micro_batches
-        job.sharding.begin_step()
-        if job.pipeline is not None:
-            first = progress.micro_batches + self.data.rank
-
-            def seed(number: int) -> None:
-                seed_micro_batch(progress.dropout_seed, first + number * self.data.size)
-
-            def add(terms: Terms) -> None:
-                totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
-
-            job.pipeline.step(batches, items, num_micro_batches, factor, seed, add)
-        for number, batch in enumerate(batches if job.pipeline is None else ()):
-            job.sharding.begin_micro_batch(last=number == share - 1)
-            seed_micro_batch(progress.dropout_seed, progress.micro_batches + number * self.data.size + self.data.rank)
-            tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
-            terms = job.model(tensors, batch.valid_tokens)
-            loss = self.objective.of(terms, items, num_micro_batches)
-            (loss if factor == 1.0 else loss * factor).backward()
-            totals.add(terms.sums, terms.aux, terms.z, terms.load, terms.dropped)
-        job.sharding.finish()
-        job.traffic.check_settled()
-        sum_partial(job.sharding, job.partial, self.world.axis("mp"), job.meter)
-        if job.tied is not None:
-            sum_tied(job.sharding, job.tied, self.world.axis("pp"), job.meter)
-        if factor != 1.0:
-            scale_gradients(job.sharding.parts, 1 / factor)
-        norm = global_norm(job.sharding.parts, self.world.axis("world"))
+        totals = self._forward_backward(batches, items, num_micro_batches, factor)
+        norm = self._reduce(factor)
         scale, skipped = self._check_overflow(norm)
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not skipped:
@@ -272,6 +246,42 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=job.meter.take() if job.metered else None,
         )
+
+    def _forward_backward(
+        self, batches: Sequence[MicroBatch], items: dict[str, int], num_micro_batches: int, factor: float
+    ) -> _Totals:
+        """Every micro-batch of this rank forward and backward; the sums of their terms. factor: on the loss."""
+        job, progress, totals = self.job, self.progress, _Totals()
+        first = progress.micro_batches + self.data.rank
+
+        def seed(number: int) -> None:
+            seed_micro_batch(progress.dropout_seed, first + number * self.data.size)
+
+        job.sharding.begin_step()
+        if job.pipeline is not None:
+            job.pipeline.step(batches, items, num_micro_batches, factor, seed, totals.add)
+            return totals
+        for number, batch in enumerate(batches):
+            job.sharding.begin_micro_batch(last=number == len(batches) - 1)
+            seed(number)
+            tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
+            terms = job.model(tensors, batch.valid_tokens)
+            loss = self.objective.of(terms, items, num_micro_batches)
+            (loss if factor == 1.0 else loss * factor).backward()
+            totals.add(terms)
+        return totals
+
+    def _reduce(self, factor: float) -> Tensor:
+        """Complete the gradients over all axes and divide ``factor`` out; their global norm."""
+        job = self.job
+        job.sharding.finish()
+        job.traffic.check_settled()
+        sum_partial(job.sharding, job.partial, self.world.axis("mp"), job.meter)
+        if job.tied is not None:
+            sum_tied(job.sharding, job.tied, self.world.axis("pp"), job.meter)
+        if factor != 1.0:
+            scale_gradients(job.sharding.parts, 1 / factor)
+        return global_norm(job.sharding.parts, self.world.axis("world"))
 
     def _adapt(self) -> None:
         """After the steps that measure: choose what is recomputed from now on, and say so."""
@@ -468,18 +478,19 @@ class _Totals:
     def __init__(self) -> None:
         self._empty = True
 
-    def add(self, sums: dict[str, Tensor], aux: Tensor, z: Tensor, load: Tensor, dropped: Tensor) -> None:
+    def add(self, terms: Terms) -> None:
         """One micro-batch's terms."""
-        sums = {name: value.detach() for name, value in sums.items()}
+        sums = {name: value.detach() for name, value in terms.sums.items()}
+        aux, z = terms.aux.detach(), terms.z.detach()
         if self._empty:
-            self.sums, self.aux, self.z, self.load, self.dropped = sums, aux.detach(), z.detach(), load, dropped
+            self.sums, self.aux, self.z, self.load, self.dropped = sums, aux, z, terms.load, terms.dropped
             self._empty = False
             return
         self.sums = {name: value + sums[name] for name, value in self.sums.items()}
-        self.aux = self.aux + aux.detach()
-        self.z = self.z + z.detach()
-        self.load = self.load + load
-        self.dropped = self.dropped + dropped
+        self.aux = self.aux + aux
+        self.z = self.z + z
+        self.load = self.load + terms.load
+        self.dropped = self.dropped + terms.dropped
 
 
 def _due(iteration: int, interval: int) -> bool:

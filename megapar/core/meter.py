@@ -8,7 +8,7 @@ written.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ class Waits:
     host: kind -> seconds. stalls: (kind, event before, event after) of waits that a device's stream made.
     """
 
-    host: Counter[str] = field(default_factory=Counter)
+    host: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     stalls: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def seconds(self) -> dict[str, float]:
@@ -54,7 +54,7 @@ class WaitMeter:
             return
         start = time.perf_counter()
         work.wait()
-        self._waits.host[kind] += time.perf_counter() - start  # type: ignore[assignment]
+        self._waits.host[kind] += time.perf_counter() - start
 
     def take(self) -> Waits:
         """What was waited for since the last call."""

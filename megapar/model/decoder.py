@@ -20,7 +20,14 @@ from megapar.core.device.ops import wide
 from megapar.core.device.packed import Documents
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
-from megapar.core.tensor_parallel import SEQUENCE_DIM, gather_vocabulary, local, parameter, vocabulary_range
+from megapar.core.tensor_parallel import (
+    SEQUENCE_DIM,
+    VocabularyEmbedding,
+    gather_vocabulary,
+    local,
+    parameter,
+    vocabulary_range,
+)
 from megapar.core.tickets import Traffic
 from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
@@ -109,7 +116,7 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        held = holding or Holding(tuple(range(sizes.num_layers)), True, True)
+        held = holding or Holding.whole(sizes.num_layers)
         self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         common: dict[str, Any] = {
@@ -120,7 +127,7 @@ class Decoder(nn.Module):
         }
         self.embedding = DecoderEmbedding(sizes, **common) if held.first else None
         if held.last and not held.first and sizes.tie_embeddings:
-            self.embedding = TiedWord(sizes.vocab_size, sizes.hidden_size, **common)
+            self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **common))
         self.recompute: Recompute | None = None
         self.layers = nn.ModuleDict()
         for layer in held.layers:
@@ -179,11 +186,6 @@ class Decoder(nn.Module):
         tied = self.tied_weight if tied_weight is None else tied_weight
         labels = self._arrange(batch["labels"])
         return None, collect({"lm": self.lm_head(self.final_norm(x), labels, tied)}, stats)
-
-    def boundary_shape(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
-        """[B, S(/mp), H] of the activations between two chunks."""
-        samples, length = batch["tokens"].shape
-        return samples, length // (self.mp.size if self.sequence_parallel else 1), self.sizes.hidden_size
 
     @property
     def load_rows(self) -> list[int]:

@@ -57,20 +57,9 @@ class TiedWord(nn.Module):
     word [V/mp, H]: the same values on both; gradients are summed over the two once per step.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        mp: Axis,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, word: VocabularyEmbedding) -> None:
         super().__init__()
-        self.word = VocabularyEmbedding(
-            vocab_size, hidden_size, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        self.word = word
 
     def forward(self, *_: Tensor) -> Tensor:
         """Raises RuntimeError: tokens are embedded on the first stage."""

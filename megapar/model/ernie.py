@@ -21,6 +21,7 @@ from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
     SEQUENCE_DIM,
     Linear,
+    VocabularyEmbedding,
     gather_vocabulary,
     local,
     parameter,
@@ -117,7 +118,7 @@ class Ernie(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        held = holding or Holding(tuple(range(sizes.num_layers)), True, True)
+        held = holding or Holding.whole(sizes.num_layers)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.recompute: Recompute | None = None
         H = sizes.hidden_size
@@ -129,7 +130,7 @@ class Ernie(nn.Module):
         }
         self.embedding = ErnieEmbedding(sizes, **common) if held.first else None
         if held.last and not held.first:
-            self.embedding = TiedWord(sizes.vocab_size, H, **common)
+            self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, H, **common))
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = ErnieBlock(sizes, layer, **common)
@@ -168,11 +169,6 @@ class Ernie(nn.Module):
             return x, collect({}, (), x.new_zeros((), dtype=wide(x.dtype)))
         word = self.tied_weight if tied_weight is None else tied_weight
         return None, collect(self._sums(self._leave(x), batch, word), ())
-
-    def boundary_shape(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
-        """[B, S(/mp), H] of the activations between two chunks."""
-        samples, length = batch["tokens"].shape
-        return samples, length // (self.mp.size if self.sequence_parallel else 1), self.sizes.hidden_size
 
     def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """(masked-word logits [B, S, V] of every position, sentence-order logits [B, 2] or None); for inspection."""

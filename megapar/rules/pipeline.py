@@ -270,6 +270,19 @@ RULES: tuple[Rule, ...] = (
         failing="--recompute-in-bubble",
     ),
     Rule(
+        id="recompute-adaptive-pipeline",
+        reads=("adaptive_recompute_device_size", "pp_degree"),
+        when=lambda f: f.adaptive_recompute_device_size > 0,
+        requires=lambda f: f.pp_degree == 1,
+        message=(
+            "--adaptive-recompute-device-size measures one micro-batch at a time, and a pipeline's stage keeps several"
+        ),
+        fix="Choose --recompute-interval, or --pp-degree 1.",
+        source=RECOMPUTE,
+        passing="--adaptive-recompute-device-size 32",
+        failing="--world-size 2 --pp-degree 2 --adaptive-recompute-device-size 32",
+    ),
+    Rule(
         id="recompute-adaptive",
         reads=("adaptive_recompute_device_size", "changed"),
         when=lambda f: f.adaptive_recompute_device_size > 0,

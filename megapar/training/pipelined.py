@@ -118,8 +118,11 @@ class PipelinedModel:
         return terms._replace(sums=sums, load=load)
 
     def empty(self, batch: MicroBatch) -> Tensor:
-        """Room for the activations between two chunks."""
-        return torch.empty(self.model.boundary_shape(batch.tensors), dtype=self.model.dtype, device=self._device)
+        """Room for the activations between two chunks: [B, S(/mp), H]."""
+        model, (samples, length) = self.model, batch.tensors["tokens"].shape
+        if model.sequence_parallel:
+            length //= model.mp.size
+        return torch.empty(samples, length, model.sizes.hidden_size, dtype=model.dtype, device=self._device)
 
 
 class _Work:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,6 +19,7 @@ from megapar.arguments import parse
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
+from megapar.core.recompute import Forward
 from megapar.core.sharding.part import Part
 from megapar.core.world import World
 from megapar.moe.router import Router
@@ -138,7 +140,20 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
         for name, module in trainer.job.model.named_modules()
         if isinstance(module, Router)
     }
-    choose = Router.choose
+    choose, run = Router.choose, Forward.run
+
+    def run_and_note(forward: Forward, unit: Callable[..., Any], *inputs: Any) -> Any:
+        """A unit that is computed again belongs to its own micro-batch, not to the one that runs forward then."""
+        number = current[0]
+
+        def numbered(*args: Any) -> Any:
+            before, current[0] = current[0], number
+            try:
+                return unit(*args)
+            finally:
+                current[0] = before
+
+        return run(forward, numbered, *inputs)
 
     def seed_and_note(base: int, number: int) -> None:
         current[0] = number
@@ -154,6 +169,7 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
 
     stack.enter_context(patch.object(megapar.trainer, "seed_micro_batch", seed_and_note))
     stack.enter_context(patch.object(Router, "choose", choose_and_note))
+    stack.enter_context(patch.object(Forward, "run", run_and_note))
     return chosen
 
 

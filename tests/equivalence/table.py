@@ -200,6 +200,7 @@ SEGMENT_ROWS: tuple[Row, ...] = (
 )
 
 FOUR_LAYERS = ("--num-layers", "4")
+HIDDEN_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0.1")
 FOUR_LAYERS_TWO_DENSE = (*FOUR_LAYERS, "--first-k-dense", "2")
 ONE_F_ONE_B, GPIPE = (), ("--pp-schedule", "gpipe")
 INTERLEAVED = ("--pp-schedule", "interleaved", "--vpp-degree", "2")
@@ -252,7 +253,7 @@ def pipeline_fits(chosen: tuple[object, ...]) -> bool:
 
 PIPELINE_ROWS: tuple[Row, ...] = (
     *(pipeline_row(*factors) for factors in pairwise(PIPELINE_FACTORS, pipeline_fits)),  # type: ignore[arg-type]
-    *(Row(kind, 2, ("--pp-degree", "2"), CLIPPED, accumulation=4) for kind in BOTH),
+    *(Row(kind, 2, ("--pp-degree", "2"), (*CLIPPED, *HIDDEN_DROPOUT), accumulation=4) for kind in BOTH),
     Row("moe", 2, ("--pp-degree", "2", *ZB_THREE), (*("--num-layers", "6"), *DROPS), 2, 6),
     Row("moe", 2, ("--pp-degree", "2", "--pp-seg-method", "0,1", *ZERO_BUBBLE), (*DROPS, *BIASED), 2, 6),
     Row(
@@ -275,7 +276,6 @@ def _every(layers: int) -> tuple[str, ...]:
 
 PARTITION, OFFLOADED = ("--recompute-partition",), ("--recompute-offload",)
 SELECTIVE = ("--recompute-granularity", "selective")
-HIDDEN_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0.1")
 
 RECOMPUTE_ROWS: tuple[Row, ...] = (
     Row("moe", 1, _every(2), (*FOUR_LAYERS, *BIASED)),
@@ -368,6 +368,5 @@ ROWS: tuple[Row, ...] = (
     *RECOMPUTE_ROWS,
     *PACKING_ROWS,
     *AMPIPE_ROWS,
-    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
-    Row("gpt", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), FOUR_LAYERS, accumulation=4),
+    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

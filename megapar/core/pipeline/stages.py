@@ -48,6 +48,11 @@ class Holding:
     first: bool
     last: bool
 
+    @classmethod
+    def whole(cls, num_layers: int) -> Holding:
+        """All of it, on one rank."""
+        return cls(tuple(range(num_layers)), True, True)
+
 
 @dataclass(frozen=True)
 class PipelineLayers:
