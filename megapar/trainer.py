@@ -365,9 +365,10 @@ class Trainer:
             pp=self.world.axis("pp"),
             forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
         )
-        # What an evaluation sends is no step's.
+        # What an evaluation sends and waits for is no step's.
         self.world.ledger.clear()
         self.world.ledger.update(sent)
+        self.job.meter.take()
         self.monitor.resume_clock()
         return self._evaluation
 

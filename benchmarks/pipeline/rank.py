@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.support.contest import Figures, serve
 from megapar.core.axis import Axis
+from megapar.core.meter import WaitMeter
 from megapar.core.pipeline.runner import Runner
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.weight_gradients import Later, WeightGradients
@@ -76,10 +77,11 @@ def main() -> None:
         schedule = make_schedule(name, world_size, int(chunks), int(micro_batches))
         store = WeightGradients()
         work = SleepingLayers(schedule.num_chunks - 1, float(seconds) / int(chunks), store)
+        meter = WaitMeter()
         dist.barrier()
         start = time.perf_counter()
-        Runner(schedule, pp, work, store if schedule.splits_backward else None).run()
-        return {"seconds": time.perf_counter() - start}
+        Runner(schedule, pp, work, store if schedule.splits_backward else None, meter).run()
+        return {"seconds": time.perf_counter() - start, "waited": sum(meter.take().seconds().values())}
 
     serve(turn)
 

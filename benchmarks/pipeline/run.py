@@ -45,14 +45,15 @@ def main() -> None:
     rows, results = [], {}
     for (label, figures), (name, chunks) in zip(times.items(), SCHEDULES, strict=True):
         seconds = median(figures)
-        measured = 1 - busy / seconds
+        measured, waited = 1 - busy / seconds, median(figures, "waited") / seconds
         formula = bubble_formula(name, stages, chunks, micro_batches)
         simulated = simulate(make_schedule(name, stages, chunks, micro_batches)).bubble_share
         expected = "" if formula is None else f"{formula:.1%}"
-        rows.append((label, f"{seconds:.3f}", f"{measured:.1%}", expected, f"{simulated:.1%}"))
-        results[label] = {"seconds": seconds, "measured": measured, "formula": formula, "simulated": simulated}
+        rows.append((label, f"{seconds:.3f}", f"{measured:.1%}", f"{waited:.1%}", expected, f"{simulated:.1%}"))
+        results[label] = {"seconds": seconds, "measured": measured, "waited": waited, "formula": formula}
+        results[label]["simulated"] = simulated
     print(f"{machine(options.device)}; {stages} stages, {micro_batches} micro-batches; medians of {options.rounds}\n")
-    print_table(("schedule", "seconds per step", "bubble measured", "formula", "simulated"), rows)
+    print_table(("schedule", "seconds per step", "bubble measured", "waited for", "formula", "simulated"), rows)
     print_json({"benchmark": "pipeline", "machine": machine(options.device), "bubble": results})
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
+from megapar.core.replay import Replay
 from megapar.core.tickets import AllGather, Exchange, Flight, Reduce, ReduceScatter, Traffic
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
@@ -61,12 +62,19 @@ class Road(NamedTuple):
     """How a layer communicates: over which axis, how finely cut, and who counts.
 
     later: takes the product of a weight's gradient and gives the gradient, or None where it is made later; None: now.
+    closing: the recomputed unit whose output needs the layer's and nothing else does.
     """
 
     mp: Axis
     overlap: Overlap
     traffic: Traffic
     later: Callable[[Callable[[], Tensor]], Tensor | None] | None = None
+    closing: Replay | None = None
+
+    @property
+    def unused(self) -> bool:
+        """Nobody needs the layer's output: the unit that ends with it is computed again, for what its parts keep."""
+        return self.closing is not None and self.closing.again
 
     def weight_gradient(self, product: Callable[[], Tensor]) -> Tensor | None:
         """The product, or None where somebody makes it later."""
@@ -139,6 +147,8 @@ class ScatteredRow(torch.autograd.Function):
         size, batch = road.mp.size, x.shape[0]
         x_BMsI, right = x.unflatten(1, (size, -1)), weight.t()
         y = x.new_empty((batch, x_BMsI.shape[2], weight.shape[0]))
+        if road.unused:
+            return y.zero_()
         flights = []
         for rows in road.overlap.cut(y.shape[1], batch * y.shape[2] * y.element_size()):
             x_BMpI = x_BMsI[:, :, rows]
@@ -216,6 +226,8 @@ class ReducedRow(torch.autograd.Function):
         """y [.., O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
+        if road.unused:
+            return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         y, flights = _multiply_and_sum(x.flatten(0, -2), weight.t(), road)
         for flight in flights:
             road.traffic.land(flight)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megapar.core.axis import Ledger
 from megapar.core.kept import Keeper, KeptUnit
 from megapar.core.memory import MemoryTracker
+from megapar.core.replay import Replay
 from megapar.core.tickets import Traffic
 
 T = TypeVar("T")
@@ -103,9 +104,9 @@ class Recompute:
         """One forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
-    def again(self, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
+    def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
         """What surrounds a unit that is computed again. note: is told how many bytes it then keeps."""
-        return _Again(self._traffic, self._ledger, note)
+        return _Again(self._traffic, self._ledger, replay, note)
 
 
 class Forward:
@@ -116,22 +117,23 @@ class Forward:
         self._before: KeptUnit | None = None
         self._number = 0
 
-    def run(self, unit: Callable[..., T], *inputs: Any) -> T:
+    def run(self, unit: Callable[..., T], *inputs: Any, replay: Replay | None = None) -> T:
         """``unit(*inputs)``, to be computed again in the backward.
 
         Tensors among the inputs are what the unit keeps: any number, any shape, with or without gradient. Other
-        inputs are passed as they are, and tensors inside them stay where they are.
+        inputs are passed as they are, and tensors inside them stay where they are. replay: what the unit itself asks
+        in which of its runs it is.
         """
         if not torch.is_grad_enabled():
             return unit(*inputs)
-        note = self._note()
+        note, replay = self._note(), replay or Replay()
         with self._keeping():
             return checkpoint(  # type: ignore[no-any-return]
                 unit,
                 *inputs,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=lambda: (nullcontext(), self._recompute.again(note)),
+                context_fn=lambda: (nullcontext(), self._recompute.again(replay, note)),
                 early_stop=note is None,  # what stops early leaves more behind than it keeps
             )
 
@@ -155,8 +157,8 @@ class _Again:
     A recomputation ends with the last tensor that the backward needs, which may lie between a launch and its wait.
     """
 
-    def __init__(self, traffic: Traffic, ledger: Ledger, note: Callable[[int], None] | None) -> None:
-        self._traffic, self._ledger, self._note = traffic, ledger, note
+    def __init__(self, traffic: Traffic, ledger: Ledger, replay: Replay, note: Callable[[int], None] | None) -> None:
+        self._traffic, self._ledger, self._replay, self._note = traffic, ledger, replay, note
         self._tracker = None if note is None else MemoryTracker()
 
     def __enter__(self) -> None:
@@ -164,8 +166,10 @@ class _Again:
             self._tracker.__enter__()
         self._before = self._traffic.mark()
         self._was_closed, self._ledger.closed = self._ledger.closed, True
+        self._replay.start()
 
     def __exit__(self, *error: Any) -> None:
+        self._replay.stop()
         self._ledger.closed = self._was_closed
         self._traffic.land_since(self._before)
         if self._tracker is not None and self._note is not None:

@@ -22,6 +22,7 @@ from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_scatter
 from megapar.core.overlap import CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
+from megapar.core.replay import Replay
 from megapar.core.tickets import Traffic
 from megapar.core.weight_gradients import WeightGradients, linear
 from megapar.core.wide_sum import wide_use
@@ -144,13 +145,14 @@ class RowLinear(nn.Module):
         self.traffic = Traffic()
         self.weight_gradients: WeightGradients | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, I/mp] to [B, S(/mp), O]."""
+    def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
+        """[B, S, I/mp] to [B, S(/mp), O]; closing: the recomputed unit whose output needs this and nothing else."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         if self.mp.size == 1:
-            return linear(x, weight, bias, later)
-        return self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic, later))  # type: ignore[no-any-return]
+            return linear(x, weight, bias, later, closing)
+        road = Road(self.mp, self.overlap, self.traffic, later, closing)
+        return self.product.apply(x, weight, bias, road)  # type: ignore[no-any-return]
 
 
 def hide_communication(model: nn.Module, overlap: Overlap, traffic: Traffic) -> None:

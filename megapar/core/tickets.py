@@ -191,6 +191,32 @@ class SendReceive:
         return SendReceive(self.axis, self.source, self.to)
 
 
+@dataclass(frozen=True)
+class Unsent:
+    """In place of an exchange whose result nobody needs: nothing travels, zeros come. Conjugate: zeros back."""
+
+    exchange: AllToAll
+
+    @property
+    def axis(self) -> Axis:
+        """Where it would happen."""
+        return self.exchange.axis
+
+    @property
+    def kind(self) -> str:
+        """What it would be."""
+        return self.exchange.kind
+
+    def launch(self, x: Tensor) -> tuple[Tensor, None]:
+        """[sum(send), ..] to zeros [sum(receive), ..]."""
+        rows = x.shape[0] if self.exchange.receive is None else sum(self.exchange.receive)
+        return x.new_zeros((rows, *x.shape[1:])), None
+
+    def conjugate(self) -> Unsent:
+        """What was not sent has no gradient."""
+        return Unsent(self.exchange.conjugate())
+
+
 class _AllWork(dist.Work):
     """Several works that are waited for as one."""
 

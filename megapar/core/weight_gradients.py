@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapar.core.replay import Replay
+
 Product = Callable[[], Tensor]
 Later = Callable[[Product], Tensor | None]
 
@@ -64,18 +66,31 @@ class WeightGradients:
             torch.autograd.backward((parameter,), (gradient,))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later | None) -> Tensor:
-    """x [.., I] @ w [O, I]^T + b [O] -> [.., O]; ``later`` gets the product of the weight's gradient."""
-    if later is None:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, later: Later | None, closing: Replay | None = None
+) -> Tensor:
+    """x [.., I] @ w [O, I]^T + b [O] -> [.., O]; ``later`` gets the product of the weight's gradient.
+
+    closing: the recomputed unit whose output needs this and nothing else.
+    """
+    if later is None and closing is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, later)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, later or _now, closing)  # type: ignore[no-any-return]
+
+
+def _now(product: Product) -> Tensor:
+    return product()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, closing: Replay | None
+    ) -> Tensor:
         ctx.later, ctx.biased = later, bias is not None
         ctx.save_for_backward(x, weight)
+        if closing is not None and closing.again:
+            return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -85,4 +100,4 @@ class _Linear(torch.autograd.Function):
         rows = dy.flatten(0, -2)
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         dw = ctx.later(lambda: rows.t() @ x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return dx, dw, rows.sum(0) if ctx.biased else None, None
+        return dx, dw, rows.sum(0) if ctx.biased else None, None, None

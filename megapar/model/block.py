@@ -106,8 +106,8 @@ class DecoderBlock(nn.Module):
         normed = self.mlp_norm(x)
         if self.moe is None:
             assert self.mlp is not None
-            return x + self.drop(self.mlp(normed), context, "mlp"), None
-        y, stats = self.moe(normed, context.own_valid, context.valid_tokens)
+            return x + self.drop(self.mlp(normed, context.closing), context, "mlp"), None
+        y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.closing)
         return x + self.drop(y, context, "mlp"), stats
 
 

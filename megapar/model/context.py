@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megapar.core.device.packed import Documents
 from megapar.core.random import Streams
+from megapar.core.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Context:
     streams: where this micro-batch's dropout draws.
     documents: what attention stays inside of; None: the whole sample.
     slices: of the sequence, where layers run slice by slice; own_slices: of this rank's activations.
+    replay: of the recomputed unit that the layer is in; None: it is in none. closes_unit: it is the unit's last.
     """
 
     valid: Tensor | None
@@ -31,6 +33,13 @@ class Context:
     documents: Documents | None = None
     slices: tuple[slice, ...] = ()
     own_slices: tuple[slice, ...] = ()
+    replay: Replay | None = None
+    closes_unit: bool = False
+
+    @property
+    def closing(self) -> Replay | None:
+        """The unit whose output the layer makes: what only that needs is left out when the unit runs again."""
+        return self.replay if self.closes_unit else None
 
     @property
     def cut(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import op
+from megapar.core.replay import Replay
 from megapar.core.selective import forget
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 
@@ -58,10 +59,12 @@ class Mlp(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S(/mp), H] to [B, S(/mp), H]."""
+    def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
+        """[B, S(/mp), H] to [B, S(/mp), H]. closing: the recomputed unit whose output needs this and nothing else."""
         activation: Callable[[Tensor], Tensor] = F.gelu if self.gate_up is None else op("swiglu", x)
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
-        y: Tensor = forget(activation, first(x), self.down) if self.selective else self.down(activation(first(x)))
+        if self.selective:
+            return forget(activation, first(x), self.down)
+        y: Tensor = self.down(activation(first(x)), closing)
         return y

@@ -6,12 +6,14 @@ Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megapar.core.recompute import Recompute
+from megapar.core.replay import Replay
 from megapar.model.ampipe import Sliced
 from megapar.model.context import Context
 from megapar.moe.stats import MoeStats
@@ -32,15 +34,19 @@ def run_layers(
     forward = recompute.begin()
     for span in recompute.choice.spans(len(layers)):
         unit = partial(_run, layers[span.start : span.stop])
-        x, found = forward.run(unit, x, context) if span.recomputed else unit(x, context)
+        if span.recomputed:
+            replay = Replay()
+            x, found = forward.run(unit, x, replace(context, replay=replay), replay=replay)
+        else:
+            x, found = unit(x, context)
         stats += found
     return x, stats
 
 
 def _run(layers: Sequence[nn.Module], x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, list[MoeStats]]:
     stats = []
-    for layer in layers:
-        x, found = layer(x, context)
+    for number, layer in enumerate(layers, 1):
+        x, found = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
         if found is not None:
             stats.append(found)
     return x, stats

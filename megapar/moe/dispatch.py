@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.replay import Replay
 from megapar.core.tickets import AllToAll
 from megapar.moe.stats import count_pairs
 
@@ -73,15 +74,26 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """The two verbs every dispatcher has: to the experts, and back."""
+    """The two verbs every dispatcher has: to the experts, and back.
+
+    replay: of the recomputed unit that the layer is in. closing: of the one whose output needs the result and nothing
+    else does.
+    """
 
     def dispatch(
-        self, x_TH: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool
+        self,
+        x_TH: Tensor,
+        weights_Tk: Tensor,
+        experts_Tk: Tensor,
+        kept_Tk: Tensor | None,
+        rows: int,
+        exact: bool,
+        replay: Replay | None = None,
     ) -> Dispatched:
         """Send every kept pair's token and weight to its expert. rows: room to make, exact: all of it is needed."""
         ...
 
-    def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
+    def combine(self, rows_RH: Tensor, sent: Dispatched, closing: Replay | None = None) -> Tensor:
         """[T, H]: the expert outputs times their weights, summed per token."""
         ...
 
@@ -93,7 +105,14 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(
-        self, x_TH: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool
+        self,
+        x_TH: Tensor,
+        weights_Tk: Tensor,
+        experts_Tk: Tensor,
+        kept_Tk: Tensor | None,
+        rows: int,
+        exact: bool,
+        replay: Replay | None = None,
     ) -> Dispatched:
         """Sort the kept pairs by expert and gather their tokens.
 
@@ -105,7 +124,7 @@ class LocalDispatcher:
         weights_R = weights_Tk.flatten().index_select(0, permutation.pair)
         return Dispatched(permute(x_TH, permutation), weights_R, counts_E, permutation)
 
-    def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
+    def combine(self, rows_RH: Tensor, sent: Dispatched, closing: Replay | None = None) -> Tensor:
         """[T, H]: the expert outputs times their weights, summed per token in fp32 at least; 0 where none was kept."""
         return unpermute(weigh(rows_RH, sent.weights), sent.permutation)
 

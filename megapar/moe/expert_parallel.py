@@ -30,7 +30,8 @@ from torch import Tensor
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
 from megapar.core.device.base import Event
-from megapar.core.tickets import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Ticket, Traffic, start, wait
+from megapar.core.replay import Replay, once
+from megapar.core.tickets import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Ticket, Traffic, Unsent, start, wait
 from megapar.moe.dispatch import (
     Dispatched,
     Permutation,
@@ -55,8 +56,6 @@ class Announced(NamedTuple):
     numbers: all of them on the host, flat, in this order, once ``ready`` has come.
     """
 
-    experts: Tensor
-    kept: Tensor | None
     counts: Tensor
     arriving: Tensor
     gathered: Tensor | None
@@ -81,33 +80,51 @@ class ExpertParallelDispatcher:
     traffic: Traffic
 
     def dispatch(
-        self, x_TH: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool
+        self,
+        x_TH: Tensor,
+        weights_Tk: Tensor,
+        experts_Tk: Tensor,
+        kept_Tk: Tensor | None,
+        rows: int,
+        exact: bool,
+        replay: Replay | None = None,
     ) -> Dispatched:
         """Send every kept pair's token and weight to its expert.
 
         kept_Tk: bool; None keeps every pair. rows: with even splits, num_experts times the rows per expert; where
         nothing is counted (one rank on ep, tokens not cut) as in ``LocalDispatcher``, and so is ``exact``.
         """
-        plan = self.plan(experts_Tk, kept_Tk, rows, exact)
+        plan = self.plan(experts_Tk, kept_Tk, rows, exact, replay)
         received_RH, weights_R = self.wait_dispatch(self.start_dispatch(x_TH, weights_Tk, plan), plan, weights_Tk.dtype)
         rows_RH = self.wait_enter(self.start_enter(received_RH), plan)
         return Dispatched(rows_RH, weights_R, plan.counts, plan.permutation, plan)
 
-    def combine(self, rows_RH: Tensor, sent: Dispatched) -> Tensor:
+    def combine(self, rows_RH: Tensor, sent: Dispatched, closing: Replay | None = None) -> Tensor:
         """[T, H]: the expert outputs times their weights, summed per token; rows_RH are partial sums over emp."""
         plan = sent.plan
         assert plan is not None
         out_RH = self.wait_leave(self.start_leave(rows_RH, plan), plan)
-        return self.wait_combine(self.start_combine(weigh(out_RH, sent.weights), plan), plan)
+        weighed_RH = weigh(out_RH, sent.weights)
+        if closing is not None and closing.again:
+            # Backward needs what is sent, for the weights, but not what arrives.
+            return self.wait_combine(start(Unsent(plan.exchange.conjugate()), weighed_RH, self.traffic), plan)
+        return self.wait_combine(self.start_combine(weighed_RH, plan), plan)
 
-    def plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool) -> Plan:
+    def plan(
+        self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool, replay: Replay | None = None
+    ) -> Plan:
         """How these pairs travel; for the arguments see ``dispatch``."""
         if not self.even and not self.counts:
             permutation, counts_E = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows, exact=exact)
             return Plan(permutation, AllToAll(self.ep), rows, rows, None, counts_E)
         if self.even:
             return self._even_plan(experts_Tk, kept_Tk, rows)
-        return self.uneven_plan(self.announce(experts_Tk, kept_Tk))
+
+        def count() -> tuple[Announced, Tensor]:
+            told = self.announce(experts_Tk, kept_Tk)
+            return told, self.read(told)
+
+        return self.uneven_plan(*once(replay, count), experts_Tk, kept_Tk)
 
     def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> Announced:
         """Exchange the counts of rows; the host does not wait for the device. aside: on a stream of its own."""
@@ -120,14 +137,13 @@ class ExpertParallelDispatcher:
         gathered = gather(arriving[None], self.emp, 0) if self.gathers else None
         parts = [counts, arriving] if gathered is None else [counts, arriving, gathered]
         numbers, ready = self.traffic.device.host_copy(torch.cat([part.flatten() for part in parts]))
-        return Announced(experts_Tk, kept_Tk, counts, arriving, gathered, numbers, ready)
+        return Announced(counts, arriving, gathered, numbers, ready)
 
-    def uneven_plan(self, told: Announced) -> Plan:
-        """Splits from the counts: the one wait of the host."""
-        numbers = self.read(told)
+    def uneven_plan(self, told: Announced, numbers: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None) -> Plan:
+        """Splits from the counts; numbers: those on the host, as ``read`` gives them."""
         send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
         totals = numbers[2:].sum((1, 2)).tolist()
-        permutation, _ = sort_by_expert(told.experts, told.kept, self.num_experts, sum(send), exact=True)
+        permutation, _ = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, sum(send), exact=True)
         exchange = AllToAll(self.ep, tuple(send), tuple(receive))
         room = max(totals, default=sum(receive))
         counts = told.arriving[None] if told.gathered is None else told.gathered
@@ -135,7 +151,7 @@ class ExpertParallelDispatcher:
         return Plan(permutation, exchange, sum(receive), room, order, counts_L)
 
     def read(self, told: Announced) -> Tensor:
-        """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered)."""
+        """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The one wait of the host."""
         told.ready.synchronize()
         self.traffic.host_waits += 1
         return told.numbers.view(-1, *told.counts.shape)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.replay import Replay
 from megapar.core.tensor_parallel import piece_shape
 from megapar.core.tickets import Traffic
 from megapar.errors import DistributedError
@@ -67,7 +68,7 @@ class MoeLayer(nn.Module):
         """Create the layer with uninitialised parameters.
 
         shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; given exactly
-        when ``sizes.shared_experts`` is not 0. ep: experts are dealt out over it in contiguous chunks. emp: each
+        when ``sizes.shared_experts`` is not 0; in a recomputed unit it also takes ``closing``, as ``Mlp`` does. ep: experts are dealt out over it in contiguous chunks. emp: each
         expert's features are cut over it; all of mp, or one rank. Left out, an axis has one rank.
         sequence_parallel: positions are cut over mp in contiguous chunks. traffic: takes part in what is launched.
         slicing: how ``passage`` cuts what travels.
@@ -109,14 +110,21 @@ class MoeLayer(nn.Module):
             )
 
     def forward(
-        self, x_BSH: Tensor, valid_BS: Tensor | None = None, valid_tokens: int | None = None
+        self,
+        x_BSH: Tensor,
+        valid_BS: Tensor | None = None,
+        valid_tokens: int | None = None,
+        replay: Replay | None = None,
+        closing: Replay | None = None,
     ) -> tuple[Tensor, MoeStats]:
         """Send every non-padding token through its k experts.
 
         valid_BS: bool, False is padding; None is no padding in the whole micro-batch. valid_tokens: non-padding tokens
         of the whole micro-batch, known on the host so that capacity and buffers do not wait for the device; may be
-        left out without padding. All ranks of ep call this together; for deepspeed_moe, whose messages have even
-        splits, with the same B and S.
+        left out without padding. replay: of the recomputed unit that the layer is in; the splits of its forward are
+        used again. closing: of the one whose output needs this layer's and nothing else does; the combine is not sent
+        again. All ranks of ep call this together; for deepspeed_moe, whose messages have even splits, with the same B
+        and S.
         Raises ValueError where the two contradict each other in a way the host can see.
         """
         batch, length, _ = x_BSH.shape
@@ -139,10 +147,10 @@ class MoeLayer(nn.Module):
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity)
 
         rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
-        sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact)
-        y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent).view_as(x_BSH)
+        sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact, replay)
+        y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent, closing).view_as(x_BSH)
         if self.shared is not None:
-            y_BSH = y_BSH + self.shared(x_BSH)
+            y_BSH = y_BSH + (self.shared(x_BSH) if closing is None else self.shared(x_BSH, closing))
         return y_BSH, self.stats(sums, all_counts_PkE, tokens)
 
     def slice_by(self, slicing: Slicing) -> None:

@@ -6,7 +6,7 @@ Each piece is an all-to-all of its own, so that one piece's collectives fly unde
 not padding: of m rows that a rank has for an expert, a piece gets ceil(m / N), the last ones perhaps none. Both ends
 know m from the one exchange of counts.
 
-Shape letters: L experts on this rank, N pieces per expert, R rows.
+Shape letters: T tokens, k choices per token, L experts on this rank, N pieces per expert, R rows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher, ord
 
 
 def cut_plan(
-    dispatcher: ExpertParallelDispatcher, told: Announced, pieces: int
+    dispatcher: ExpertParallelDispatcher, told: Announced, experts_Tk: Tensor, kept_Tk: Tensor | None, pieces: int
 ) -> tuple[Permutation, tuple[Plan, ...]]:
     """(pairs to rows of the whole message, L · pieces plans in the order in which they travel)."""
     numbers = dispatcher.read(told)
     parts = [_cut(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
     sent = [part[0] for part in parts]
-    permutation, _ = sort_by_expert(told.experts, told.kept, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
+    permutation, _ = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
     permutation = _reorder(permutation, numbers[0], sent)
     experts = numbers.shape[2]
     plans = [_plan(dispatcher, told, permutation, part, expert) for expert in range(experts) for part in parts]

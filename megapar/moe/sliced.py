@@ -147,11 +147,12 @@ class Passage:
         pieces = self.layer.slicing.expert_pieces
         if pieces:
             assert new.told is not None
-            return cut_plan(self._dispatcher, new.told, pieces)
+            return cut_plan(self._dispatcher, new.told, new.experts_Tk, new.kept_Tk, pieces)
         if new.told is None:
             plan = self._dispatcher.plan(new.experts_Tk, new.kept_Tk, *new.rows)
         else:
-            plan = self._dispatcher.uneven_plan(new.told)
+            numbers = self._dispatcher.read(new.told)
+            plan = self._dispatcher.uneven_plan(new.told, numbers, new.experts_Tk, new.kept_Tk)
         return plan.permutation, (plan,)
 
     # Phase 2: experts

@@ -69,6 +69,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.pp_degree == 1,
         requires=lambda f: not f.changed & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
         message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method would do nothing with --pp-degree 1",
+        fix="Leave them out, or choose --pp-degree 2.",
         source=EIGHT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule gpipe",
         failing="--pp-schedule gpipe",

@@ -244,6 +244,7 @@ def _pipelined(
         *(model, stages, pp, schedule, make_objective(config), shardings, world.device.torch_device),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         weight_gradients=weight_gradients,
+        meter=meter,
     )
     return CombinedSharding(tuple(shardings.values())), pipeline
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import wide
+from megapar.core.meter import WaitMeter
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.stages import Chunk, Stages
@@ -26,7 +27,7 @@ class PipelinedModel:
 
     model: what this rank holds. shardings: of every chunk here, by its index. reduce_every_micro_batch: gradients are
     reduced behind every micro-batch's backward; else once per step. weight_gradients: for schedules that split the
-    backward.
+    backward. meter: of waits for other stages.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class PipelinedModel:
         *,
         reduce_every_micro_batch: bool,
         weight_gradients: WeightGradients | None,
+        meter: WaitMeter,
     ) -> None:
         self.model = model
         self.stages = stages
@@ -51,6 +53,7 @@ class PipelinedModel:
         self._device = device
         self._reduce_every = reduce_every_micro_batch
         self._weight_gradients = weight_gradients
+        self._meter = meter
         mine = stages.on(pp.rank)
         both = any(chunk.first for chunk in mine) and any(chunk.last for chunk in mine)
         tied = model.tied_weight if both else None
@@ -90,7 +93,7 @@ class PipelinedModel:
                 self._shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
 
         work = _Work(self, batches, seed, add, loss_of, prepare)
-        Runner(schedule, self._pp, work, self._weight_gradients).run()
+        Runner(schedule, self._pp, work, self._weight_gradients, self._meter).run()
 
     def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:
         """One micro-batch forward, without gradients; its terms, zero on ranks that do not have the head."""

@@ -142,7 +142,7 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     }
     choose, run = Router.choose, Forward.run
 
-    def run_and_note(forward: Forward, unit: Callable[..., Any], *inputs: Any) -> Any:
+    def run_and_note(forward: Forward, unit: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
         """A unit that is computed again belongs to its own micro-batch, not to the one that runs forward then."""
         number = current[0]
 
@@ -153,7 +153,7 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
             finally:
                 current[0] = before
 
-        return run(forward, numbered, *inputs)
+        return run(forward, numbered, *inputs, **more)
 
     def seed_and_note(base: int, number: int) -> None:
         current[0] = number

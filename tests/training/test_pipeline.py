@@ -64,6 +64,15 @@ def test_a_checkpoint_moves_between_stages(kind: str, tmp_path: Path) -> None:
         assert record.grad_norm == pytest.approx(straight.records[number].grad_norm, rel=1e-10)
 
 
+def test_waits_for_other_stages_are_in_the_record() -> None:
+    """Those of an evaluation are not: it belongs to no step."""
+    record = run(2, "ernie", *EVALUATED, "--pp-degree", "2", "--train-iters", "4").records[-1]
+    waited = record.exposed_seconds
+    assert waited["pp/receive"] > 0
+    assert sum(waited.values()) == pytest.approx(record.exposed_communication_seconds)
+    assert sum(waited.values()) <= record.iteration_seconds
+
+
 def test_an_export_has_every_stage_s_tensors(tmp_path: Path) -> None:
     flags = (*FP64, *FOUR, "--train-iters", "2")
     run(1, "moe", *flags, "--save-hf", str(tmp_path / "one"))

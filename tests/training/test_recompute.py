@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from megapar.arguments import parse
 from megapar.tools.pretend import pretend
 from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import COMMON, MODELS
+from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
 from tests.support.training import run
 
@@ -24,15 +27,19 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep": (2, ("--ep-degree", "2")),
     "stage 2": (2, ("--sharding-stage", "2")),
     "stage 3": (2, ("--sharding-stage", "3")),
+    # Three layers on a stage, so that units of two and of all layers differ.
+    "pp": (2, ("--pp-degree", "2", "--num-layers", "6")),
+    "mp x pp": (4, ("--mp-degree", "2", "--pp-degree", "2", "--num-layers", "6")),
 }
+WITHOUT_STAGES = ("alone", "mp", "sp", "ep", "stage 2", "stage 3")
 DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "--moe-min-capacity", "1")
 
 
 @functools.cache
 def train(kind: str, layout: str, *flags: str) -> Trace:
-    """Two steps of a small model of four layers."""
+    """Two steps of a small model of four layers, six where there are stages."""
     world_size, more = LAYOUTS[layout]
-    line = _last_wins((*MODELS[kind], *COMMON, *BATCH, *DROPOUT, *more, "--num-layers", "4", *flags))
+    line = _last_wins((*MODELS[kind], *COMMON, *BATCH, *DROPOUT, "--num-layers", "4", *more, *flags))
     result = run_ranks(world_size, trace, "ernie" if kind == "ernie" else "moe", line, 2, None, "late", group=False)[0]
     assert isinstance(result, Trace)
     return result
@@ -60,40 +67,56 @@ def assert_same(got: Trace, want: Trace) -> None:
     assert [name for name, value in want.parameters.items() if not torch.equal(got.parameters[name], value)] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("interval", [1, 2, 4])
-def test_interval(layout: str, interval: int) -> None:
-    """Every layer kind of the decoder, experts that drop tokens included."""
-    got = train("moe", layout, *DROPS, "--recompute-interval", str(interval))
-    assert_same(got, train("moe", layout, *DROPS))
-
-
 KEPT = {
+    "whole": (),
     "offload": ("--recompute-offload",),
     "partition": ("--recompute-partition",),
     "both": ("--recompute-offload", "--recompute-partition"),
 }
+ALL = 6
+# Every model, mp 1 and 2 with pp 1 and 2, size of the units, and way to keep what they keep.
+FACTORS = (("moe", "ernie"), ("alone", "mp", "pp", "mp x pp"), (1, 2, ALL), tuple(KEPT))
+
+
+def _pieces_have_ranks(chosen: tuple[object, ...]) -> bool:
+    return "mp" in str(chosen[1]) or chosen[3] in ("whole", "offload")
+
+
+def _table() -> list[ParameterSet]:
+    """The full product; what the covering set leaves out is run by ``-m table``."""
+    covering = set(pairwise(FACTORS, _pieces_have_ranks))
+    rows = [row for row in itertools.product(*FACTORS) if _pieces_have_ranks(row)]
+    return [pytest.param(*row, marks=[] if row in covering else [pytest.mark.table]) for row in rows]
+
+
+@pytest.mark.parametrize(("kind", "layout", "interval", "kept"), _table())
+def test_interval(kind: str, layout: str, interval: int, kept: str) -> None:
+    """Every layer kind of both models, experts that drop tokens included; what units keep comes back bit for bit."""
+    drops = DROPS if kind == "moe" else ()
+    got = train(kind, layout, *drops, "--recompute-interval", str(interval), *KEPT[kept])
+    assert_same(got, train(kind, layout, *drops))
 
 
 @pytest.mark.parametrize(
-    ("layout", "kept", "interval"),
+    ("layout", "interval", "kept"),
     [
-        ("alone", "offload", 1),
-        ("mp", "offload", 2),
-        ("mp", "partition", 1),
-        ("mp", "both", 1),
-        ("sp", "offload", 1),
-        ("sp", "partition", 4),
-        ("stage 3", "offload", 1),
+        ("sp", 1, "offload"),
+        ("sp", 2, "whole"),
+        ("sp", ALL, "partition"),
+        ("ep", 1, "whole"),
+        ("ep", 2, "offload"),
+        ("stage 2", 2, "whole"),
+        ("stage 3", 1, "offload"),
+        ("stage 3", 2, "whole"),
     ],
 )
-def test_kept(layout: str, kept: str, interval: int) -> None:
-    """What units keep comes back bit for bit; with sequence parallelism the partition is off."""
+def test_interval_elsewhere(layout: str, interval: int, kept: str) -> None:
+    """With sequence parallelism the partition is off."""
     got = train("moe", layout, *DROPS, "--recompute-interval", str(interval), *KEPT[kept])
     assert_same(got, train("moe", layout, *DROPS))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WITHOUT_STAGES)
 def test_selective(layout: str) -> None:
     """Attention's core with its dropout, activation functions of dense layers and experts."""
     got = train("moe", layout, *DROPS, "--recompute-granularity", "selective")
@@ -105,6 +128,10 @@ def test_encoder(layout: str) -> None:
     """Post-norm layers, and attention that sees padding."""
     for flags in (("--recompute-interval", "3"), ("--recompute-granularity", "selective")):
         assert_same(train("ernie", layout, *flags), train("ernie", layout))
+
+
+def test_selective_stages() -> None:
+    assert_same(train("moe", "pp", *DROPS, "--recompute-granularity", "selective"), train("moe", "pp", *DROPS))
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapar.core import transport
 from megapar.core.axis import Axis
+from megapar.core.meter import WaitMeter
 from megapar.core.pipeline import schedule as kinds
 from megapar.core.pipeline.schedule import Action, Schedule
 from megapar.core.pipeline.stages import Stages
@@ -47,10 +48,14 @@ class Work(Protocol):
 class Runner:
     """One run through a schedule; everything of it is gone afterwards.
 
-    pp: the ranks of the pipeline. weight_gradients: where I and W meet; None for schedules without them.
+    pp: the ranks of the pipeline. weight_gradients: where I and W meet; None for schedules without them. meter: of the
+    time spent waiting for other stages, which is the bubble and what of the messages nothing hid.
     """
 
-    def __init__(self, schedule: Schedule, pp: Axis, work: Work, weight_gradients: WeightGradients | None) -> None:
+    def __init__(
+        self, schedule: Schedule, pp: Axis, work: Work, weight_gradients: WeightGradients | None, meter: WaitMeter
+    ) -> None:
+        self._meter = meter
         self._schedule = schedule
         self._pp = pp
         self._work = work
@@ -139,13 +144,13 @@ class Runner:
     def _take(self, kind: str, place: Place) -> Tensor:
         buffer, work = self._received.pop((kind, place))
         if work is not None:
-            work.wait()
+            self._meter.wait(work, f"{self._pp.name}/receive")
         return buffer
 
     def _settle(self, remaining: int) -> None:
         """Wait for the oldest sends until only so many are left."""
         while len(self._sent) > remaining:
-            self._sent.popleft()[1].wait()
+            self._meter.wait(self._sent.popleft()[1], f"{self._pp.name}/send")
 
 
 def run_forward(stages: Stages, pp: Axis, work: Work, micro_batch: int = 0) -> None:

@@ -185,9 +185,7 @@ def _explicit(method: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in method.split(","))
     except ValueError:
-        raise CutError(
-            f"--pp-seg-method {method} is none of uniform, balanced, layer:REGEX and starts such as 0,4,8"
-        ) from None
+        raise CutError(f"{method} is none of uniform, balanced, layer:REGEX and starts such as 0,4,8") from None
 
 
 def _balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
