@@ -68,8 +68,9 @@ class MoeLayer(nn.Module):
         """Create the layer with uninitialised parameters.
 
         shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; given exactly
-        when ``sizes.shared_experts`` is not 0; in a recomputed unit it also takes ``closing``, as ``Mlp`` does. ep: experts are dealt out over it in contiguous chunks. emp: each
-        expert's features are cut over it; all of mp, or one rank. Left out, an axis has one rank.
+        when ``sizes.shared_experts`` is not 0; in a recomputed unit it also takes ``closing``, as ``Mlp`` does.
+        ep: experts are dealt out over it in contiguous chunks. emp: each expert's features are cut over it; all of
+        mp, or one rank. Left out, an axis has one rank.
         sequence_parallel: positions are cut over mp in contiguous chunks. traffic: takes part in what is launched.
         slicing: how ``passage`` cuts what travels.
         Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
