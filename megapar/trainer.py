@@ -160,7 +160,7 @@ class Trainer:
         device.synchronize()
         start = time.perf_counter()
         terms = job.model(tensors, batch.valid_tokens)
-        self.objective.of(terms, {"lm": max(1, batch.counts["lm"])}, 1).backward()
+        self.objective.of(terms, batch.counts, 1).backward()
         job.sharding.finish()
         device.synchronize()
         seconds = time.perf_counter() - start
@@ -235,8 +235,7 @@ class Trainer:
             sums=totals.sums,
             items=items,
             num_micro_batches=num_micro_batches,
-            aux=totals.aux,
-            z=totals.z,
+            routing=totals.routing,
             load=totals.load,
             dropped=totals.dropped,
             norm=norm,
@@ -471,8 +470,7 @@ class _Totals:
     """Sums over this rank's micro-batches of a step, on the device."""
 
     sums: dict[str, Tensor]
-    aux: Tensor
-    z: Tensor
+    routing: Tensor
     load: Tensor
     dropped: Tensor
 
@@ -482,14 +480,12 @@ class _Totals:
     def add(self, terms: Terms) -> None:
         """One micro-batch's terms."""
         sums = {name: value.detach() for name, value in terms.sums.items()}
-        aux, z = terms.aux.detach(), terms.z.detach()
         if self._empty:
-            self.sums, self.aux, self.z, self.load, self.dropped = sums, aux, z, terms.load, terms.dropped
+            self.sums, self.routing, self.load, self.dropped = sums, terms.routing(), terms.load, terms.dropped
             self._empty = False
             return
         self.sums = {name: value + sums[name] for name, value in self.sums.items()}
-        self.aux = self.aux + aux
-        self.z = self.z + z
+        self.routing = self.routing + terms.routing()
         self.load = self.load + terms.load
         self.dropped = self.dropped + terms.dropped
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import SCRIPTS, Config, parse
+from megapar.training.sizes import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -59,6 +60,22 @@ def test_the_seed_examples_have_the_seed_layouts(name: str, sizes: tuple[int, in
 def test_presets_by_name() -> None:
     names = {path.stem for path in FILES}
     assert {"quickstart", "ernie-3.0-base", "gpt-117m", "ernie-4.5-21b-a3b", "ernie-4.5-0.3b"} <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "total", "active"),
+    [("ernie-4.5-300b-a47b", 2016, 299.5e9, 47.9e9), ("ernie-4.5-21b-a3b", 8, 21.8e9, 3.35e9)],
+)
+def test_counts_of_published_models_are_printed(name: str, ranks: int, total: float, active: float) -> None:
+    config = load(FOLDER / f"{name}.yaml")
+    assert config.grid.world_size == ranks
+    assert config.notes == ()
+    said = re.search(
+        r"^parameters: ([\d.]+) B(?:, of which a token passes ([\d.]+) B)?$", outline(config), re.MULTILINE
+    )
+    assert said is not None
+    assert float(said[1]) * 1e9 == pytest.approx(total, rel=0.02)
+    assert float(said[2] or said[1]) * 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_published_sizes_of_the_21b_model() -> None:

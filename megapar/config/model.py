@@ -84,7 +84,19 @@ class Model:
     type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, models=ERNIE)
     task_type_vocab_size: int = flag(3, "rows of the task type embedding", low=1, models=ERNIE)
     sop_loss_weight: float = flag(1.0, "weight of the sentence order loss", low=0, models=ERNIE)
-    mtp_depth: int = flag(0, "multi-token prediction blocks; 0: off", unit="blocks", low=0, models=MOE)
+    mtp_depth: int = flag(
+        0,
+        "multi-token prediction blocks, which predict the token after the next; 0: off",
+        unit="blocks",
+        low=0,
+        high=1,
+        models=MOE,
+        aliases=("mtp-num-layers",),
+    )
+    mtp_loss_weight: float = flag(
+        0.3, "weight of the multi-token prediction loss", low=0, models=MOE, aliases=("mtp-loss-scaling-factor",)
+    )
+    multi_latent_attention: bool = flag(False, "keys and values from a compressed latent (DeepSeek)", models=MOE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +120,27 @@ class Moe:
     )
     moe_ffn_hidden_size: int = flag(
         None, "intermediate features of one expert", unit="features", low=1, models=MOE, derived="ffn-hidden-size"
+    )
+    moe_layer_ffn_hidden_sizes: tuple[int, ...] | None = flag(
+        None,
+        "intermediate features of one expert, one number for every layer with experts",
+        unit="features",
+        low=1,
+        models=MOE,
+        derived="moe-ffn-hidden-size everywhere",
+    )
+    moe_router_score_function: str = flag(
+        "softmax", "what makes scores of router logits", choices=("softmax", "sigmoid"), models=MOE
+    )
+    moe_router_num_groups: int = flag(
+        1, "equal groups of experts that choices are limited to some of", unit="groups", low=1, models=MOE
+    )
+    moe_router_group_topk: int = flag(
+        None, "groups a token's choices come from", unit="groups", low=1, models=MOE, derived="moe-router-num-groups"
+    )
+    moe_router_topk_scaling_factor: float = flag(1.0, "factor on the weights of expert outputs", above=0, models=MOE)
+    moe_router_lr_ratio: float = flag(
+        1.0, "learning rate of the routers' weights over that of all others", above=0, models=MOE
     )
     moe_router_topk: int = flag(2, "experts a token is sent to", unit="experts", low=1, models=MOE)
     first_k_dense: int = flag(0, "leading layers with a dense MLP instead of experts", unit="layers", low=0, models=MOE)
@@ -133,6 +166,12 @@ class Moe:
         models=MOE,
     )
     moe_aux_loss_coeff: float = flag(0.001, "weight of the load balance loss", low=0, models=MOE)
+    moe_seq_aux_loss_coeff: float = flag(
+        0.0, "weight of the load balance loss of each sample by itself", low=0, models=MOE
+    )
+    moe_orthogonal_loss_coeff: float = flag(
+        0.0, "weight of the loss that keeps the router's rows orthogonal (ERNIE 4.5)", low=0, models=MOE
+    )
     moe_z_loss_coeff: float = flag(0.0, "weight of the router z-loss", low=0, models=MOE)
     moe_router_bias_update_rate: float = flag(
         0.0, "step of the router's correction bias after each optimizer step", low=0, models=MOE

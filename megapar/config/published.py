@@ -72,6 +72,7 @@ def _decoder(config: Json) -> Flags:
         "position_embedding_type": "rope",
         "activation": "swiglu",
         "num_experts": 0,
+        "mtp_depth": 0,
     }
 
 
@@ -83,7 +84,16 @@ def _experts(config: Json, topk: int, experts: int, width: int, **more: Any) -> 
 
 
 def _ernie45(config: Json) -> Flags:
-    return {**_decoder({"tie_word_embeddings": True, **config}), "add_bias_linear": bool(config.get("use_bias"))}
+    flags = _decoder({"tie_word_embeddings": True, **config})
+    return {**flags, "add_bias_linear": bool(config.get("use_bias")), "mtp_depth": _mtp(config)}
+
+
+def _mtp(config: Json) -> int:
+    """Multi-token prediction blocks; transformers leaves them out, the folders of ERNIE 4.5 hold them."""
+    depth = int(config.get("num_nextn_predict_layers") or 0)
+    if depth > 1:
+        raise Unsupported(f"num_nextn_predict_layers is {depth}, where at most one block is built")
+    return depth
 
 
 def _ernie45_moe(config: Json) -> Flags:
@@ -100,6 +110,7 @@ def _ernie45_moe(config: Json) -> Flags:
         config["moe_intermediate_size"],
         first_k_dense=config.get("moe_layer_start_index", 1),
         moe_shared_experts=config.get("moe_num_shared_experts", 2) or 0,
+        mtp_depth=_mtp(config),
     )
 
 

@@ -60,6 +60,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("head_dim", ("hidden_size", "num_attention_heads"), _quotient),
     Derivation("ffn_hidden_size", ("hidden_size", "activation"), _ffn),
     Derivation("moe_ffn_hidden_size", ("ffn_hidden_size",), lambda ffn: ffn),
+    Derivation("moe_router_group_topk", ("moe_router_num_groups",), lambda groups: groups),
     Derivation("max_position_embeddings", ("seq_length",), lambda length: length),
     Derivation("gradient_merge_acc_step", ("global_batch_size", "micro_batch_size", "data_ranks"), _steps),
     Derivation(

@@ -30,11 +30,19 @@ class OffloadedOptimizer:
     """
 
     def __init__(
-        self, parts: Sequence[Part], device: Device, *, betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        parts: Sequence[Part],
+        device: Device,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        router_lr_ratio: float = 1.0,
     ) -> None:
         self._parts = parts
         self._device = device
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._router_lr_ratio = router_lr_ratio
         self._moments = {
             name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
         }
@@ -86,7 +94,7 @@ class OffloadedOptimizer:
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],
-            lr=lr,
+            lr=lr * self._router_lr_ratio if part.router else lr,
             weight_decay=self._weight_decay if part.decay else 0.0,
             eps=self._eps,
             maximize=False,

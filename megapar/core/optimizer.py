@@ -44,13 +44,29 @@ def scale_gradients(parts: Sequence[Part], factor: float) -> None:
 
 
 class Optimizer:
-    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one."""
+    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one.
 
-    def __init__(self, parts: Sequence[Part], *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    router_lr_ratio: learning rate of routers' weights over that of all others.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        router_lr_ratio: float = 1.0,
+    ) -> None:
         self._parts = parts
-        decayed = [part.master for part in parts if part.decay]
-        others = [part.master for part in parts if not part.decay]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {
+                "params": [part.master for part in parts if (part.decay, part.router) == kind],
+                "weight_decay": weight_decay if kind[0] else 0.0,
+                "ratio": router_lr_ratio if kind[1] else 1.0,
+            }
+            for kind in ((True, False), (True, True), (False, False))
+        ]
         fused = parts[0].master.device.type in ("cpu", "cuda")
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=fused
@@ -64,7 +80,7 @@ class Optimizer:
     def step(self, lr: float) -> None:
         """One update of all masters from their parts' gradients."""
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["ratio"]
         for part in self._parts:
             part.master.grad = part.grad
         self._adamw.step()

@@ -59,11 +59,17 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device | str | None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
     ) -> None:
         super().__init__()
         self.weight = parameter((out_features, in_features), dtype, device)
-        self.bias = parameter((out_features,), dtype, device)
+        self.bias = parameter((out_features,), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., I] to [.., O]."""
@@ -191,19 +197,24 @@ class VocabularyEmbedding(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.mp = mp
+        self.mp, self.sequence_parallel = mp, sequence_parallel
         self.start, rows = vocabulary_range(vocab_size, mp)
         self.weight = parameter((rows, hidden_size), dtype, device)
-        self.leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, S] int64 to [B, S(/mp), H]."""
-        weight = local(self.weight)
-        if self.mp.size == 1:
-            return F.embedding(tokens, weight)
-        own = (tokens >= self.start) & (tokens < self.start + weight.shape[0])
-        rows = F.embedding(torch.where(own, tokens - self.start, 0), weight)
-        return self.leave(rows * own.unsqueeze(-1).to(rows.dtype), self.mp)
+        return look_up(tokens, self.weight, self.start, self.mp, sequence_parallel=self.sequence_parallel)
+
+
+def look_up(tokens: Tensor, word: Tensor, start: int, mp: Axis, *, sequence_parallel: bool) -> Tensor:
+    """Rows of ``word`` [V/mp, H], whose first row is token ``start``: [B, S] to [B, S(/mp), H]."""
+    weight = local(word)
+    if mp.size == 1:
+        return F.embedding(tokens, weight)
+    own = (tokens >= start) & (tokens < start + weight.shape[0])
+    rows = F.embedding(torch.where(own, tokens - start, 0), weight)
+    leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
+    return leave(rows * own.unsqueeze(-1).to(rows.dtype), mp)
 
 
 class Embedding(nn.Module):

@@ -27,7 +27,8 @@ class MicroBatch:
         ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
         masked_labels [M]; sop_labels [B].
         Both: valid [B, S] bool, only where some position is padding.
-    counts: items of each loss term in it: {"lm": ..} for a decoder, {"lm": M, "sop": B} for ERNIE.
+    counts: items of each loss term in it: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
+        token is asked for and the one behind it too), {"lm": M, "sop": B} for ERNIE.
     valid_tokens: positions that are not padding. tokens: all positions, B * S.
     """
 
@@ -60,7 +61,9 @@ def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
         arrays["positions"] = np.stack([sample["positions"] for sample in samples])
     if "ends" in samples[0]:
         arrays[ENDS] = np.concatenate([sample["ends"] + i * tokens.shape[1] for i, sample in enumerate(samples)])
-    return _batch(arrays, valid, {"lm": int((labels != NO_LOSS).sum())})
+    asked = labels != NO_LOSS
+    twice = asked[:, :-1] & asked[:, 1:]
+    return _batch(arrays, valid, {"lm": int(asked.sum()), "mtp": int(twice.sum()), "sequences": len(samples)})
 
 
 def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:

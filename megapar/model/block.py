@@ -69,10 +69,11 @@ class DecoderBlock(nn.Module):
         self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.mlp: Mlp | None = None
         self.moe: MoeLayer | None = None
-        if sizes.moe is not None and layer in sizes.moe_layers:
-            shared = _shared(sizes, sizes.moe, mp, sequence_parallel, dtype, device)
+        moe = sizes.moe_at(layer)
+        if moe is not None:
+            shared = _shared(sizes, moe, mp, sequence_parallel, dtype, device)
             self.moe = MoeLayer(
-                sizes.moe,
+                moe,
                 shared=shared,
                 ep=ep,
                 emp=emp,

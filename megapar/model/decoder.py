@@ -34,6 +34,7 @@ from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
+from megapar.model.mtp import Mtp, following
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
@@ -65,11 +66,18 @@ class LmHead(nn.Module):
         shape = (vocabulary_range(sizes.vocab_size, mp)[1], sizes.hidden_size)
         self.weight = None if sizes.tie_embeddings else parameter(shape, dtype, device)
 
-    def forward(self, x: Tensor, labels: Tensor, tied: Tensor | None) -> Tensor:
-        """[B, S(/mp), H] and labels [B, S] (-100: no loss) to the sum of cross-entropies, max(fp32, dtype)."""
-        hidden = self._enter(x).flatten(0, 1)
-        weight, rows = self._weight(tied), labels.flatten()
-        return linear_cross_entropy(hidden, weight, None, rows, vocab_size=self.vocab_size, mp=self.mp)
+    def forward(self, *inputs: tuple[Tensor, Tensor], tied: Tensor | None) -> list[Tensor]:
+        """Of each x [B, S(/mp), H] and labels [B, S] (-100: no loss) the sum of cross-entropies, max(fp32, dtype).
+
+        All in one call, because sharding lets the weight go behind it.
+        """
+        weight = self._weight(tied)
+        return [
+            linear_cross_entropy(
+                self._enter(x).flatten(0, 1), weight, None, labels.flatten(), vocab_size=self.vocab_size, mp=self.mp
+            )
+            for x, labels in inputs
+        ]
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """[B, S(/mp), H] to the whole logits [B, S, V]; for inspection."""
@@ -81,7 +89,7 @@ class LmHead(nn.Module):
         return all_gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else copy(x, self.mp)
 
     def _weight(self, tied: Tensor | None) -> Tensor:
-        weight = self.weight if tied is None else tied
+        weight = tied if self.weight is None else self.weight
         if weight is None:
             raise ValueError("a head tied to the embedding needs the embedding's weight in the call")
         return local(weight)
@@ -98,6 +106,7 @@ class Decoder(nn.Module):
     """
 
     embedding: DecoderEmbedding | TiedWord | None
+    mtp: Mtp | None
     final_norm: nn.Module | None
     lm_head: LmHead | None
 
@@ -126,7 +135,7 @@ class Decoder(nn.Module):
             "device": device,
         }
         self.embedding = DecoderEmbedding(sizes, **common) if held.first else None
-        if held.last and not held.first and sizes.tie_embeddings:
+        if held.last and not held.first and (sizes.tie_embeddings or sizes.mtp_depth):
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **common))
         self.recompute: Recompute | None = None
         self.layers = nn.ModuleDict()
@@ -143,6 +152,9 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=device,
             )
+        self.mtp = None
+        if held.last and sizes.mtp_depth:
+            self.mtp = Mtp(sizes, ep=ep, emp=emp, slicing=self.slicing, **common)
         norm, epsilon = sizes.normalization, sizes.layernorm_epsilon
         self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device) if held.last else None
         self.lm_head = LmHead(sizes, **common) if held.last else None
@@ -155,10 +167,8 @@ class Decoder(nn.Module):
         stays inside documents: the place behind each in B * S.
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
-        assert self.lm_head is not None
-        x, stats = self._run(batch, valid_tokens)
-        labels = self._arrange(batch["labels"])
-        return collect({"lm": self.lm_head(x, labels, self.tied_weight)}, stats)
+        x, stats, context = self._run(batch, valid_tokens)
+        return collect(self._sums(x, batch, context, self.tied_weight), stats)
 
     def run_chunk(
         self,
@@ -171,7 +181,7 @@ class Decoder(nn.Module):
         """One chunk of a pipeline: (x for the next one, or None behind the last; the terms of its own layers).
 
         x: [B, S(/mp), H] of the chunk before, None for the first. batch, valid_tokens: as in ``forward``; every rank of
-        a pipeline reads the same. tied_weight: what the head computes with in place of the embedding's weight.
+        a pipeline reads the same. tied_weight: what the end computes with in place of the embedding's weight.
         """
         context = self._context(batch, valid_tokens)
         if chunk.first:
@@ -182,10 +192,8 @@ class Decoder(nn.Module):
         if not chunk.last:
             return x, collect({}, stats, like)
         assert self.final_norm is not None
-        assert self.lm_head is not None
-        tied = self.tied_weight if tied_weight is None else tied_weight
-        labels = self._arrange(batch["labels"])
-        return None, collect({"lm": self.lm_head(self.final_norm(x), labels, tied)}, stats)
+        word = self.tied_weight if tied_weight is None else tied_weight
+        return None, collect(self._sums(self.final_norm(x), batch, context, word), stats)
 
     @property
     def load_rows(self) -> list[int]:
@@ -202,8 +210,9 @@ class Decoder(nn.Module):
 
     @property
     def tied_weight(self) -> Tensor | None:
-        """The embedding's weight where the head uses it too."""
-        return self.embedding.word.weight if self.sizes.tie_embeddings and self.embedding is not None else None
+        """The embedding's weight where the end of the model uses it too: the head, or multi-token prediction."""
+        used = self.sizes.tie_embeddings or self.sizes.mtp_depth
+        return self.embedding.word.weight if used and self.embedding is not None else None
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
         """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
@@ -211,16 +220,18 @@ class Decoder(nn.Module):
         if isinstance(self.embedding, DecoderEmbedding):
             units["embedding"] = (self.embedding,)
         elif self.embedding is not None and self.lm_head is not None:
-            units["embedding"] = (self.lm_head,)  # whose call takes the copy of the weight
+            # Whose calls take the copy of the weight.
+            units["embedding"] = (self.lm_head,) if self.mtp is None else (self.mtp, self.lm_head)
         units |= {f"layers.{name}": (block,) for name, block in self.layers.items()}
         if self.final_norm is not None and self.lm_head is not None:
-            units["head"] = (self.final_norm, self.lm_head)
+            ends = (self.final_norm, self.mtp, self.lm_head)
+            units["head"] = tuple(module for module in ends if module is not None)
         return units
 
     def slice_by(self, slicing: Slicing) -> None:
         """Run layers in other slices from the next forward on."""
         self.slicing = slicing
-        for block in self.layers.values():
+        for block in (*self.layers.values(), *(() if self.mtp is None else (self.mtp.block,))):
             assert isinstance(block, DecoderBlock)
             block.slicing = slicing
             if block.moe is not None:
@@ -240,12 +251,25 @@ class Decoder(nn.Module):
         for bias, counts in zip(self.correction_biases(), load, strict=True):
             move_correction_bias(bias, counts, rate)
 
-    def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats]]:
+    def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats], Context]:
         """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""
         assert self.final_norm is not None
         context = self._context(batch, valid_tokens)
         x, stats = self._run_layers(self._embed(batch), context, self.layers)
-        return self.final_norm(x), stats
+        return self.final_norm(x), stats, context
+
+    def _sums(self, x: Tensor, batch: dict[str, Tensor], context: Context, word: Tensor | None) -> dict[str, Tensor]:
+        """The loss sums; x: behind the final norm. word: the embedding's weight where the end of the model uses it."""
+        assert self.lm_head is not None
+        labels = batch["labels"]
+        if self.mtp is None:
+            return {"lm": self.lm_head((x, self._arrange(labels)), tied=word)[0]}
+        assert word is not None
+        assert self.final_norm is not None
+        tokens, asked = (self._arrange(data) for data in following(batch["tokens"], labels))
+        ahead = self.final_norm(self.mtp(x, tokens, word, context))
+        lm, mtp = self.lm_head((x, self._arrange(labels)), (ahead, asked), tied=word)
+        return {"lm": lm, "mtp": mtp}
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.embedding is not None

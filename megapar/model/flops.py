@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.moe.sizes import MoeSizes
 
 FORWARD_AND_BACKWARD = 3
 
@@ -34,11 +35,8 @@ def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
         one = replace(sizes, num_layers=1, sop=False)
         head = _ernie(replace(sizes, num_layers=0), length) + length * 15 // 100 * _ernie_word(sizes)
         return [0, *[_ernie(one, length)] * sizes.num_layers, head]
-    head = 2 * sizes.hidden_size * sizes.vocab_size * length
-    moe, single = set(sizes.moe_layers), replace(sizes, num_layers=1)
-    routed = _decoder(replace(single, first_k_dense=0), length) - head
-    dense = _decoder(replace(single, first_k_dense=1), length) - head
-    return [0, *(routed if layer in moe else dense for layer in range(sizes.num_layers)), head]
+    layers = (length * _decoder_layer(sizes, sizes.moe_at(layer), length) for layer in range(sizes.num_layers))
+    return [0, *layers, length * _decoder_head(sizes, length)]
 
 
 def flops_per_token(sizes: DecoderSizes | ErnieSizes, seq_length: int) -> float:
@@ -48,22 +46,27 @@ def flops_per_token(sizes: DecoderSizes | ErnieSizes, seq_length: int) -> float:
 
 def _decoder(sizes: DecoderSizes, seq_length: int) -> int:
     """Forward of one sequence."""
+    layers = (_decoder_layer(sizes, sizes.moe_at(layer), seq_length) for layer in range(sizes.num_layers))
+    return seq_length * (sum(layers) + _decoder_head(sizes, seq_length))
+
+
+def _decoder_layer(sizes: DecoderSizes, moe: MoeSizes | None, seq_length: int) -> int:
+    """Forward of one layer per token."""
     H, attention_width = sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim
     qkv_width = attention_width + 2 * sizes.num_query_groups * sizes.head_dim
-    projections = 2 * H * (qkv_width + attention_width)
     scores = 2 * 2 * attention_width * seq_length // 2
-    dense = 2 * _mlp(H, sizes.ffn_hidden_size, sizes.gated)
-    moe_layers, experts = len(sizes.moe_layers), 0
-    if sizes.moe is not None:
-        passed = sizes.moe.topk + sizes.moe.shared_experts
-        experts = 2 * (passed * _mlp(H, sizes.moe.ffn_hidden_size, sizes.moe.gated) + H * sizes.moe.num_experts)
-    per_token = (
-        sizes.num_layers * (projections + scores)
-        + (sizes.num_layers - moe_layers) * dense
-        + moe_layers * experts
-        + 2 * H * sizes.vocab_size
-    )
-    return seq_length * per_token
+    attention = 2 * H * (qkv_width + attention_width) + scores
+    if moe is None:
+        return attention + 2 * _mlp(H, sizes.ffn_hidden_size, sizes.gated)
+    passed = moe.topk + moe.shared_experts
+    return attention + 2 * (passed * _mlp(H, moe.ffn_hidden_size, moe.gated) + H * moe.num_experts)
+
+
+def _decoder_head(sizes: DecoderSizes, seq_length: int) -> int:
+    """Forward behind the last layer per token; multi-token prediction runs a block and the head once more."""
+    H = sizes.hidden_size
+    head = 2 * H * sizes.vocab_size
+    return head + sizes.mtp_depth * (2 * 2 * H * H + _decoder_layer(sizes, None, seq_length) + head)
 
 
 def _ernie(sizes: ErnieSizes, seq_length: int) -> int:

@@ -45,6 +45,10 @@ def not_exportable(sizes: DecoderSizes | ErnieSizes) -> str | None:
         reasons.append("experts have biases")
     if moe is not None and not moe.gated:
         reasons.append(f"the experts' activation is {moe.activation}, not swiglu")
+    if moe is not None and (moe.score != "softmax" or moe.groups > 1 or moe.scaling != 1.0):
+        reasons.append("routing is not a plain softmax's: Ernie4_5_Moe has no sigmoid, groups or scaling")
+    if sizes.moe_widths:
+        reasons.append("experts' widths differ from layer to layer")
     if moe is not None and moe.topk == 1:
         reasons.append("top-1 routing weighs by the raw probability, where Ernie4_5_Moe divides it by itself")
     return "no Hugging Face form: " + "; ".join(reasons) if reasons else None
@@ -135,6 +139,8 @@ def hf_config(sizes: DecoderSizes | ErnieSizes, dtype: torch.dtype) -> dict[str,
         "tie_word_embeddings": sizes.tie_embeddings,
         "dtype": str(dtype).removeprefix("torch."),
     }
+    if sizes.mtp_depth:
+        config["num_nextn_predict_layers"] = sizes.mtp_depth
     if sizes.moe is not None and sizes.moe_layers:
         config |= {
             "architectures": ["Ernie4_5_MoeForCausalLM"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapar.moe.sizes import MoeSizes
 
@@ -19,6 +19,8 @@ class DecoderSizes:
     ffn_hidden_size: width of a dense MLP (F). seq_length: tokens of a training sequence (S).
     max_position_embeddings: rows of learned positions, and what an export states; rope has no limit itself.
     init_std: standard deviation of the initial weights. use_flash_attn: off means the math reference.
+    moe_widths: intermediate features of an expert, of every mixture-of-experts layer in order; empty: ``moe``'s.
+    mtp_depth: multi-token prediction blocks behind the last layer, 0 or 1.
     """
 
     num_layers: int
@@ -44,6 +46,8 @@ class DecoderSizes:
     use_flash_attn: bool = True
     first_k_dense: int = 0
     moe: MoeSizes | None = None
+    moe_widths: tuple[int, ...] = ()
+    mtp_depth: int = 0
 
     def __post_init__(self) -> None:
         # The command line has refused wrong values with a full report; this guards direct users.
@@ -59,6 +63,10 @@ class DecoderSizes:
             raise ValueError(f"head_dim is {self.head_dim}; rope turns pairs, so it must be even")
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
             raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
+        if self.moe_widths and len(self.moe_widths) != len(self.moe_layers):
+            raise ValueError(f"{len(self.moe_widths)} moe_widths for {len(self.moe_layers)} layers with experts")
+        if self.mtp_depth not in (0, 1):
+            raise ValueError(f"mtp_depth is {self.mtp_depth}; there is at most one block")
 
     @property
     def queries_per_group(self) -> int:
@@ -74,6 +82,14 @@ class DecoderSizes:
     def moe_layers(self) -> tuple[int, ...]:
         """Global numbers of the mixture-of-experts layers."""
         return () if self.moe is None else tuple(range(self.first_k_dense, self.num_layers))
+
+    def moe_at(self, layer: int) -> MoeSizes | None:
+        """The experts of layer number ``layer``; None where it is dense."""
+        if self.moe is None or not self.first_k_dense <= layer < self.num_layers:
+            return None
+        if not self.moe_widths:
+            return self.moe
+        return replace(self.moe, ffn_hidden_size=self.moe_widths[layer - self.first_k_dense])
 
 
 @dataclass(frozen=True)

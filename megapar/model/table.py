@@ -36,7 +36,8 @@ class ParameterSpec:
     name: dotted path in the module tree. shape: global. axes: (mesh axis, dim it splits), outermost cut first.
     unit: the layer it lives in, "embedding" | "layers.N" | "head". init: "normal" | "ones" | "zeros".
     decay: weight decay applies. fp32: kept in max(fp32, dtype) whatever the compute dtype is.
-    trainable: False for a buffer that no gradient moves. expert: sharded over edp, not over (sharding, cp).
+    trainable: False for a buffer that no gradient moves. expert: sharded over edp, not over (sharding, cp). router: a
+    router's weight, which may have a learning rate of its own.
     mp_partial: each mp rank's gradient is a partial sum: "never" | "sp" (under sequence parallelism) | "always".
     pieces: the Hugging Face tensors it consists of; where there is no such form, names in the same manner.
     stage: the coordinate on pp that answers for it.
@@ -51,6 +52,7 @@ class ParameterSpec:
     fp32: bool = False
     trainable: bool = True
     expert: bool = False
+    router: bool = False
     mp_partial: str = "never"
     pieces: tuple[Piece, ...] = ()
     stage: int = 0
@@ -88,6 +90,8 @@ def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
         rows.append(_weight("embedding.position.weight", shape, "", "embedding", mp_partial="sp"))
     for layer in range(sizes.num_layers):
         rows += _decoder_layer(sizes, layer)
+    if sizes.mtp_depth:
+        rows += _mtp(sizes)
     rows += _norm("final_norm", H, "model.norm", "head", biased=sizes.normalization == "layernorm")
     if not sizes.tie_embeddings:
         rows.append(_weight("lm_head.weight", (V, H), "lm_head.weight", "head", axes=(("mp", 0),)))
@@ -112,7 +116,12 @@ def ernie_table(sizes: ErnieSizes) -> tuple[ParameterSpec, ...]:
 
 
 def parameter_counts(sizes: DecoderSizes | ErnieSizes) -> tuple[int, int]:
-    """(all parameters, those that one token passes: top-k of the routed experts); buffers are not counted."""
+    """(all parameters, those that one token passes: top-k of the routed experts); buffers are not counted.
+
+    Published counts leave multi-token prediction out, which only training runs; so do these.
+    """
+    if isinstance(sizes, DecoderSizes):
+        sizes = replace(sizes, mtp_depth=0)
     total = active = 0
     moe = sizes.moe if isinstance(sizes, DecoderSizes) else None
     for row in table_of(sizes):
@@ -123,20 +132,47 @@ def parameter_counts(sizes: DecoderSizes | ErnieSizes) -> tuple[int, int]:
 
 
 def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
-    H, D, bias = sizes.hidden_size, sizes.head_dim, sizes.add_bias_linear
-    unit, hf, biased = f"layers.{layer}", f"model.layers.{layer}", sizes.normalization == "layernorm"
-    rows = _norm(f"{unit}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
+    unit, hf, bias = f"layers.{layer}", f"model.layers.{layer}", sizes.add_bias_linear
+    rows = _decoder_attention(sizes, unit, hf, unit)
+    moe = sizes.moe_at(layer)
+    if moe is not None:
+        return rows + _moe(f"{unit}.moe", moe, bias, f"{hf}.mlp", unit)
+    shape = (sizes.ffn_hidden_size, sizes.hidden_size)
+    return rows + _mlp(f"{unit}.mlp", shape, sizes.gated, bias, f"{hf}.mlp", unit)
+
+
+def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
+    """Of a block called ``name``, with both norms."""
+    H, D, bias, biased = sizes.hidden_size, sizes.head_dim, sizes.add_bias_linear, sizes.normalization == "layernorm"
+    rows = _norm(f"{name}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
     names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
     G, Q = sizes.num_query_groups, sizes.queries_per_group
-    rows += _qkv(f"{unit}.attention.qkv", (G, Q, D, H), names, unit, bias)
-    rows += _row(f"{unit}.attention.proj", (H, G * Q * D), f"{hf}.self_attn.o_proj", unit, bias)
+    rows += _qkv(f"{name}.attention.qkv", (G, Q, D, H), names, unit, bias)
+    rows += _row(f"{name}.attention.proj", (H, G * Q * D), f"{hf}.self_attn.o_proj", unit, bias)
     if sizes.qk_norm:
         for kind in "qk":
-            rows.append(_scale(f"{unit}.attention.{kind}_norm.weight", D, "", unit, mp_partial="always"))
-    rows += _norm(f"{unit}.mlp_norm", H, f"{hf}.post_attention_layernorm", unit, biased)
-    if sizes.moe is not None and layer in sizes.moe_layers:
-        return rows + _moe(f"{unit}.moe", sizes.moe, bias, f"{hf}.mlp", unit)
-    return rows + _mlp(f"{unit}.mlp", (sizes.ffn_hidden_size, H), sizes.gated, bias, f"{hf}.mlp", unit)
+            rows.append(_scale(f"{name}.attention.{kind}_norm.weight", D, "", unit, mp_partial="always"))
+    return rows + _norm(f"{name}.mlp_norm", H, f"{hf}.post_attention_layernorm", unit, biased)
+
+
+def _mtp(sizes: DecoderSizes) -> list[ParameterSpec]:
+    """The multi-token prediction block, part of the head; Hugging Face names are those of the ERNIE 4.5 folders."""
+    H, biased, hf = sizes.hidden_size, sizes.normalization == "layernorm", "model.mtp_block.0"
+    proj = _weight("mtp.proj.weight", (H, 2 * H), "model.mtp_linear_proj.0.weight", "head", mp_partial="sp")
+    return [
+        *_norm("mtp.embedding_norm", H, "model.mtp_emb_norm.0", "head", biased),
+        *_norm("mtp.hidden_norm", H, "model.mtp_hidden_norm.0", "head", biased),
+        proj,
+        *_decoder_attention(sizes, "mtp.block", hf, "head"),
+        *_mlp(
+            "mtp.block.mlp",
+            (sizes.ffn_hidden_size, H),
+            sizes.gated,
+            sizes.add_bias_linear,
+            f"{hf}.mlp",
+            "head",
+        ),
+    ]
 
 
 def _ernie_layer(sizes: ErnieSizes, layer: int) -> list[ParameterSpec]:
@@ -201,7 +237,7 @@ def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[Param
     router = _weight(f"{name}.router.weight", (E, H), f"{hf}.gate.weight", unit, mp_partial="sp")
     correction = _offset(f"{name}.router.correction_bias", (E,), "", unit)
     piece = Piece(f"{hf}.moe_statics.e_score_correction_bias", (1, E), (ALL,))
-    rows = [replace(router, fp32=True), replace(correction, fp32=True, trainable=False, pieces=(piece,))]
+    rows = [replace(router, fp32=True, router=True), replace(correction, fp32=True, trainable=False, pieces=(piece,))]
     parts = ("gate", "up") if moe.gated else ("up",)
     fused, lead = ("gate_up", (E, 2, F)) if moe.gated else ("up", (E, F))
     split = (("ep", 0), ("emp", len(lead) - 1))

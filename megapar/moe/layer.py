@@ -30,7 +30,7 @@ from megapar.moe.router import Router, Routing, gate_weights
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.sliced import Passage
 from megapar.moe.slicing import Slicing
-from megapar.moe.stats import MoeStats, RouterSums, gather_sums, router_losses
+from megapar.moe.stats import MoeStats, RouterSums, gather_sums, router_losses, sequence_loss
 
 
 class MoeLayer(nn.Module):
@@ -86,7 +86,7 @@ class MoeLayer(nn.Module):
         # Who is dropped is decided on this rank alone.
         self.alone = not self.cut or sizes.capacity_scope == "rank"
         self.even = sizes.has_capacity and self.alone and (ep.size > 1 or (self.cut and emp.size > 1))
-        self.router = Router(sizes.hidden_size, sizes.num_experts, sizes.topk, dtype=dtype, device=device)
+        self.router = Router(sizes, dtype=dtype, device=device, copies=mp.size if self.cut else 1)
         self.experts = Experts(
             sizes.hidden_size,
             piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
@@ -134,7 +134,7 @@ class MoeLayer(nn.Module):
         x_TH = x_BSH.flatten(0, 1)
         valid_T = None if valid_BS is None else valid_BS.flatten()
 
-        routing = self.router(x_TH, valid_T)
+        routing = self.router(x_TH, valid_T, batch)
         sums, counts_PkE = routing.sums, routing.sums.counts[None]
         if self.cut:
             sums, counts_PkE = gather_sums(routing.sums, self.mp)
@@ -145,14 +145,14 @@ class MoeLayer(nn.Module):
             counts_PkE, piece = counts_PkE[piece : piece + 1], 0
             capacity = capacity_on_device(self.sizes, counts_PkE[0, 0].sum())
         kept_Tk = self.kept(routing, counts_PkE, valid_T, batch, capacity, piece)
-        weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity)
+        weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity, scaling=self.sizes.scaling)
 
         rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
         sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact, replay)
         y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent, closing).view_as(x_BSH)
         if self.shared is not None:
             y_BSH = y_BSH + (self.shared(x_BSH) if closing is None else self.shared(x_BSH, closing))
-        return y_BSH, self.stats(sums, all_counts_PkE, tokens)
+        return y_BSH, self.stats(sums, all_counts_PkE, tokens, routing.orthogonal)
 
     def slice_by(self, slicing: Slicing) -> None:
         """How ``passage`` cuts what travels from now on."""
@@ -218,19 +218,21 @@ class MoeLayer(nn.Module):
             return pairs, not (self.cut and padded)
         return min(pairs, sizes.num_experts * sizes.capacity(tokens)), False
 
-    def stats(self, sums: RouterSums, counts_PkE: Tensor, tokens: int) -> MoeStats:
+    def stats(self, sums: RouterSums, counts_PkE: Tensor, tokens: int, orthogonal: Tensor | None = None) -> MoeStats:
         """From the sums of a whole micro-batch, and the counts of every rank that shares it."""
         sizes = self.sizes
         first_only = sizes.has_capacity and sizes.drop_policy == "choice"
         aux, z = router_losses(sums, tokens, first_choices_only=first_only)
+        sequence = sequence_loss(sums)
+        orthogonal = torch.zeros_like(z) if orthogonal is None else orthogonal
         load_E = sums.counts.sum(0)
         if not sizes.has_capacity:
-            return MoeStats(aux, z, load_E, load_E.new_zeros(()))
+            return MoeStats(aux, z, sequence, orthogonal, load_E, load_E.new_zeros(()))
         # Every expert is as full as it can be, whatever the policy.
         over = load_E - sizes.capacity(tokens)
         if self.cut and self.alone:
             over = counts_PkE.sum(1) - capacity_on_device(sizes, counts_PkE[:, 0].sum(1))[:, None]
-        return MoeStats(aux, z, load_E, over.clamp(min=0).sum())
+        return MoeStats(aux, z, sequence, orthogonal, load_E, over.clamp(min=0).sum())
 
 
 def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:

@@ -5,6 +5,7 @@ Shape letters: T tokens, H hidden, E experts, k choices per token.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from megapar.core.device.ops import wide
 from megapar.core.tensor_parallel import local
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
 
 SMALLEST_TOTAL = 1e-12  # below it renormalisation would divide by nothing; the value of the ERNIE 4.5 models
@@ -21,17 +23,20 @@ SMALLEST_TOTAL = 1e-12  # below it renormalisation would divide by nothing; the 
 class Routing(NamedTuple):
     """The router's answer for T tokens; padding is routed like the rest here and masked by who uses it.
 
-    probs: [T, E] full scores, max(fp32, dtype), differentiable. experts: [T, k] int64, best choice first.
-    sums: sums over the non-padding tokens, see ``stats.RouterSums``.
+    probs: [T, E] full scores (of sigmoid: not normalised), max(fp32, dtype), differentiable.
+    experts: [T, k] int64, best choice first.
+    sums: sums over the non-padding tokens, see ``stats.RouterSums``. orthogonal: scalar, see
+    ``Router.orthogonal_loss``; None where it is not asked for.
     """
 
     probs: Tensor
     experts: Tensor
     sums: RouterSums
+    orthogonal: Tensor | None = None
 
 
 class Router(nn.Module):
-    """Softmax router in max(fp32, dtype): x [T, H] -> logits [T, E] -> probabilities -> top k.
+    """Router in max(fp32, dtype): x [T, H] -> logits [T, E] -> scores (softmax or sigmoid) -> top k.
 
     weight [E, H] is whole on every rank; correction_bias [E] is a buffer that takes part in the choice and
     never in the weights (arXiv 2408.15664). Both are kept in max(fp32, dtype) whatever the compute dtype.
@@ -41,40 +46,74 @@ class Router(nn.Module):
     correction_bias: Tensor
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        topk: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str | None = None,
+        self, sizes: MoeSizes, *, dtype: torch.dtype, device: torch.device | str | None = None, copies: int = 1
     ) -> None:
+        """copies: ranks whose gradients of the same weight are summed though each has a piece of the tokens only."""
         super().__init__()
-        self.topk = topk
+        self.sizes, self.copies = sizes, copies
         exact = wide(dtype)
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=exact, device=device))
-        self.register_buffer("correction_bias", torch.zeros(num_experts, dtype=exact, device=device))
+        self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
+        self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
 
-    def forward(self, x_TH: Tensor, valid_T: Tensor | None = None) -> Routing:
-        """Choose k experts for every token. valid_T: bool, False is padding; None is no padding."""
+    def forward(self, x_TH: Tensor, valid_T: Tensor | None = None, samples: int = 1) -> Routing:
+        """Choose k experts for every token. valid_T: bool, False is padding; None is no padding.
+
+        samples: that the T tokens belong to, one after the other, all of the same length.
+        """
         weight_EH = local(self.weight)
         logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
-        probs_TE = logits_TE.softmax(dim=1)
+        probs_TE = logits_TE.softmax(dim=1) if self.sizes.score == "softmax" else logits_TE.sigmoid()
         experts_Tk = self.choose(probs_TE)
-        return Routing(probs_TE, experts_Tk, router_sums(logits_TE, probs_TE, experts_Tk, valid_T))
+        shares_TE = probs_TE
+        if self.sizes.score != "softmax":  # the losses are about shares of a token
+            shares_TE = probs_TE / probs_TE.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
+        by_sample = samples if self.sizes.sequence_aux else 0
+        sums = router_sums(logits_TE, shares_TE, experts_Tk, valid_T, by_sample)
+        # Here and not behind the forward, where sharding may have let the weight go.
+        orthogonal = self.orthogonal_loss() if self.sizes.orthogonal else None
+        return Routing(probs_TE, experts_Tk, sums, orthogonal)
 
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
-        """[T, k] experts by probability plus correction bias, best first."""
-        return torch.topk(probs_TE + self.correction_bias, self.topk, dim=1).indices
+        """[T, k] experts by score plus correction bias, best first, of the best groups only.
+
+        A group counts as the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        """
+        sizes, biased_TE = self.sizes, probs_TE + self.correction_bias
+        if sizes.group_topk < sizes.groups:
+            grouped = biased_TE.unflatten(1, (sizes.groups, -1))
+            best = grouped.topk(sizes.topk // sizes.group_topk, dim=2).values.sum(2)
+            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(
+                1, best.topk(sizes.group_topk, dim=1).indices, True
+            )
+            biased_TE = grouped.masked_fill(~chosen[:, :, None], -math.inf).flatten(1)
+        return torch.topk(biased_TE, sizes.topk, dim=1).indices
+
+    def orthogonal_loss(self) -> Tensor:
+        """Mean of the squared entries of W W^T - 1, rows of W normalised: 0 where all experts' rows are orthogonal.
+
+        Its gradient is divided by ``copies``. Source: the orthogonal loss of ERNIE 4.5 (its technical report).
+        """
+        weight_EH = local(self.weight)
+        if self.copies > 1:
+            part = weight_EH / self.copies
+            weight_EH = part + (weight_EH - part).detach()
+        rows_EH = F.normalize(weight_EH, dim=1)
+        eye = torch.eye(rows_EH.shape[0], dtype=rows_EH.dtype, device=rows_EH.device)
+        return (rows_EH @ rows_EH.T - eye).square().mean()
 
 
-def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool) -> Tensor:
-    """[T, k] weights of the expert outputs, from the unbiased probabilities; 0 where a pair is not kept.
+def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0) -> Tensor:
+    """[T, k] weights of the expert outputs, from the unbiased scores; 0 where a pair is not kept.
 
-    k = 1: the raw probability. k >= 2: renormalised over the kept choices (``over_kept``, deepspeed_moe) or
-    over all chosen ones (megatron_moe). kept_Tk: bool; None keeps every pair.
+    k = 1: the raw score. k >= 2: renormalised over the kept choices (``over_kept``, deepspeed_moe) or
+    over all chosen ones (megatron_moe). kept_Tk: bool; None keeps every pair. scaling: factor on all of them.
     """
+    weights_Tk = _shares(routing, kept_Tk, over_kept)
+    return weights_Tk if scaling == 1.0 else weights_Tk * scaling
+
+
+def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool) -> Tensor:
     chosen_Tk = routing.probs.gather(1, routing.experts)
     weights_Tk = chosen_Tk if kept_Tk is None else torch.where(kept_Tk, chosen_Tk, 0.0)
     if chosen_Tk.shape[1] == 1:

@@ -12,6 +12,7 @@ KINDS = (MEGATRON_MOE, DEEPSPEED_MOE)
 DROP_POLICIES = ("token", "choice", "probs")
 CAPACITY_SCOPES = ("micro_batch", "rank")
 ACTIVATIONS = ("swiglu", "gelu")
+SCORES = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class MoeSizes:
     capacity_factor, min_capacity, drop_policy: deepspeed_moe only; see ``capacity``.
     capacity_scope: the tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
     activation: ``swiglu`` (gate and up) or ``gelu`` (up only). add_bias: experts have biases.
+    score: what makes scores of router logits. groups, group_topk: experts in equal groups, of which a token's choices
+    stay in the best ``group_topk``. scaling: factor on the weights of expert outputs.
+    sequence_aux, orthogonal: whether these losses are computed.
     """
 
     hidden_size: int
@@ -39,6 +43,12 @@ class MoeSizes:
     capacity_scope: str = "micro_batch"
     activation: str = "swiglu"
     add_bias: bool = False
+    score: str = "softmax"
+    groups: int = 1
+    group_topk: int = 1
+    scaling: float = 1.0
+    sequence_aux: bool = False
+    orthogonal: bool = False
 
     def __post_init__(self) -> None:
         # The command line has refused wrong values with a full report; this guards direct users.
@@ -47,12 +57,19 @@ class MoeSizes:
             ("drop_policy", DROP_POLICIES),
             ("capacity_scope", CAPACITY_SCOPES),
             ("activation", ACTIVATIONS),
+            ("score", SCORES),
         ):
             value = getattr(self, field)
             if value not in legal:
                 raise ValueError(f"{field} is {value!r}; choose one of {', '.join(legal)}")
         if not 1 <= self.topk <= self.num_experts:
             raise ValueError(f"topk is {self.topk}; it must be 1 to num_experts ({self.num_experts})")
+        if self.num_experts % self.groups or not 1 <= self.group_topk <= self.groups:
+            raise ValueError(
+                f"{self.num_experts} experts in {self.groups} groups, of which {self.group_topk} are chosen"
+            )
+        if self.topk % self.group_topk or self.topk > self.group_topk * (self.num_experts // self.groups):
+            raise ValueError(f"{self.topk} choices do not come evenly from {self.group_topk} groups")
 
     @property
     def has_capacity(self) -> bool:

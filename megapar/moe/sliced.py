@@ -90,6 +90,7 @@ class Passage:
         self.layer, self.tokens, self.capacity = layer, tokens, capacity
         self._slices: list[_Slice] = []
         self._sums: list[RouterSums] = []
+        self._orthogonal: Tensor | None = None
         self._before_kE: Tensor | None = None
         self._dispatcher = layer.sliced_dispatcher
         self._device = layer.traffic.device
@@ -101,13 +102,14 @@ class Passage:
         self._issue()
         layer = self.layer
         x_TH, valid_T = x_BsH.flatten(0, 1), None if valid_Bs is None else valid_Bs.flatten()
-        routing = layer.router(x_TH, valid_T)
+        routing = layer.router(x_TH, valid_T, x_BsH.shape[0])
         self._sums.append(routing.sums)
+        self._orthogonal = routing.orthogonal  # the same of every slice
         counts_PkE = routing.sums.counts[None]
         if layer.sizes.has_capacity and not layer.alone:
             counts_PkE = gather(counts_PkE, layer.mp, 0)
         kept_Tk = self._kept(routing, counts_PkE, valid_Bs, x_BsH.shape[0])
-        weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity)
+        weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity, scaling=layer.sizes.scaling)
         pieces = layer.slicing.expert_pieces * layer.experts_here or 1
         tokens, deferred = defer((x_TH, weights_Tk), pieces, layer.traffic)
         rows = self._room(x_BsH, padded=valid_T is not None)
@@ -209,7 +211,7 @@ class Passage:
         counts_PkE = sums.counts[None]
         if layer.cut:
             sums, counts_PkE = gather_sums(sums, layer.mp)
-        stats = layer.stats(sums, counts_PkE, self.tokens)
+        stats = layer.stats(sums, counts_PkE, self.tokens, self._orthogonal)
         if not layer.sizes.has_capacity or layer.slicing.capacity == "global":
             return stats
         counts_PdkE = torch.stack([part.counts for part in self._sums])[None]

@@ -24,12 +24,16 @@ class MoeStats(NamedTuple):
 
     aux: scalar, load-balance loss without its coefficient, differentiable.
     z: scalar, mean squared log-sum-exp of the router logits without its coefficient, differentiable.
+    sequence: scalar, sum over the samples of each one's own load-balance loss; 0 where nobody asks for it.
+    orthogonal: scalar, of the router's weight alone, whatever the tokens; 0 where nobody asks for it.
     load: [E] int64, (token, choice) pairs routed to each expert, before drops.
     dropped: int64 scalar, (token, choice) pairs that no expert had room for.
     """
 
     aux: Tensor
     z: Tensor
+    sequence: Tensor
+    orthogonal: Tensor
     load: Tensor
     dropped: Tensor
 
@@ -40,11 +44,14 @@ class RouterSums(NamedTuple):
     probs: [E] sum of the full scores, before bias and renormalisation, differentiable.
     z: scalar sum of squared log-sum-exps, differentiable.
     counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
+    by_sample: [B, 2, E] per sample the sum of the scores, differentiable, and the pairs of each expert; B is 0 where
+    nobody asks for them.
     """
 
     probs: Tensor
     z: Tensor
     counts: Tensor
+    by_sample: Tensor
 
 
 def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) -> Tensor:
@@ -59,21 +66,40 @@ def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) ->
     return counts.scatter_add_(0, (experts_Tk + columns).flatten(), ones.flatten()).view(topk, num_experts)
 
 
-def router_sums(logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None) -> RouterSums:
-    """Sum what the losses and the load need over the tokens; ``valid_T`` False is padding, None is no padding."""
+def router_sums(
+    logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None, samples: int = 0
+) -> RouterSums:
+    """Sum what the losses and the load need over the tokens; ``valid_T`` False is padding, None is no padding.
+
+    probs_TE: shares of a token, which sum to 1. samples: to sum by, where the losses of each are asked for.
+    """
     z_T = torch.logsumexp(logits_TE, dim=1).square()
+    by_sample = _by_sample(probs_TE, experts_Tk, valid_T, samples)
     if valid_T is None:
         counts_kE = count_pairs(experts_Tk, None, probs_TE.shape[1])
-        return RouterSums(probs_TE.sum(0), z_T.sum(), counts_kE)
+        return RouterSums(probs_TE.sum(0), z_T.sum(), counts_kE, by_sample)
     share_T = valid_T.to(probs_TE.dtype)
     counts_kE = count_pairs(experts_Tk, valid_T[:, None], probs_TE.shape[1])
-    return RouterSums(share_T @ probs_TE, share_T @ z_T, counts_kE)
+    return RouterSums(share_T @ probs_TE, share_T @ z_T, counts_kE, by_sample)
+
+
+def _by_sample(probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None, samples: int) -> Tensor:
+    """[B, 2, E]."""
+    if not samples:
+        return probs_TE.new_zeros((0, 2, probs_TE.shape[1]))
+    pairs_TE = torch.zeros_like(probs_TE).scatter_(1, experts_Tk, 1.0)
+    both = torch.stack((probs_TE, pairs_TE), dim=1)
+    if valid_T is not None:
+        both = torch.where(valid_T[:, None, None], both, 0.0)
+    summed: Tensor = both.unflatten(0, (samples, -1)).sum(1)
+    return summed
 
 
 def add_sums(parts: Sequence[RouterSums]) -> RouterSums:
     """The sums of the whole from the sums of its slices, in the order given."""
-    probs, z, counts = zip(*parts, strict=True)
-    return RouterSums(torch.stack(probs).sum(0), torch.stack(z).sum(), torch.stack(counts).sum(0))
+    probs, z, counts, by_sample = zip(*parts, strict=True)
+    sums = (torch.stack(values).sum(0) for values in (probs, z, counts, by_sample))
+    return RouterSums(*sums)
 
 
 def gather_sums(sums: RouterSums, axis: Axis) -> tuple[RouterSums, Tensor]:
@@ -84,12 +110,14 @@ def gather_sums(sums: RouterSums, axis: Axis) -> tuple[RouterSums, Tensor]:
     """
     shape = sums.counts.shape
     # Counts travel as floating point numbers, exact below 2^24 tokens in a micro-batch.
-    own = torch.cat([sums.probs, sums.z[None], sums.counts.flatten().to(sums.probs.dtype)])
+    by_sample = sums.by_sample.flatten()
+    own = torch.cat([sums.probs, sums.z[None], sums.counts.flatten().to(sums.probs.dtype), by_sample])
     pieces = gather(own[None], axis, 0)
-    num_experts = shape[1]
-    probs, z, counts = pieces.split([num_experts, 1, sums.counts.numel()], dim=1)
+    sizes = [shape[1], 1, sums.counts.numel(), by_sample.numel()]
+    probs, z, counts, by_sample = pieces.split(sizes, dim=1)
     counts_PkE = counts.detach().long().unflatten(1, shape)
-    return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0)), counts_PkE
+    whole = by_sample.sum(0).view_as(sums.by_sample)
+    return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0), whole), counts_PkE
 
 
 def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:
@@ -106,3 +134,14 @@ def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bo
     scale = num_experts / (1 if first_choices_only else topk)
     aux = scale * torch.dot(sums.probs / tokens, counted.to(sums.probs.dtype) / tokens)
     return aux, sums.z / tokens
+
+
+def sequence_loss(sums: RouterSums) -> Tensor:
+    """Sum over samples of E/k · Σ_e mean(p_e) · mean(count_e over all k choices), means over the sample's own tokens.
+
+    A sample without tokens adds 0. Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
+    """
+    topk, num_experts = sums.counts.shape
+    probs_BE, pairs_BE = sums.by_sample.unbind(1)
+    tokens_B1 = (pairs_BE.detach().sum(1, keepdim=True) / topk).clamp(min=1.0)
+    return num_experts / topk * (probs_BE / tokens_B1 * (pairs_BE.detach() / tokens_B1)).sum()

@@ -282,6 +282,21 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
+        id="emp-layer-ffn",
+        reads=("expert_mp_degree", "mp_degree", "moe_layer_ffn_hidden_sizes", "moe_shared_experts"),
+        when=lambda f: f.moe_layer_ffn_hidden_sizes is not None,
+        requires=lambda f: all(
+            size % f.expert_mp_degree == 0 and f.moe_shared_experts * size % f.mp_degree == 0
+            for size in f.moe_layer_ffn_hidden_sizes
+        ),
+        message="--expert-mp-degree must divide every size of --moe-layer-ffn-hidden-sizes, --mp-degree shared widths",
+        fix=lambda f: f"Choose multiples of {f.mp_degree}.",
+        source=DESIGN,
+        passing="--world-size 2 --mp-degree 2 --num-layers 2 --moe-layer-ffn-hidden-sizes 64 32",
+        failing="--world-size 2 --mp-degree 2 --num-layers 2 --moe-layer-ffn-hidden-sizes 64 33",
+        models=MOE,
+    ),
+    Rule(
         id="sequence-parallel-mp",
         reads=("sequence_parallel", "mp_degree"),
         when=lambda f: f.sequence_parallel,

@@ -110,6 +110,89 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
+        id="router-groups",
+        reads=("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
+        when=lambda f: f.num_experts > 0,
+        requires=lambda f: (
+            f.num_experts % f.moe_router_num_groups == 0 and f.moe_router_group_topk <= f.moe_router_num_groups
+        ),
+        message="--moe-router-num-groups divides --num-experts, and --moe-router-group-topk is at most their number",
+        fix=lambda f: f"Choose --moe-router-num-groups {near_divisors(f.num_experts, f.moe_router_num_groups)}.",
+        source="DeepSeek-V3",
+        passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        failing="--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
+        models=MOE,
+    ),
+    Rule(
+        id="router-group-topk",
+        reads=("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk"),
+        when=lambda f: f.num_experts > 0 and f.num_experts % f.moe_router_num_groups == 0,
+        requires=lambda f: (
+            f.moe_router_group_topk == f.moe_router_num_groups == 1
+            or (
+                f.moe_router_topk % f.moe_router_group_topk == 0
+                and f.moe_router_topk <= f.moe_router_group_topk * (f.num_experts // f.moe_router_num_groups)
+            )
+        ),
+        message="the choices come evenly from the groups: --moe-router-group-topk divides --moe-router-topk, and a "
+        "group has experts for its share",
+        fix=lambda f: f"Choose --moe-router-group-topk {near_divisors(f.moe_router_topk, f.moe_router_group_topk)}.",
+        source="DeepSeek-V3",
+        passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        failing="--num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        models=MOE,
+    ),
+    Rule(
+        id="router-groups-unused",
+        reads=("moe_router_num_groups", "moe_router_group_topk", "changed"),
+        when=lambda f: bool(f.changed & {"moe_router_num_groups", "moe_router_group_topk"}),
+        requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
+        message="choices from all groups are not limited: --moe-router-num-groups would do nothing",
+        fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave both out.",
+        source="compatibility 8",
+        passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
+        failing="--num-experts 8 --moe-router-num-groups 2",
+        models=MOE,
+    ),
+    Rule(
+        id="layer-ffn-sizes",
+        reads=("moe_layer_ffn_hidden_sizes", "num_layers", "first_k_dense", "changed"),
+        when=lambda f: f.moe_layer_ffn_hidden_sizes is not None,
+        requires=lambda f: (
+            len(f.moe_layer_ffn_hidden_sizes) == f.num_layers - f.first_k_dense
+            and "moe_ffn_hidden_size" not in f.changed
+        ),
+        message="--moe-layer-ffn-hidden-sizes has one size for every layer with experts, in place of "
+        "--moe-ffn-hidden-size",
+        fix=lambda f: f"Give {f.num_layers - f.first_k_dense} sizes, and no --moe-ffn-hidden-size.",
+        source=SOURCE,
+        passing="--num-layers 3 --first-k-dense 1 --moe-layer-ffn-hidden-sizes 64 32",
+        failing="--num-layers 3 --moe-layer-ffn-hidden-sizes 64 32",
+        models=MOE,
+    ),
+    Rule(
+        id="mtp-weight-unused",
+        reads=("mtp_depth", "mtp_loss_weight", "changed"),
+        when=lambda f: f.mtp_depth == 0,
+        requires=lambda f: "mtp_loss_weight" not in f.changed,
+        message="--mtp-loss-weight would do nothing without --mtp-depth 1",
+        source="compatibility 8",
+        passing="--mtp-depth 1 --mtp-loss-weight 0.1",
+        failing="--mtp-loss-weight 0.1",
+        models=MOE,
+    ),
+    Rule(
+        id="mtp-length",
+        reads=("mtp_depth", "seq_length"),
+        when=lambda f: f.mtp_depth > 0,
+        requires=lambda f: f.seq_length > 1,
+        message="the token after the next is within the sample: --seq-length is at least 2",
+        source=SOURCE,
+        passing="--mtp-depth 1 --seq-length 2",
+        failing="--mtp-depth 1 --seq-length 1",
+        models=MOE,
+    ),
+    Rule(
         id="experts-unused",
         reads=("num_experts", "changed"),
         when=lambda f: f.num_experts == 0,
@@ -199,6 +282,29 @@ RULES: tuple[Rule, ...] = (
         source="Hugging Face form",
         passing="--save-hf exported --add-bias-linear --num-experts 0",
         failing="--save-hf exported --add-bias-linear",
+        models=MOE,
+    ),
+    Rule(
+        id="hf-moe-routing",
+        reads=(
+            "save_hf",
+            "moe_router_score_function",
+            "moe_router_num_groups",
+            "moe_router_topk_scaling_factor",
+            "moe_layer_ffn_hidden_sizes",
+        ),
+        when=lambda f: f.save_hf is not None,
+        requires=lambda f: (
+            f.moe_router_score_function == "softmax"
+            and f.moe_router_num_groups == 1
+            and f.moe_router_topk_scaling_factor == 1
+            and f.moe_layer_ffn_hidden_sizes is None
+        ),
+        message="--save-hf writes models whose routing is a plain softmax and whose experts are all of one size",
+        fix="Leave --save-hf out, or choose these.",
+        source="Hugging Face form",
+        passing="--save-hf exported --mtp-depth 1",
+        failing="--save-hf exported --moe-router-score-function sigmoid",
         models=MOE,
     ),
     Rule(

@@ -55,7 +55,22 @@ RULES: tuple[Rule, ...] = (
     _later("phrase_file", "knowledge masking", "--phrase-file phrases.txt", ERNIE),
     _later("entity_file", "knowledge masking", "--entity-file entities.txt", ERNIE),
     _later("progressive_iters", "progressive learning", "--progressive-iters 100", ERNIE),
-    _later("mtp_depth", "multi-token prediction", "--mtp-depth 1", MOE),
+    Rule(
+        id="not-built-multi-latent-attention",
+        reads=("multi_latent_attention", "changed"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: False,
+        message=(
+            "--multi-latent-attention asks for DeepSeek's compressed keys and values, whose parameters and caches no "
+            "layer here has; attention is multi-head or grouped-query"
+        ),
+        fix="Leave it out, or choose --num-query-groups.",
+        source="later version",
+        passing="",
+        failing="--multi-latent-attention",
+        kind=NOT_BUILT,
+        models=MOE,
+    ),
     _later("save_interval_minutes", "checkpoints by the clock", "--save runs/a --save-interval-minutes 30"),
     _later("keep", "removing old checkpoints", "--save runs/a --keep 2"),
     _later("exit_interval", "planned exits", "--exit-interval 100"),

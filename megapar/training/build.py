@@ -97,7 +97,17 @@ def make_objective(config: Config) -> Objective:
     """The weights of the loss terms."""
     if config.kind == "ernie":
         return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
-    return Objective({"lm": 1.0}, config.moe.moe_aux_loss_coeff, config.moe.moe_z_loss_coeff)
+    weights = {"lm": 1.0}
+    if config.model.mtp_depth:
+        weights["mtp"] = config.model.mtp_loss_weight
+    moe = config.moe
+    return Objective(
+        weights,
+        moe.moe_aux_loss_coeff,
+        moe.moe_z_loss_coeff,
+        moe.moe_seq_aux_loss_coeff,
+        moe.moe_orthogonal_loss_coeff,
+    )
 
 
 def make_slicing(config: Config, degree: int | None = None) -> Slicing:
@@ -254,6 +264,7 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
         "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
         "eps": config.optimizer.adam_eps,
         "weight_decay": config.optimizer.weight_decay,
+        "router_lr_ratio": config.moe.moe_router_lr_ratio,
     }
     if config.sharding.optimizer_offload:
         return OffloadedOptimizer(sharding.parts, world.device, **common)
@@ -322,7 +333,7 @@ def _full(
     meter: WaitMeter,
 ) -> Sharding:
     """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
-    tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings
+    tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings or sizes.mtp_depth > 0
     together = ("embedding", "head") if tied else ()
     full = FullSharding(
         world,

@@ -78,6 +78,8 @@ def published(source: Path) -> tuple[Family, Sizes]:
     sizes = make_sizes(parse(kind, ["--load-hf", str(source), "--seq-length", length], {}))
     if isinstance(sizes, ErnieSizes) and name == "ErnieForMaskedLM":
         sizes = replace(sizes, sop=False)
+    if isinstance(sizes, DecoderSizes) and not any("mtp" in tensor for tensor in HfFolder(source).tensors):
+        sizes = replace(sizes, mtp_depth=0)  # transformers writes the number and not the block
     return family_of_config(name, config), sizes
 
 

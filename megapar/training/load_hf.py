@@ -11,6 +11,7 @@ from megapar.model.hf_folder import HfFolder, some
 from megapar.training.build import Job
 
 _SOP = ("pooler.", "sop_head.")
+_MTP, _MTP_FILES = "mtp.", "model.mtp_"
 
 
 def family_of(folder: Path) -> Family:
@@ -28,12 +29,14 @@ def trained_family(folder: Path) -> Family:
 def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     """Fill the weights; what people should know of it.
 
-    A masked language model has no sentence-order head: the model keeps its initial one. Raises CheckpointError, before
+    A masked language model has no sentence-order head, and many decoders' folders no multi-token prediction block: the
+    model keeps its initial one. Raises CheckpointError, before
     anything is filled, for missing, misshapen and unreadable tensors.
     """
     family, weights = family_of(folder), HfFolder(folder)
-    masked = family.name == "ErnieForMaskedLM"
-    initial = [spec.name for spec in job.table if masked and spec.name.startswith(_SOP)]
+    lacking = _SOP if family.name == "ErnieForMaskedLM" else ()
+    lacking = lacking if any(name.startswith(_MTP_FILES) for name in weights.tensors) else (*lacking, _MTP)
+    initial = [spec.name for spec in job.table if spec.name.startswith(lacking)]
     foreign = weights.check(job.table, family, optional=initial)
     rows = {spec.name: spec for spec in job.table}
     for view in job.sharding.views([part.master for part in job.sharding.parts]):
@@ -49,5 +52,6 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     if foreign:
         notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")
     if initial:
-        notes.append(f"{folder} has no sentence-order head; it starts anew")
+        what = "multi-token prediction block" if initial[0].startswith(_MTP) else "sentence-order head"
+        notes.append(f"{folder} has no {what}; it starts anew")
     return tuple(notes)

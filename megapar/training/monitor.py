@@ -18,18 +18,19 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.meter import Waits
 from megapar.errors import TrainingError
+from megapar.model.terms import ROUTING
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
 
-_EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"))
+_EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
 
 
 @dataclass
 class Step:
     """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
 
-    sums: term -> sum over own items. items: term -> denominators over the global batch. aux, z: sums over own
-    micro-batches. load: [layers, experts] own counts. norm: the global gradient norm.
+    sums: term -> sum over own items. items: term -> denominators over the global batch. routing: [4] routing losses
+    (``terms.ROUTING``), sums over own micro-batches. load: [layers, experts] own counts. norm: the global gradient's.
     skipped: the gradients overflowed and nothing was changed. sent_bytes: "axis/collective" -> by this rank.
     exposed: what this rank waited for; None where not every wait is metered.
     evaluation: means of an evaluation that followed the step.
@@ -43,8 +44,7 @@ class Step:
     sums: dict[str, Tensor]
     items: dict[str, int]
     num_micro_batches: int
-    aux: Tensor
-    z: Tensor
+    routing: Tensor
     load: Tensor
     dropped: Tensor
     norm: Tensor
@@ -132,11 +132,11 @@ class Monitor:
             logger.close()
 
     def _reduce(self) -> list[list[float]]:
-        """Per step: its sums, aux, z, dropped, load (summed over data ranks) and its norm, on the host."""
+        """Per step: its sums, dropped, routing losses, load (summed over data ranks) and its norm, on the host."""
         rows = []
         for step in self._steps:
-            scalars = [*step.sums.values(), step.aux, step.z, step.dropped]
-            rows.append(torch.cat([torch.stack([_wide(value) for value in scalars]), _wide(step.load).flatten()]))
+            scalars = torch.stack([_wide(value) for value in (*step.sums.values(), step.dropped)])
+            rows.append(torch.cat([scalars, _wide(step.routing), _wide(step.load).flatten()]))
         stacked = torch.stack(rows)
         if self._data.group is not None:
             dist.all_reduce(stacked, group=self._data.group)
@@ -149,11 +149,16 @@ class Monitor:
     def _record(self, step: Step, row: list[float]) -> Record:
         names = list(step.sums)
         means = {name: row[i] / max(1, step.items[name]) for i, name in enumerate(names)}
-        aux, z = (value / step.num_micro_batches for value in row[len(names) : len(names) + 2])
+        loads = len(names) + 1 + len(ROUTING)
         layers, experts = step.load.shape
         objective = self._objective
-        loss = sum(objective.weights[name] * mean for name, mean in means.items())
-        loss += objective.aux_coefficient * aux + objective.z_coefficient * z
+        routing = objective.routing_means(row[len(names) + 1 : loads], step.items, step.num_micro_batches)
+        shown = {
+            "aux": bool(layers),
+            "z": bool(layers),
+            "sequence": objective.sequence_coefficient > 0,
+            "orthogonal": objective.orthogonal_coefficient > 0,
+        }
         rate = step.tokens / step.seconds
         flops = rate * self._flops_per_token / self._world_size
         evaluation = step.evaluation or {}
@@ -164,15 +169,15 @@ class Monitor:
             consumed_tokens=step.consumed_tokens,
             lm_loss=means["lm"],
             sop_loss=means.get("sop"),
-            aux_loss=aux if layers else None,
-            z_loss=z if layers else None,
-            loss=loss,
+            mtp_loss=means.get("mtp"),
+            **{f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING},
+            loss=objective.weighted(means, routing),
             grad_norm=row[-1],
             lr=step.lr,
             loss_scale=step.loss_scale,
             skipped=step.skipped,
             sent_bytes=step.sent_bytes,
-            dropped_tokens=round(row[len(names) + 2]),
+            dropped_tokens=round(row[len(names)]),
             iteration_seconds=step.seconds,
             tokens_per_second=rate,
             model_tflops_per_device=flops / 1e12,
@@ -181,7 +186,7 @@ class Monitor:
             exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
             exposed_seconds=exposed or {},
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
-            expert_load=_percentiles(row[len(names) + 3 : -1], layers, experts),
+            expert_load=_percentiles(row[loads:-1], layers, experts),
         )
 
 

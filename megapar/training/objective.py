@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
-from megapar.model.terms import Terms
+from megapar.model.terms import ROUTING, Terms
+
+T = TypeVar("T", float, Tensor)
 
 
 @dataclass(frozen=True)
 class Objective:
     """Weights of the terms: ``loss`` = sum of weight * sum / items, plus the routing losses.
 
-    weights: term -> weight (lm, sop). aux_coefficient and z_coefficient weigh the router's losses, which are means over
-    the micro-batches of the global batch.
+    weights: term -> weight (lm, sop, mtp). aux_coefficient and z_coefficient weigh the router's losses, which are means
+    over the micro-batches of the global batch; sequence_coefficient that of single samples, a mean over the global
+    batch's; orthogonal_coefficient that of the router's weight, which counts once per step.
     """
 
     weights: Mapping[str, float]
     aux_coefficient: float = 0.0
     z_coefficient: float = 0.0
+    sequence_coefficient: float = 0.0
+    orthogonal_coefficient: float = 0.0
 
     def of(self, terms: Terms, items: Mapping[str, int], num_micro_batches: int) -> Tensor:
         """This micro-batch's share of the loss of the whole global batch.
 
-        items: denominators over the global batch. num_micro_batches: of the global batch, on all data ranks together.
+        items: denominators over the global batch, also of "sequences". num_micro_batches: of the global batch, on all
+        data ranks together.
         """
         loss = sum(self.weights[name] * total / max(1, items[name]) for name, total in terms.sums.items())
-        loss = loss + (self.aux_coefficient * terms.aux + self.z_coefficient * terms.z) / num_micro_batches
+        means = self.routing_means(tuple(getattr(terms, name) for name in ROUTING), items, num_micro_batches)
+        loss = loss + sum(self._coefficients[name] * mean for name, mean in means.items())
         assert isinstance(loss, Tensor)
         return loss
+
+    def weighted(self, means: Mapping[str, float], routing: Mapping[str, float]) -> float:
+        """The loss from unweighted means of the terms and of the routing losses."""
+        loss = sum(self.weights[name] * mean for name, mean in means.items())
+        return loss + sum(self._coefficients[name] * mean for name, mean in routing.items())
+
+    def routing_means(self, routing: Sequence[T], items: Mapping[str, int], num_micro_batches: int) -> dict[str, T]:
+        """The routing losses, which come in the order of ROUTING as sums, over their denominators."""
+        per_sample = {"sequence": items.get("sequences", 1)}
+        return {
+            name: value / per_sample.get(name, num_micro_batches)  # type: ignore[operator]
+            for name, value in zip(ROUTING, routing, strict=True)
+        }
+
+    @property
+    def _coefficients(self) -> dict[str, float]:
+        return {
+            "aux": self.aux_coefficient,
+            "z": self.z_coefficient,
+            "sequence": self.sequence_coefficient,
+            "orthogonal": self.orthogonal_coefficient,
+        }

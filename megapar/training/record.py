@@ -22,8 +22,11 @@ class Record:
     consumed_tokens: int
     lm_loss: float
     sop_loss: float | None
+    mtp_loss: float | None
     aux_loss: float | None
     z_loss: float | None
+    sequence_loss: float | None
+    orthogonal_loss: float | None
     loss: float
     grad_norm: float
     lr: float
@@ -41,6 +44,7 @@ class Record:
     eval_loss: float | None = None
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None
+    eval_mtp_loss: float | None = None
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

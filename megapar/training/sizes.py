@@ -9,7 +9,7 @@ from megapar.core.sharding.cut import Described, local_box
 from megapar.core.sharding.plan import MEGABYTE, PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import table_of
+from megapar.model.table import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
 from megapar.training.stages import Sizes as Sizes
 from megapar.training.stages import outline as pipeline_outline
@@ -47,6 +47,8 @@ def make_sizes(config: Config) -> Sizes:
         tie_embeddings=not model.untie_embeddings_and_output_weights,
         first_k_dense=config.moe.first_k_dense,
         moe=_moe_sizes(config),
+        moe_widths=config.moe.moe_layer_ffn_hidden_sizes or (),
+        mtp_depth=model.mtp_depth,
     )
 
 
@@ -67,6 +69,12 @@ def _moe_sizes(config: Config) -> MoeSizes | None:
         capacity_scope=moe.moe_capacity_scope,
         activation=config.model.activation,
         add_bias=config.model.add_bias_linear,
+        score=moe.moe_router_score_function,
+        groups=moe.moe_router_num_groups,
+        group_topk=moe.moe_router_group_topk,
+        scaling=moe.moe_router_topk_scaling_factor,
+        sequence_aux=moe.moe_seq_aux_loss_coeff > 0,
+        orthogonal=moe.moe_orthogonal_loss_coeff > 0,
     )
 
 
@@ -100,4 +108,17 @@ def outline(config: Config) -> str:
     lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
     if len(shown) < len(segments):
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
-    return pipeline_outline(config, sizes) + "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
+    segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
+    return _counts(sizes) + pipeline_outline(config, sizes) + segmented
+
+
+def _counts(sizes: Sizes) -> str:
+    total, active = parameter_counts(sizes)
+    passed = "" if active == total else f", of which a token passes {_billions(active)}"
+    every = sum(row.numel for row in table_of(sizes) if row.trainable)
+    ahead = "" if every == total else f"\nmulti-token prediction: {_billions(every - total)} more, in training only"
+    return f"parameters: {_billions(total)}{passed}{ahead}\n"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.4g} B" if count >= 1e8 else f"{count / 1e6:.4g} M"

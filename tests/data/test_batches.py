@@ -48,7 +48,7 @@ def test_a_decoder_batch(decoder_corpus: Corpus) -> None:
     for tensor in batch.tensors.values():
         assert (tensor.shape, tensor.dtype) == ((3, 64), torch.int64)
     assert torch.equal(batch.tensors["positions"][2], torch.arange(64))
-    assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 192}, 192, 192)
+    assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 192, "mtp": 189, "sequences": 3}, 192, 192)
     assert np.array_equal(batch.tensors["tokens"][1].numpy(), samples[1]["tokens"])
 
 
@@ -61,7 +61,7 @@ def test_padding_is_marked_only_where_there_is_some() -> None:
     }
     batch = collate_decoder([whole, short])
     assert batch.tensors["valid"].tolist() == [[True] * 4, [True, True, False, False]]
-    assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 6}, 6, 8)
+    assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 6, "mtp": 4, "sequences": 2}, 6, 8)
 
 
 def test_an_ernie_batch(ernie_corpus: Corpus) -> None:

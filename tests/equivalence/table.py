@@ -359,6 +359,27 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(2, (), SLICED_PLACES[3], ("--reset-position-ids", "--eod-mask-loss"), 2),
 )
 
+GROUPED = ("--moe-router-num-groups", "2", "--moe-router-group-topk", "1")
+ROUTED = (*("--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5"), *GROUPED, *BIASED)
+BALANCED_ROUTING = (
+    *("--moe-seq-aux-loss-coeff", "0.05", "--moe-orthogonal-loss-coeff", "0.1", "--moe-router-lr-ratio", "0.25"),
+)
+AHEAD = ("--mtp-depth", "1")
+TODAY = (*ROUTED, *BALANCED_ROUTING, *AHEAD, *QK_NORM)
+
+ROUTING_ROWS: tuple[Row, ...] = (
+    Row("moe", 2, (*_stages(2)[1], *EP2), TODAY, 2),
+    Row("moe", 2, (*MP2, *SP), (*TODAY, *UNTIED), 2),
+    Row("moe", 2, (*MP2, *_every(1)), (*ROUTED, *BALANCED_ROUTING, *APART), 2),
+    Row("moe", 2, ("--pp-degree", "2", *_every(1)), (*FOUR_LAYERS, *TODAY), accumulation=4),
+    Row("moe", 2, ("--pp-degree", "2", *ZBV), (*FOUR_LAYERS, *AHEAD, *UNTIED, *BALANCED_ROUTING), accumulation=4),
+    Row("moe", 4, (*EP2, *MP2, *SP, *_stages(2)[2]), (*DROPS, *TODAY, *UNTIED)),
+    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP), (*FOUR_LAYERS, *AHEAD, *UNTIED, *CLIPPED), accumulation=4),
+    sliced_row(2, CROSS, SLICED_PLACES[3], (*ROUTED, *BALANCED_ROUTING, *BOUNDARIES[:1]), 2),
+    Row("gpt", 2, (*_stages(2)[2], *_every(1)), (*AHEAD, *BOUNDARIES)),
+    Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[0], *MANY, *OFFLOAD), (*BALANCED_ROUTING, *CLIPPED)),
+)
+
 ROWS: tuple[Row, ...] = (
     *SHARDING_ROWS,
     *TENSOR_ROWS,
@@ -368,5 +389,6 @@ ROWS: tuple[Row, ...] = (
     *RECOMPUTE_ROWS,
     *PACKING_ROWS,
     *AMPIPE_ROWS,
+    *ROUTING_ROWS,
     Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

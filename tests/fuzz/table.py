@@ -102,6 +102,25 @@ def _shared(d: Drawn) -> list[int | None]:
     return [None, *(n for n in (1, 2) if n * width % _mp(d) == 0)]
 
 
+def _groups(d: Drawn) -> list[int | None]:
+    """Numbers of groups that some of can be chosen from evenly."""
+    return [None, None, *(g for g in divisors(d.num_experts)[1:] if _group_choices_of(d, g))]
+
+
+def _group_choices_of(d: Drawn, groups: int) -> list[int]:
+    size, topk = d.num_experts // groups, int(d.moe_router_topk)
+    return [n for n in range(1, groups) if topk % n == 0 and topk <= n * size]
+
+
+def _group_choices(d: Drawn) -> list[int]:
+    return _group_choices_of(d, int(d.moe_router_num_groups))
+
+
+def _widths(d: Drawn) -> list[tuple[int, ...] | None]:
+    layers = d.num_layers - d.first_k_dense
+    return [None, None, tuple(_mp(d) * (3 + layer % 3) for layer in range(layers))]
+
+
 def _merged(d: Drawn) -> list[str | None]:
     return [None, "step"] if d.sharding_stage == 1 else [None, "step", "micro_batch"]
 
@@ -357,6 +376,33 @@ EXPERTS = (
     Option(name="moe_capacity_scope", values=(None, "rank"), when=_drops, wild=("rank",), kinds=MOE),
     Option(name="moe_aux_loss_coeff", values=(None, 0.0, 0.05, 1.0), when=_experts, wild=(0.5,), kinds=MOE),
     Option(name="moe_z_loss_coeff", values=(None, 0.01), when=_experts, wild=(0.01,), kinds=MOE),
+    Option(name="moe_router_score_function", values=(None, "sigmoid"), when=_experts, wild=("sigmoid",), kinds=MOE),
+    Option(name="moe_router_num_groups", values=_groups, when=_experts, wild=(2, 3), kinds=MOE),
+    Option(
+        name="moe_router_group_topk",
+        values=_group_choices,
+        when=lambda d: _experts(d) and d.moe_router_num_groups > 1,
+        wild=(1, 2),
+        kinds=MOE,
+    ),
+    Option(name="moe_router_topk_scaling_factor", values=(None, None, 2.5), when=_experts, wild=(2.5,), kinds=MOE),
+    Option(name="moe_router_lr_ratio", values=(None, None, 0.25), when=_experts, wild=(0.25,), kinds=MOE),
+    Option(
+        name="moe_layer_ffn_hidden_sizes",
+        values=_widths,
+        when=lambda d: _experts(d) and d.moe_ffn_hidden_size is None,
+        wild=((3,), (4, 5)),
+        kinds=MOE,
+    ),
+    Option(name="moe_seq_aux_loss_coeff", values=(None, None, 0.05), when=_experts, wild=(0.05,), kinds=MOE),
+    Option(name="moe_orthogonal_loss_coeff", values=(None, None, 0.1), when=_experts, wild=(0.1,), kinds=MOE),
+    Option(
+        name="mtp_depth",
+        values=lambda d: (None, None, 1) if d.seq_length > 1 else (None,),
+        wild=(1, 2),
+        kinds=MOE,
+    ),
+    Option(name="mtp_loss_weight", values=(None, 0.1, 0.0), when=_is("mtp_depth", 1), wild=(0.1,), kinds=MOE),
     Option(name="moe_router_bias_update_rate", values=(None, 0.01), when=_experts, wild=(0.01,), kinds=MOE),
 )
 
@@ -493,7 +539,7 @@ LATER = (
     Option(name="cp_degree", wild=(2,), layout=True),
     Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
-    Option(name="mtp_depth", wild=(1,), kinds=MOE),
+    Option(name="multi_latent_attention", wild=(True,), kinds=MOE),
 )
 
 OPTIONS: tuple[Option, ...] = (

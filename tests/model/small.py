@@ -72,6 +72,15 @@ VARIETIES = {
     "moe everywhere, no shared": replace(MOE, first_k_dense=0, moe=MoeSizes(32, 16, 4, 2)),
     "moe with drops": replace(MOE, moe=replace(MOE.moe, kind="deepspeed_moe", capacity_factor=0.5, min_capacity=1)),
     "moe gelu with biases": BIASED_MOE,
+    "multi-token prediction": replace(DENSE, mtp_depth=1),
+    "moe of today": replace(
+        MOE,
+        mtp_depth=1,
+        add_bias_linear=True,
+        normalization="layernorm",
+        moe_widths=(16, 8),
+        moe=replace(MOE.moe, score="sigmoid", groups=2, group_topk=1, scaling=2.0, sequence_aux=True, orthogonal=True),
+    ),
     "ernie": ERNIE,
     "ernie without sentence order": replace(ERNIE, sop=False),
 }
@@ -149,4 +158,5 @@ def batch_for(sizes: DecoderSizes | ErnieSizes, *, padded: bool = False, seed: i
 def total(model: Decoder | Ernie, batch: dict[str, Tensor]) -> Tensor:
     """Everything that is differentiated, in one number."""
     terms = model(batch)
-    return sum(terms.sums.values()) + 0.1 * terms.aux + 0.01 * terms.z  # type: ignore[return-value]
+    routing = 0.1 * terms.aux + 0.01 * terms.z + 0.1 * terms.sequence + terms.orthogonal
+    return sum(terms.sums.values()) + routing  # type: ignore[return-value]

@@ -29,6 +29,7 @@ DECODERS = {
     "dense untied, biases": replace(DENSE, tie_embeddings=False, add_bias_linear=True),
     "dense head dim": replace(DENSE, head_dim=12, rope_theta=500000.0),
     "moe": MOE,
+    "moe, multi-token prediction": replace(MOE, mtp_depth=1),
     "moe tied, no shared, head dim": replace(
         MOE, head_dim=12, first_k_dense=0, tie_embeddings=True, moe=MoeSizes(32, 16, num_experts=4, topk=3)
     ),
@@ -249,3 +250,16 @@ def test_tied_copies_and_mtp_layers_are_left_out(tmp_path):
     tensors["model.mtp_block.0.weight"] = torch.zeros(1)
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(load_hf(tmp_path, DENSE)["embedding.word.weight"], model.embedding.word.weight)
+
+
+def test_multi_token_prediction_goes_out_and_comes_back(tmp_path):
+    sizes = replace(MOE, mtp_depth=1)
+    model = build(sizes)
+    save_hf(tmp_path, sizes, whole_tensors(model), torch.float32)
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    names = {name for name in load_file(tmp_path / "model.safetensors") if "mtp" in name}
+    assert {"model.mtp_emb_norm.0.weight", "model.mtp_hidden_norm.0.weight", "model.mtp_linear_proj.0.weight"} < names
+    assert "model.mtp_block.0.mlp.down_proj.weight" in names
+    back = load_hf(tmp_path, sizes)
+    for name, tensor in whole_tensors(model):
+        assert torch.equal(back[name], tensor), name

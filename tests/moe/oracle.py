@@ -54,13 +54,38 @@ def one_expert(layer: MoeLayer, expert: int, x_H: Tensor) -> Tensor:
     return out + experts.down_bias[expert] if has_bias else out
 
 
+def best_of(sizes: MoeSizes, scores: list[float]) -> list[int]:
+    """The experts of one token, best first."""
+    size = sizes.num_experts // sizes.groups
+    groups = [scores[g * size : (g + 1) * size] for g in range(sizes.groups)]
+    worth = [sum(sorted(group)[-(sizes.topk // sizes.group_topk) :]) for group in groups]
+    best = sorted(range(sizes.groups), key=lambda g: -worth[g])[: sizes.group_topk]
+    return sorted((e for e in range(sizes.num_experts) if e // size in best), key=lambda e: -scores[e])[: sizes.topk]
+
+
+def sequence_loss(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> Tensor:
+    """Sum of the samples' own load-balance losses."""
+    sizes, total = layer.sizes, x_BSH.new_zeros(())
+    for sample, valid_S in zip(x_BSH, valid_BS, strict=True):
+        scores = [layer.router.weight @ x_H for x_H, ok in zip(sample, valid_S, strict=True) if ok]
+        if not scores:
+            continue
+        scores = [row.softmax(0) if sizes.score == "softmax" else row.sigmoid() for row in scores]
+        shares = sum((row / row.sum() for row in scores), torch.zeros(())) / len(scores)
+        chosen = [e for row in scores for e in best_of(sizes, (row + layer.router.correction_bias).tolist())]
+        counts = torch.tensor([chosen.count(e) / len(scores) for e in range(sizes.num_experts)], dtype=x_BSH.dtype)
+        total = total + sizes.num_experts / sizes.topk * (shares * counts).sum()
+    return total
+
+
 def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int], int]:
     """(y, aux, z, load, dropped) of a layer, token by token; differentiable."""
     sizes: MoeSizes = layer.sizes
     batch, length, _ = x_BSH.shape
     order = [(b, s) for s in range(length) for b in range(batch)]  # by position, then sample
-    probs = {at: (layer.router.weight @ x_BSH[at]).softmax(0) for at in order}
-    experts = {at: torch.topk(probs[at] + layer.router.correction_bias, sizes.topk).indices.tolist() for at in order}
+    rows = {at: layer.router.weight @ x_BSH[at] for at in order}
+    probs = {at: row.softmax(0) if sizes.score == "softmax" else row.sigmoid() for at, row in rows.items()}
+    experts = {at: best_of(sizes, (probs[at] + layer.router.correction_bias).tolist()) for at in order}
     valid = [bool(valid_BS[at]) for at in order]
     tokens = sum(valid)
     capacity = tokens
@@ -79,7 +104,7 @@ def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Ten
             weight = probs[at][experts[at][c]] / (total if sizes.topk > 1 else 1.0)
             y = y.index_put(
                 tuple(torch.tensor(i) for i in at),
-                weight * one_expert(layer, experts[at][c], x_BSH[at]),
+                sizes.scaling * weight * one_expert(layer, experts[at][c], x_BSH[at]),
                 accumulate=True,
             )
         if layer.shared is not None:
@@ -94,7 +119,17 @@ def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Ten
                 load[expert] += 1
     first_only = sizes.kind == "deepspeed_moe" and sizes.drop_policy == "choice"
     mean = max(tokens, 1)
-    mean_probs = sum((probs[at] for ok, at in zip(valid, order, strict=True) if ok), torch.zeros(())) / mean
+    mean_probs = (
+        sum(
+            (
+                probs[at] / (1 if sizes.score == "softmax" else probs[at].sum())
+                for ok, at in zip(valid, order, strict=True)
+                if ok
+            ),
+            torch.zeros(()),
+        )
+        / mean
+    )
     counted = torch.tensor(first if first_only else load, dtype=x_BSH.dtype) / mean
     aux = sizes.num_experts / (1 if first_only else sizes.topk) * (mean_probs * counted).sum()
     logits = [layer.router.weight @ x_BSH[at] for ok, at in zip(valid, order, strict=True) if ok]

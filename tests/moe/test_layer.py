@@ -63,8 +63,12 @@ def check_against_oracle(layer, valid):
     assert int(stats.dropped) == dropped
 
     leaves = [x, *layer.parameters()]
-    ours = torch.autograd.grad((y * upstream).sum() + stats.aux + 0.1 * stats.z, leaves)
+    ours = torch.autograd.grad((y * upstream).sum() + stats.aux + 0.1 * stats.z + stats.sequence, leaves)
     loss = (wanted_y * upstream).sum() + aux + 0.1 * z
+    if layer.sizes.sequence_aux:
+        sequence = oracle.sequence_loss(layer, x, valid_BS)
+        torch.testing.assert_close(stats.sequence, sequence, rtol=1e-11, atol=0)
+        loss = loss + sequence
     theirs = torch.autograd.grad(loss, leaves, allow_unused=True)
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want, rtol=1e-9, atol=1e-12)
@@ -79,6 +83,15 @@ def test_equal_to_a_loop_over_tokens(kind, topk, valid):
     layer.router.correction_bias[2] = 0.05
     dropped = check_against_oracle(layer, valid)
     assert (dropped > 0) == (kind["kind"] == "deepspeed_moe")
+
+
+@pytest.mark.parametrize("valid", ["all", "padded"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_sigmoid_groups_scaling_and_losses_of_single_samples(kind, valid):
+    routing = {"score": "sigmoid", "groups": 3, "group_topk": 2, "scaling": 2.5, "sequence_aux": True}
+    layer = make(capacity_factor=0.7, **kind, **routing)
+    layer.router.correction_bias[2] = 0.05
+    check_against_oracle(layer, valid)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))

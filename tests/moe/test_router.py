@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from megapar.moe.router import Router, Routing, gate_weights, move_correction_bias
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import router_sums
 
 
-def router(dtype=torch.float64, experts=6, topk=2):
-    made = Router(8, experts, topk, dtype=dtype)
+def router(dtype=torch.float64, experts=6, topk=2, **more):
+    made = Router(MoeSizes(8, 8, experts, topk, **more), dtype=dtype)
     torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
     return made
 
@@ -69,3 +70,44 @@ def test_correction_bias_moves_against_the_load():
     bias = torch.tensor([0.0, 0.5, 0.0])
     move_correction_bias(bias, torch.tensor([9, 3, 6]), 0.1)
     torch.testing.assert_close(bias, torch.tensor([-0.1, 0.6, 0.0]))
+
+
+def test_sigmoid_scores_are_not_normalised_but_their_sums_are():
+    made = router(score="sigmoid")
+    x = torch.randn(7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    routing = made(x)
+    scores = (x @ made.weight.T).sigmoid()
+    torch.testing.assert_close(routing.probs, scores)
+    torch.testing.assert_close(routing.sums.probs, (scores / scores.sum(1, keepdim=True)).sum(0))
+    assert routing.sums.probs.sum().item() == pytest.approx(7)
+    chosen = scores.gather(1, routing.experts)
+    weights = gate_weights(routing, None, over_kept=False, scaling=2.5)
+    torch.testing.assert_close(weights, 2.5 * chosen / chosen.sum(1, keepdim=True))
+
+
+def test_choices_stay_in_the_best_groups():
+    made = router(experts=8, topk=2, groups=4, group_topk=1)
+    # Groups (0 1) (2 3) (4 5) (6 7): the best expert is 7, the best pair is (2, 3).
+    scores = torch.tensor([[0.1, 0.1, 0.5, 0.6, 0.3, 0.3, 0.0, 0.9]], dtype=torch.float64)
+    assert made.choose(scores).tolist() == [[3, 2]]
+    two = router(experts=8, topk=2, groups=4, group_topk=2)
+    assert two.choose(scores).tolist() == [[7, 3]]
+    two.correction_bias[4] = 1.0
+    assert two.choose(scores).tolist() == [[4, 7]]
+
+
+def test_orthogonal_loss_by_hand_and_its_gradient_shared_by_copies():
+    made = router(experts=3, orthogonal=True)
+    with torch.no_grad():
+        made.weight.zero_()
+        made.weight[0, 0], made.weight[1, 0], made.weight[2, 5] = 2.0, 3.0, -1.0
+    # Rows 0 and 1 are parallel, row 2 is orthogonal to both: two of nine entries are 1 off.
+    assert made(torch.zeros(1, 8, dtype=torch.float64)).orthogonal.item() == pytest.approx(2 / 9)
+    torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(1))
+    (whole,) = torch.autograd.grad(made.orthogonal_loss(), made.weight)
+    made.copies = 3
+    value = made.orthogonal_loss()
+    (part,) = torch.autograd.grad(value, made.weight)
+    torch.testing.assert_close(3 * part, whole)
+    made.copies = 1
+    torch.testing.assert_close(value, made.orthogonal_loss())

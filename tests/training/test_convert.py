@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from megapar.core.device.pick import pick
 from megapar.core.world import World
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder import Decoder
+from megapar.model.hf import save_hf
+from megapar.model.initialize import named_tensors
 from megapar.tools.main import main
 from megapar.training import build, state
 from megapar.training.collect import collect_all
 from megapar.training.convert import hf_to_megapar, megapar_to_hf, published
 from megapar.training.load_hf import load_hf
+from tests.model import small
 from tests.support.ranks import run_ranks
 
 SIZES = {
@@ -128,6 +132,23 @@ def test_dtypes_are_kept_and_unknown_tensors_carried_along(folders: dict[str, Pa
     megapar_to_hf(tmp_path / "made", tmp_path / "half", dtype=torch.float16)
     kinds = {kind for name, (kind, _) in _tensors(tmp_path / "half").items() if not name.endswith(exact)}
     assert kinds == {"torch.float16", "torch.int32"}
+
+
+def test_multi_token_prediction_is_part_of_the_model_where_the_folder_has_it(tmp_path: Path) -> None:
+    sizes = replace(small.MOE, mtp_depth=1)
+    model = small.build(sizes)
+    save_hf(tmp_path / "folder", sizes, ((n, t.detach()) for n, t in named_tensors(model)), torch.float32)
+    assert hf_to_megapar(tmp_path / "folder", tmp_path / "made").carried == ()
+    megapar_to_hf(tmp_path / "made", tmp_path / "back")
+    assert _tensors(tmp_path / "back") == _tensors(tmp_path / "folder")
+    line = ["--load-hf", str(tmp_path / "folder"), "--seq-length", "16"]
+    parsed = parse("moe", line, {})
+    assert parsed.model.mtp_depth == 1
+    assert parse("moe", [*line, "--mtp-depth", "0"], {}).model.mtp_depth == 0
+    tensors = load_file(tmp_path / "folder" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "mtp" not in name}
+    save_file(kept, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
+    assert published(tmp_path / "folder")[1].mtp_depth == 0  # type: ignore[union-attr]
 
 
 def _inputs() -> dict[str, Tensor]:

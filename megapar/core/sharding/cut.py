@@ -37,6 +37,10 @@ class Described(Protocol):
         """Whether weight decay applies."""
 
     @property
+    def router(self) -> bool:
+        """Whether it is a router's weight."""
+
+    @property
     def fp32(self) -> bool:
         """Whether it is computed with in fp32 whatever the compute dtype."""
 

@@ -76,7 +76,7 @@ class FullSharding:
         mine = [spec for spec in specs if spec.name not in names]
         self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank)) for spec in mine]
         self.parts = [
-            Part(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank))
+            Part(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank), spec.router)
             for spec, parameter, _ in self._entries
         ]
 

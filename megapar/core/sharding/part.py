@@ -18,13 +18,14 @@ class Part:
 
     master: fp32 (max(fp32, compute dtype)). grad: of the same shape and dtype, summed over all data, valid between
     ``finish`` and the next ``begin_step``. decay: whether weight decay applies. counted: whether this rank counts it
-    in the global norm (exactly one rank does).
+    in the global norm (exactly one rank does). router: whether it is of a router, whose learning rate may be another.
     """
 
     master: Tensor
     grad: Tensor | None
     decay: bool
     counted: bool
+    router: bool = False
 
 
 @dataclass(frozen=True)

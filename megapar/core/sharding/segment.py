@@ -68,11 +68,17 @@ def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
     return padded
 
 
+def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
+    """What the optimizer and the norm treat alike comes together."""
+    spec = entry[0]
+    return not spec.decay, spec.router, spec.axes
+
+
 def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
     """Lay parameters out in a row, in an order that every rank shares; what counts alike on a rank lies together."""
     members: list[Member] = []
     offset = 0
-    for spec, parameter, box, counted in sorted(parameters, key=lambda entry: (not entry[0].decay, entry[0].axes)):
+    for spec, parameter, box, counted in sorted(parameters, key=_alike):
         sizes = tuple(parameter.shape)
         dim = shard_dim(sizes, parts)
         piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
@@ -90,6 +96,7 @@ class Range:
     end: int
     decay: bool
     counted: bool
+    router: bool
 
 
 class Segment:
@@ -145,11 +152,12 @@ class Segment:
 
     @property
     def ranges(self) -> list[Range]:
-        """The row cut where decay or counting changes: at most four ranges."""
+        """The row cut where decay, learning rate or counting changes: routers apart, at most six ranges."""
         found: list[Range] = []
-        for (decay, counted), group in groupby(self.members, key=lambda m: (m.spec.decay, m.counted)):
+        kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router))
+        for (decay, counted, router), group in kinds:
             members = list(group)
-            found.append(Range(members[0].offset, members[-1].offset + members[-1].numel, decay, counted))
+            found.append(Range(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router))
         return found
 
     def piece(self, flat: Tensor, member: Member) -> Tensor:

@@ -78,7 +78,8 @@ class ZeroSharding:
         self.parts: list[Part] = []
         for segment in self.segments:
             for part in segment.ranges:
-                self.parts.append(Part(segment.master[part.start : part.end], None, part.decay, part.counted))
+                master = segment.master[part.start : part.end]
+                self.parts.append(Part(master, None, part.decay, part.counted, part.router))
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""

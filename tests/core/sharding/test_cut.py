@@ -18,6 +18,7 @@ class Spec:
     unit: str = "u"
     decay: bool = True
     fp32: bool = False
+    router: bool = False
     stage: int = 0
 
 
