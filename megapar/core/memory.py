@@ -1,4 +1,4 @@
-"""Bytes of live tensor storages, counted where no allocator of torch's counts them: on a CPU."""
+"""Bytes of live tensor storages, counted where no allocator of torch's counts them: on a CPU, and of fake tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# What has a storage of its own; any other subclass is taken apart first.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -28,7 +32,7 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operator and note what it returns; what it is given and nobody made was there before."""
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a subclass: its inner operators come by
         for storage in _storages((args, kwargs)):
             self._note(storage, 0)
@@ -70,4 +74,4 @@ class MemoryTracker(TorchDispatchMode):
 
 def _storages(values: Any) -> list[UntypedStorage]:
     leaves = tree_leaves(values)
-    return [x.untyped_storage() for x in leaves if type(x) in (Tensor, nn.Parameter) and x.device.type != "meta"]
+    return [x.untyped_storage() for x in leaves if type(x) in _PLAIN and x.device.type != "meta"]

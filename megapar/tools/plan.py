@@ -1,43 +1,118 @@
 """``megapar plan``: what a configuration will do, from its flags alone; nothing is started.
 
+megapar plan --config configs/gpt-117m.yaml --device-kind v100-32g [--world-size N] [FLAGS]
 megapar plan --show-schedule [--svg FILE] [--chunk-costs] pretrain_moe.py --world-size 4 --pp-degree 4 ...
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megapar.arguments import SCRIPTS, Config, parse
 from megapar.config.report import refusal
-from megapar.core.pipeline import draw
-from megapar.core.pipeline.schedule import Schedule, make_schedule
-from megapar.core.pipeline.simulate import Costs, Simulation, bubble_formula, check, simulate
-from megapar.errors import ConfigError
-from megapar.training.sizes import make_sizes
-from megapar.training.stages import effective_schedule, make_stages, outline, pipeline_layers
+from megapar.core.pipeline.schedule import Schedule
+from megapar.core.pipeline.simulate import Simulation
+from megapar.errors import Complaint, ConfigError
+
+MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
+DEFAULT_KIND = "h100-80g"
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 drawn, 2 refused."""
-    parser = argparse.ArgumentParser(prog="megapar plan", description="Show what a configuration will do.")
-    parser.add_argument("--show-schedule", action="store_true", required=True, help="draw the pipeline schedule")
-    parser.add_argument("--svg", type=Path, help="write the drawing to this file, too")
-    parser.add_argument(
-        "--chunk-costs", action="store_true", help="let every chunk take the time of its FLOPs, not all the same"
-    )
-    parser.add_argument("script", choices=sorted(SCRIPTS.values()), help="whose flags follow")
-    parser.add_argument("flags", nargs=argparse.REMAINDER)
-    asked = parser.parse_args(list(argv))
-    kind = next(kind for kind, script in SCRIPTS.items() if script == asked.script)
+    """0 planned (also what does not fit), 2 refused."""
+    asked, flags = _parser().parse_known_args(list(argv))
     try:
-        config = parse(kind, [*asked.flags, "--validate-only"], {})
-        text, svg = show_schedule(config, chunk_costs=asked.chunk_costs)
+        return _run(asked, flags)
     except ConfigError as error:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megapar plan",
+        description="Say what a configuration will take: legality, ranks, memory, traffic, time. Flags that are not "
+        "listed here are the trainers'.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", choices=sorted(MODELS), help="whose flags follow (default: what the file says, else moe)")
+    add("--config", help="a YAML file of flags; its header may name the script and the ranks")
+    add("--world-size", type=int, help="ranks (default: what the file's header says, else 1)")
+    add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
+    add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan knows")
+    add("--token-budget", type=float, metavar="TOKENS", help="of the whole run (default: that of --train-iters)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
+    add("--svg", type=Path, help="with --show-schedule: write the drawing to this file, too")
+    add(
+        "--chunk-costs",
+        action="store_true",
+        help="with --show-schedule: let every chunk take the time of its FLOPs, not all the same",
+    )
+    return parser
+
+
+def _run(asked: argparse.Namespace, flags: list[str]) -> int:
+    header = _header(asked.config)
+    model, flags = _model(asked.model, flags, header)
+    kind, more = MODELS[model]
+    line = [*(["--config", asked.config] if asked.config else []), *more, *flags]
+    world = asked.world_size or int(header.get("ranks", 1))
+    config = _parsed(kind, line, world)
+    if asked.show_schedule:
+        return _show(config, asked)
+    from megapar.planning.assume import assumed
+    from megapar.planning.devices import device_kind
+    from megapar.planning.plan import Plan
+    from megapar.planning.text import describe
+
+    device = device_kind(asked.device_kind or header.get("device", DEFAULT_KIND))
+    words = asked.assume or header.get("assume", "").split()
+    plan = Plan(config, device, assumed(words), asked.token_budget)
+    sys.stdout.write(json.dumps(plan.to_dict()) + "\n" if asked.json else describe(plan))
+    return 0
+
+
+def _header(path: str | None) -> dict[str, str]:
+    """``# name: value`` lines of a configuration file."""
+    if path is None or not Path(path).is_file():
+        return {}
+    return dict(re.findall(r"^# (\w+): (.+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def _model(asked: str | None, flags: list[str], header: dict[str, str]) -> tuple[str, list[str]]:
+    """The model kind, from the flag, a script's name among the flags, or the file; and the other flags."""
+    scripts = {script: kind for kind, script in SCRIPTS.items()}
+    named = [flag for flag in flags if flag in scripts]
+    rest = [flag for flag in flags if flag not in scripts]
+    if asked:
+        return asked, rest
+    script = named[0] if named else header.get("script", SCRIPTS["moe"])
+    return scripts[script], rest
+
+
+def _parsed(kind: str, line: list[str], world: int) -> Config:
+    """The configuration, or every complaint with the nearest legal layouts."""
+    try:
+        return parse(kind, [*line, "--validate-only", "--world-size", str(world)], {})
+    except ConfigError as error:
+        from megapar.planning.nearest import nearest
+
+        near = nearest(kind, line, world)
+        if not near:
+            raise
+        text = "Nearest legal layouts: " + "; ".join(near) + "."
+        raise ConfigError([*error.complaints, Complaint("nearest", text)]) from None
+
+
+def _show(config: Config, asked: argparse.Namespace) -> int:
+    text, svg = show_schedule(config, chunk_costs=asked.chunk_costs)
     sys.stdout.write(text)
     if asked.svg is not None:
         asked.svg.write_text(svg)
@@ -47,6 +122,13 @@ def main(argv: Sequence[str]) -> int:
 
 def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, str]:
     """(text, SVG) of the schedule of one step. Raises ConfigError where the model cannot be cut."""
+    # The schedules' orders come from torch, which nothing else here needs.
+    from megapar.core.pipeline import draw
+    from megapar.core.pipeline.schedule import make_schedule
+    from megapar.core.pipeline.simulate import Costs, bubble_formula, check, simulate
+    from megapar.training.sizes import make_sizes
+    from megapar.training.stages import effective_schedule, make_stages, outline, pipeline_layers
+
     sizes = make_sizes(config)
     if config.grid.pp == 1:
         return "one stage: no pipeline, no bubble\n", ""

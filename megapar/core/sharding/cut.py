@@ -1,7 +1,8 @@
 """Which piece of every parameter a rank masters, as arithmetic. Standard library only.
 
 mp, ep and emp cut first, along the dims that the parameter's ``axes`` name. Sharding then cuts the local piece, along
-its largest dim that the degree divides, so that no rank is left empty; where none divides, along dim 0, padded.
+its largest dim that the degree divides, so that no rank is left empty; where none divides, along the dim that wastes
+least on padding (8 groups over 168 ranks would take 21 times the memory). FSDP2, which is stage 3, pads dim 0 only.
 """
 
 from __future__ import annotations
@@ -53,10 +54,17 @@ class Described(Protocol):
         """The coordinate on pp that answers for it; a tied embedding lies on the last one too."""
 
 
-def shard_dim(sizes: Sequence[int], parts: int) -> int:
-    """The dim along which ``parts`` ranks share a tensor: the largest that ``parts`` divides, else 0 (padded)."""
+def shard_dim(sizes: Sequence[int], parts: int, *, full: bool = False) -> int:
+    """The dim along which ``parts`` ranks share a tensor: the largest that ``parts`` divides.
+
+    Where there is none, the one with the least padding, or with ``full`` (stage 3) dim 0.
+    """
     even = [dim for dim, size in enumerate(sizes) if size % parts == 0 and size > 0]
-    return max(even, key=lambda dim: (sizes[dim], -dim)) if even else 0
+    if even:
+        return max(even, key=lambda dim: (sizes[dim], -dim))
+    if full:
+        return 0
+    return min(range(len(sizes)), key=lambda dim: (-(-sizes[dim] // parts) * parts / max(1, sizes[dim]), dim))
 
 
 def local_box(spec: Described, grid: Grid, rank: int) -> Box:
@@ -68,11 +76,13 @@ def local_box(spec: Described, grid: Grid, rank: int) -> Box:
     return box
 
 
-def master_box(spec: Described, grid: Grid, rank: int) -> Box:
-    """The piece whose master copy and optimizer state a rank keeps."""
+def master_box(spec: Described, grid: Grid, rank: int, *, full: bool = False) -> Box:
+    """The piece whose master copy and optimizer state a rank keeps. full: at stage 3."""
     box = local_box(spec, grid, rank)
     parts = grid.expert_shards if spec.expert else grid.shards
-    return box.cut(shard_dim(box.sizes, parts), parts, grid.shard_group(rank, expert=spec.expert).index(rank))
+    return box.cut(
+        shard_dim(box.sizes, parts, full=full), parts, grid.shard_group(rank, expert=spec.expert).index(rank)
+    )
 
 
 def is_speaker(spec: Described, grid: Grid, rank: int) -> bool:

@@ -74,7 +74,7 @@ class FullSharding:
         named = dict(model.named_parameters())
         names = {spec.name for spec in left}
         mine = [spec for spec in specs if spec.name not in names]
-        self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank)) for spec in mine]
+        self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank, full=True)) for spec in mine]
         self.parts = [
             Part(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank), spec.router)
             for spec, parameter, _ in self._entries
@@ -112,7 +112,7 @@ class FullSharding:
         shard, replica = (world.axis(name) for name in names)
 
         def place(parameter: nn.Parameter) -> Shard:
-            return Shard(shard_dim(tuple(parameter.shape), shard.size))
+            return Shard(shard_dim(tuple(parameter.shape), shard.size, full=True))
 
         fully_shard(
             module,

@@ -62,5 +62,7 @@ def test_a_master_lies_inside_what_its_rank_computes_with(grid: Grid) -> None:
 def test_sharding_takes_the_largest_dim_that_divides() -> None:
     assert shard_dim((1, 2, 512, 256), 4) == 2
     assert shard_dim((6, 6), 3) == 0
-    assert shard_dim((5, 7), 4) == 0
+    assert shard_dim((5, 7), 4) == 1  # 8 for 7 wastes less than 8 for 5
+    assert shard_dim((5, 7), 4, full=True) == 0
+    assert shard_dim((8, 10, 128, 8192), 168) == 3
     assert shard_dim((4, 7), 4) == 0

@@ -1,0 +1,115 @@
+"""Techniques of published runs that megapar does not run: a plan may assume them, and says so.
+
+    fp8                       products of all linear layers in fp8
+    fp8-mlp                   those of the feed-forward layers and experts only
+    fp8-activations           the inputs that products keep are stored in one byte
+    latent-attention:Q,C,N,R,V  queries and keys-values through ranks Q and C; head sizes: N plain, R rotated, V values
+    operator-recompute:A+B    what these operators give is computed again instead of kept (norm, qkv, up, activation,
+                              core)
+    dualpipe                  two directions through the pipeline: all-to-alls under the other direction's computation,
+                              two copies of the parameters
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from megapar.errors import Complaint, ConfigError
+from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.table import ParameterSpec, table_of
+
+NAMES = ("fp8", "fp8-mlp", "fp8-activations", "latent-attention", "operator-recompute", "dualpipe")
+OPERATORS = ("norm", "qkv", "up", "activation", "core")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query, shared: ranks of the compressed queries, keys
+    and values. plain, rotated, value: sizes per head of what is and is not turned by position, and of values."""
+
+    query: int
+    shared: int
+    plain: int
+    rotated: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a plan assumes; nothing by default. operators: what is computed again."""
+
+    fp8: str = ""
+    fp8_activations: bool = False
+    latent: Latent | None = None
+    operators: tuple[str, ...] = ()
+    dualpipe: bool = False
+    said: tuple[str, ...] = ()
+
+    def table(self, sizes: DecoderSizes | ErnieSizes) -> tuple[ParameterSpec, ...]:
+        """The parameter table with assumed shapes."""
+        table = table_of(sizes)
+        if self.latent is None or isinstance(sizes, ErnieSizes):
+            return table
+        rows = []
+        for row in table:
+            if row.name.endswith(".attention.qkv.weight"):
+                rows += _latent_rows(row, sizes, self.latent)
+            elif row.name.endswith(".attention.proj.weight"):
+                width = sizes.num_attention_heads * self.latent.value
+                rows.append(replace(row, shape=(sizes.hidden_size, width), pieces=()))
+            else:
+                rows.append(row)
+        return tuple(rows)
+
+
+def assumed(words: Sequence[str]) -> Assumed:
+    """What ``--assume`` says. Raises ConfigError for what is not known."""
+    found, complaints = Assumed(said=tuple(words)), []
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            found = _with(found, name, value)
+        except ValueError as error:
+            near = get_close_matches(name, NAMES, 2, 0.4)
+            hint = f"Did you mean {' or '.join(near)}?" if near and name not in NAMES else ""
+            complaints.append(Complaint("assume", f"--assume {word}: {error}.", hint))
+    if complaints:
+        raise ConfigError(complaints)
+    return found
+
+
+def _with(found: Assumed, name: str, value: str) -> Assumed:
+    if name in ("fp8", "fp8-mlp") and not value:
+        return replace(found, fp8="mlp" if name == "fp8-mlp" else "all")
+    if name == "fp8-activations" and not value:
+        return replace(found, fp8_activations=True)
+    if name == "dualpipe" and not value:
+        return replace(found, dualpipe=True)
+    if name == "latent-attention":
+        numbers = [int(word) for word in value.split(",")]
+        if len(numbers) != 5 or min(numbers) < 1:
+            raise ValueError("it takes five sizes, as in latent-attention:1536,512,128,64,128")
+        return replace(found, latent=Latent(*numbers))
+    if name == "operator-recompute":
+        operators = tuple(value.split("+"))
+        wrong = [operator for operator in operators if operator not in OPERATORS]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong) or 'nothing'} is none of {', '.join(OPERATORS)}")
+        return replace(found, operators=operators)
+    raise ValueError(f"known are {', '.join(NAMES)}")
+
+
+def _latent_rows(row: ParameterSpec, sizes: DecoderSizes, latent: Latent) -> list[ParameterSpec]:
+    heads, hidden = sizes.num_attention_heads, sizes.hidden_size
+    stem = row.name.removesuffix("qkv.weight")
+    whole = replace(row, axes=(), pieces=())
+    return [
+        replace(whole, name=f"{stem}q_down.weight", shape=(latent.query, hidden)),
+        replace(row, name=f"{stem}q_up.weight", shape=(heads, latent.plain + latent.rotated, latent.query), pieces=()),
+        replace(whole, name=f"{stem}kv_down.weight", shape=(latent.shared + latent.rotated, hidden)),
+        replace(row, name=f"{stem}kv_up.weight", shape=(heads, latent.plain + latent.value, latent.shared), pieces=()),
+    ]

@@ -1,0 +1,133 @@
+"""A configuration as the formulas read it: the numbers that belong to one rank of one pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from megapar.arguments import Config
+from megapar.core.pipeline.stages import Stages
+from megapar.core.sharding.cut import local_box, shard_dim
+from megapar.model.sizes import DecoderSizes
+from megapar.model.table import ParameterSpec, placed
+from megapar.planning.assume import Assumed
+from megapar.planning.devices import DeviceKind
+from megapar.training.sizes import ITEM_BYTES, make_sizes
+from megapar.training.stages import Sizes, effective_schedule, make_stages
+
+
+@dataclass(frozen=True)
+class Layout:
+    """config: the run. kind: where it runs. assumed: techniques that only the plan knows."""
+
+    config: Config
+    kind: DeviceKind
+    assumed: Assumed = field(default_factory=Assumed)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The model's numbers."""
+        return make_sizes(self.config)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Which layers live where."""
+        return make_stages(self.config, self.sizes)
+
+    @cached_property
+    def table(self) -> tuple[ParameterSpec, ...]:
+        """All parameters, each with its stage."""
+        return placed(self.assumed.table(self.sizes), self.stages)
+
+    @property
+    def dtype(self) -> str:
+        """The compute dtype; ``auto`` as this device would choose it."""
+        asked = self.config.training.dtype
+        return self.kind.default_dtype if asked == "auto" else asked
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element in max(fp32, dtype)."""
+        return max(4, self.item)
+
+    @property
+    def schedule(self) -> str:
+        """Of the pipeline."""
+        return effective_schedule(self.config)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one data rank and optimizer step."""
+        return self.config.sharding.gradient_merge_acc_step
+
+    @property
+    def samples(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.config.training.micro_batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a micro-batch that this rank's products see: those of its context-parallel part."""
+        return self.samples * self.sizes.seq_length // self.config.grid.cp
+
+    @property
+    def own(self) -> int:
+        """Positions that lie on this rank outside the products: cut over mp under sequence parallelism."""
+        grid = self.config.grid
+        return self.tokens // grid.mp if self.config.parallel.sequence_parallel else self.tokens
+
+    @property
+    def cut(self) -> bool:
+        """Positions are cut over mp."""
+        return self.config.parallel.sequence_parallel and self.config.grid.mp > 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the vocabulary on the fullest mp rank."""
+        return -(-self.sizes.vocab_size // self.config.grid.mp)
+
+    @property
+    def tied(self) -> bool:
+        """The head computes with the word embedding."""
+        return not isinstance(self.sizes, DecoderSizes) or self.sizes.tie_embeddings
+
+    def held(self, stage: int) -> list[ParameterSpec]:
+        """Rows that a stage holds: its own and, on the last stage, the second copy of a tied embedding."""
+        rows = [row for row in self.table if row.stage == stage]
+        last = self.config.grid.pp - 1
+        if stage == last and self.tied and all(row.unit != "embedding" for row in rows):
+            rows = [row for row in self.table if row.name == "embedding.word.weight"] + rows
+        return rows
+
+    def local_numel(self, row: ParameterSpec) -> int:
+        """Elements of a parameter on the first rank of its stage."""
+        grid = self.config.grid
+        if not row.axes:
+            return row.numel
+        return local_box(row, grid, grid.rank(pp=row.stage)).numel
+
+    def row_numel(self, row: ParameterSpec) -> int:
+        """Elements of one rank's padded piece of a parameter, as sharding cuts it."""
+        grid = self.config.grid
+        sizes: Sequence[int] = row.shape
+        if row.axes:
+            sizes = local_box(row, grid, grid.rank(pp=row.stage)).sizes
+        parts = grid.expert_shards if row.expert else grid.shards
+        dim = shard_dim(sizes, parts, full=self.config.sharding.sharding_stage == 3)
+        return prod(sizes) // max(1, sizes[dim]) * -(-sizes[dim] // parts)
+
+    def shards(self, row: ParameterSpec) -> int:
+        """Ranks that share a parameter's optimizer state."""
+        return self.config.grid.expert_shards if row.expert else self.config.grid.shards
+
+    def replicas(self, row: ParameterSpec) -> int:
+        """Ranks that repeat it."""
+        grid = self.config.grid
+        return grid.edp // grid.expert_shards if row.expert else grid.dp

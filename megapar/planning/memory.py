@@ -1,0 +1,268 @@
+"""Peak memory of a rank of every pipeline stage, in closed form.
+
+A step has few moments at which memory can be highest, and each is a sum:
+
+    head        everything kept, and the head makes its gradients          last stage
+    layer l     kept up to l, gradients above l, and what l's backward needs
+    end         nothing kept, all gradients and what their reduction needs
+    publish     the optimizer is done, new parameters are gathered
+
+Main gradients lie in flat buffers of the master's dtype over the micro-batches (stage 1), or pass through buffers of
+the dtype that travels (stage 2). A CPU has no caching allocator of torch's: buffers that travel are kept for the next
+step (``core/buffers.py``), and a reduce-scatter needs room for what arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE
+from megapar.core.pipeline.stages import Chunk
+from megapar.planning.layout import Layout
+from megapar.planning.work import Unit, Work
+from megapar.training.sizes import ITEM_BYTES
+
+# Beside the tensors: the driver's context, communicators, and what the caching allocator cannot use again.
+RESERVED_BYTES = round(1.5 * 2**30)
+RESERVED_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on a rank of one stage. activations: what backward passes wait for at the worst moment. buffers: what lives
+    for a moment: messages, gathered parameters, gradients of activations. peak: the highest sum of live bytes.
+    reserved: peak with what the device keeps for itself. moment: when the peak is. host: what was offloaded."""
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    peak: int
+    reserved: int
+    host: int
+    moment: str
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a stage holds of its parameters, in bytes."""
+
+    parameters: float
+    optimizer: float
+    host: float
+    whole: float  # main gradients before their reduction
+    row: float  # after it
+    scratch: float  # of the reduction
+    gathered: float  # while parameters are published, or of stage 3
+    tied: float  # the head's gradient of a tied embedding, which waits for the embedding's
+
+
+def stage_memory(work: Work, stage: int) -> StageMemory:
+    """Of the first rank of a stage."""
+    layout = work.layout
+    state = _state(layout, stage)
+    pooled = layout.kind.kernels == "cpu"
+    steady = state.parameters + state.optimizer
+    kept, in_flight = _kept(work, stage)
+    # Gradients that are there while everything is kept: those of earlier micro-batches.
+    later = layout.micro_batches > max(in_flight)
+    stage_one = layout.config.sharding.gradient_merge_mode == "step"
+    whole = state.whole + state.scratch + state.row
+    if pooled:
+        early = whole
+    elif layout.config.sharding.sharding_stage == 3:
+        early = state.row if later else 0.0
+    else:
+        early = (state.whole if stage_one else state.row) if later else 0.0
+    moments = {
+        "forward": (kept.forward, early, kept.forward_transient),
+        "backward": (kept.backward, early, kept.backward_transient + state.tied),
+        "end": (kept.end, whole, kept.end_transient + 2 * state.tied),
+        "publish": (0.0, whole if pooled else state.row, state.gathered),
+    }
+    fixed = steady + (state.gathered if layout.config.sharding.sharding_stage == 3 else 0.0)
+    moment = max(moments, key=lambda name: sum(moments[name]))
+    activations, gradients, buffers = moments[moment]
+    peak = fixed + activations + gradients + buffers
+    reserved = peak if pooled else peak * (1 + RESERVED_SHARE) + RESERVED_BYTES
+    return StageMemory(
+        stage=stage,
+        parameters=round(state.parameters),
+        gradients=round(state.whole + state.row if stage_one else state.row),
+        optimizer=round(state.optimizer),
+        activations=round(kept.backward),
+        buffers=round(peak - steady - activations - gradients),
+        peak=round(peak),
+        reserved=round(reserved),
+        host=round(state.host + kept.host),
+        moment=moment,
+    )
+
+
+def _state(layout: Layout, stage: int) -> _State:
+    sharding, e, w = layout.config.sharding, layout.item, layout.wide
+    reduce = min(w, ITEM_BYTES[sharding.grad_reduce_dtype]) if w == 4 else w
+    full = sharding.sharding_stage == 3
+    copies = 2 if layout.assumed.dualpipe else 1
+    parameters = masters = moments = whole = row_bytes = scratch = 0.0
+    units: dict[str, float] = {}
+    aliased_all = True
+    for spec in layout.held(stage):
+        item = w if spec.fp32 else e
+        local = layout.local_numel(spec)
+        if not spec.trainable:
+            parameters += local * item
+            continue
+        row, shards = layout.row_numel(spec), layout.shards(spec)
+        aliased = shards == 1 and item == w and not full
+        aliased_all = aliased_all and aliased
+        parameters += copies * (row * w if full else local * item)
+        masters += 0.0 if aliased or full else row * w
+        moments += 2 * row * w
+        travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
+        whole += 0.0 if full else row * shards * (reduce if travels else w)
+        units[spec.unit] = units.get(spec.unit, 0.0) + (row * shards * e if full else row * (shards + 1) * item)
+        if shards > 1 or full:
+            row_bytes += row * w
+            if layout.kind.kernels == "cpu" and not full:
+                scratch += row * shards * reduce
+            if reduce < w and not full:
+                scratch += row * shards * reduce * (0 if travels else 1)
+    ahead = sharding.sharding_prefetch_segments + 1
+    gathered = sum(sorted(units.values(), reverse=True)[: min(ahead, len(units))])
+    if layout.kind.kernels == "cpu" and not full:
+        gathered = 0.0 if aliased_all else max(units.values(), default=0.0) / 2
+    if full:  # a gathered unit, the one ahead, and a unit's gradients before and after their cast
+        gathered += max(units.values(), default=0.0) * (1 + w / e)
+    optimizer = masters + moments
+    host = optimizer if sharding.optimizer_offload else 0.0
+    pending = 0.0
+    chunk_ends = layout.stages.on(stage)
+    if layout.tied and any(c.first for c in chunk_ends) and any(c.last for c in chunk_ends):
+        pending = e * layout.vocabulary * layout.sizes.hidden_size
+    return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, gathered, pending)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes of activations at the moments, and what lives beside them then."""
+
+    forward: float
+    forward_transient: float
+    backward: float
+    backward_transient: float
+    end: float
+    end_transient: float
+    host: float
+
+
+def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
+    """At every moment; and the micro-batches in flight of each chunk."""
+    layout = work.layout
+    chunks = layout.stages.on(stage)
+    flights = in_flight(layout, stage)
+    host = 0.0
+    total = last = first_transient = 0.0
+    forward = forward_transient = backward_transient = 0.0
+    for chunk, flight in zip(chunks, flights, strict=True):
+        units = units_of(work, chunk)
+        kept, offloaded, open_transient = _unit_bytes(layout, units)
+        total += kept * flight
+        host += offloaded * flight
+        x = layout.item * layout.own * layout.sizes.hidden_size
+        received = x * min(flight, 2) if layout.config.grid.pp > 1 else 0.0
+        backward_transient = max(backward_transient, open_transient + received)
+        if chunk.last:
+            forward_transient = work.head.transient
+            last = work.head.kept
+        if chunk.first:
+            first_transient = max(first_transient, units[0].transient)
+    forward = total
+    backward = total - (last if last else 0.0)
+    end_units = units_of(work, chunks[0])
+    end = end_units[0].kept
+    return (
+        _Kept(forward, forward_transient, backward, backward_transient, end, first_transient, host),
+        flights,
+    )
+
+
+def _unit_bytes(layout: Layout, units: Sequence[Unit]) -> tuple[float, float, float]:
+    """(kept on the device, kept on the host, needed beside it while a unit's backward runs) of one micro-batch."""
+    recompute = layout.config.recompute
+    layers = [unit for unit in units if unit.name in ("dense", "moe")]
+    ends = sum(unit.kept for unit in units if unit.name not in ("dense", "moe"))
+    interval, block = recompute.recompute_interval, 0
+    if recompute.recompute_method == "block":
+        interval, block = 0, recompute.recompute_num_layers or 0
+    elif recompute.recompute_method == "uniform":
+        interval = interval or recompute.recompute_num_layers or 1
+    spans = _spans(layers, interval, block)
+    kept, host, worst = ends, 0.0, 0.0
+    x = layout.item * layout.own * layout.sizes.hidden_size
+    stored = [span for span, again in spans if again]
+    for number, (span, again) in enumerate(spans):
+        inside = sum(unit.kept for unit in span)
+        transient = max((unit.transient for unit in span), default=0.0) + x
+        if not again:
+            kept += inside
+            worst = max(worst, transient)
+            continue
+        newest = number >= len(spans) - 2
+        share = 1.0
+        if recompute.recompute_partition and not layout.cut and not newest:
+            share = 1 / layout.config.grid.mp
+        if recompute.recompute_offload and not newest:
+            host += x * share
+            share = 0.0
+        kept += x * share
+        worst = max(worst, transient + inside + (x if share < 1 else 0.0))
+    if len(stored) < len(spans) and stored:
+        worst = max(worst, *(sum(unit.kept for unit in span) for span in stored))
+    return kept, host, worst
+
+
+def _spans(layers: Sequence[Unit], interval: int, block: int) -> list[tuple[Sequence[Unit], bool]]:
+    """Layers that run together, and whether they are recomputed."""
+    if interval:
+        return [(layers[start : start + interval], True) for start in range(0, len(layers), interval)]
+    return [((layer,), number < block) for number, layer in enumerate(layers)]
+
+
+def units_of(work: Work, chunk: Chunk) -> list[Unit]:
+    """What a chunk runs, in forward order."""
+    units = [work.embedding] if chunk.first else []
+    units += [work.layer(number) for number in chunk.layers]
+    return units + ([work.head] if chunk.last else [])
+
+
+def in_flight(layout: Layout, stage: int) -> list[int]:
+    """Micro-batches that wait for their backward at once, of every chunk of a stage, at the worst moment.
+
+    1F1B: as many as stages follow, and one (arXiv 2104.04473, 2.2). Interleaved: Megatron's warm-up of
+    2 (p - rank - 1) + (v - 1) p chunks and one, shared out from the first chunk on; zero-bubble warms up with
+    (p - rank - 1) + (v - 1) p. GPipe keeps all.
+    """
+    p, v, m = layout.config.grid.pp, layout.config.pipeline.vpp_degree, layout.micro_batches
+    name = layout.schedule
+    if p == 1:
+        return [1]
+    if layout.assumed.dualpipe:
+        return [min(m, p + 1)] * v
+    if name == GPIPE:
+        return [m] * v
+    if v == 1 and name != INTERLEAVED:
+        return [min(m, p - stage)]
+    if name == ZERO_BUBBLE and v == 2:  # V-shaped: at most 2 p halves
+        down = min(m, 2 * p - stage)
+        return [down, min(m, max(1, 2 * p - down))]
+    warm = (p - stage - 1) * (1 if name == ZERO_BUBBLE else 2) + (v - 1) * p + 1
+    warm = min(warm, m * v)
+    flights = []
+    for chunk in range(v):  # groups of p micro-batches go through chunk after chunk
+        rounds, rest = divmod(warm, p * v)
+        flights.append(min(m, rounds * p + min(p, max(0, rest - chunk * p))))
+    return flights

@@ -1,0 +1,191 @@
+"""The plan of a configuration on a kind of device: memory, traffic, time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from megapar.arguments import Config
+from megapar.planning.assume import Assumed
+from megapar.planning.devices import GIBIBYTE, DeviceKind
+from megapar.planning.layout import Layout
+from megapar.planning.memory import StageMemory, stage_memory
+from megapar.planning.speed import Speed, predict
+from megapar.planning.traffic import Link, link, stage_traffic
+from megapar.planning.work import Work
+
+SECONDS_PER_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of the model: all, and those that one token passes."""
+
+    total: int
+    active: int
+
+
+class Plan:
+    """What a configuration takes. token_budget: tokens of the whole run; by default those of ``--train-iters``."""
+
+    def __init__(
+        self, config: Config, kind: DeviceKind, assumed: Assumed | None = None, token_budget: float | None = None
+    ) -> None:
+        self.config = config
+        self.kind = kind
+        self.layout = Layout(config, kind, assumed or Assumed())
+        self.work = Work(self.layout)
+        self._token_budget = token_budget
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Of every pipeline stage."""
+        return tuple(stage_memory(self.work, stage) for stage in range(self.config.grid.pp))
+
+    @cached_property
+    def traffic(self) -> tuple[dict[str, float], ...]:
+        """Of every pipeline stage: "axis/kind" -> bytes that a rank sends in a step."""
+        return tuple(stage_traffic(self.work, stage) for stage in range(self.config.grid.pp))
+
+    @cached_property
+    def speed(self) -> Speed:
+        """Of a step."""
+        return predict(self.work)
+
+    @cached_property
+    def fullest(self) -> StageMemory:
+        """The stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.reserved)
+
+    @property
+    def fits(self) -> bool:
+        """The fullest stage fits into a device."""
+        return self.fullest.reserved <= self.kind.memory_bytes
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Parameters of the model."""
+        moe = getattr(self.layout.sizes, "moe", None)
+        total = active = 0
+        for row in self.layout.table:
+            if row.trainable:
+                total += row.numel
+                active += row.numel * moe.topk // moe.num_experts if moe is not None and row.expert else row.numel
+        return Counts(total, active)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        return self.config.training.global_batch_size * self.layout.sizes.seq_length
+
+    @property
+    def token_budget(self) -> float:
+        """Of the whole run."""
+        return self._token_budget or self.config.training.train_iters * self.tokens_per_step
+
+    @property
+    def days(self) -> float:
+        """Of the whole run, without interruptions."""
+        return self.token_budget / self.speed.tokens_per_second / SECONDS_PER_DAY
+
+    def link(self, axis: str) -> Link:
+        """How a group lies on the nodes."""
+        return link(self.config.grid, axis, self.kind.node)
+
+    @cached_property
+    def crossing(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(inside a node, between nodes) "axis/kind" -> bytes of the rank that sends most, per step."""
+        inside: dict[str, float] = {}
+        between: dict[str, float] = {}
+        for stage in self.traffic:
+            for name, size in stage.items():
+                axis, kind = name.split("/")
+                outside = self.link(axis).outside(kind)
+                inside[name] = max(inside.get(name, 0.0), size * (1 - outside))
+                between[name] = max(between.get(name, 0.0), size * outside)
+        return inside, between
+
+    def advice(self) -> str:
+        """By how much it does not fit, and what would make it fit; empty where it does."""
+        if self.fits:
+            return ""
+        over = self.fullest.reserved - self.kind.memory_bytes
+        said = (
+            f"stage {self.fullest.stage} needs {_gib(self.fullest.reserved)}, {_gib(over)} more than the "
+            f"{_gib(self.kind.memory_bytes)} of {self.kind.name}"
+        )
+        options = [f"{text}: {_gib(plan.fullest.reserved)}" for text, plan in self._ways() if plan.fits]
+        tried = (
+            "; it would fit with " + ", or ".join(options[:4])
+            if options
+            else (
+                "; full recompute, sharded parameters and offloaded optimizer state are not enough on so many ranks: "
+                "take more ranks, or split more (--mp-degree, --pp-degree, --ep-degree); --search looks for layouts"
+            )
+        )
+        return said + tried
+
+    def _ways(self) -> list[tuple[str, Plan]]:
+        """The same run with less memory, as far as the rules allow it."""
+        from megapar.planning.change import changed
+
+        found = []
+        for text, flags in (
+            ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
+            ("--recompute-interval 1", {"recompute_interval": 1, "recompute_granularity": "full"}),
+            ("--sharding-stage 2", {"sharding_stage": 2, "gradient_merge_mode": "micro_batch"}),
+            ("--sharding-stage 3", {"sharding_stage": 3, "gradient_merge_mode": "micro_batch"}),
+            ("--optimizer-offload", {"optimizer_offload": True}),
+            (
+                "--recompute-interval 1 --optimizer-offload",
+                {"recompute_interval": 1, "recompute_granularity": "full", "optimizer_offload": True},
+            ),
+        ):
+            config = changed(self.config, flags)
+            if config is not None:
+                found.append((text, Plan(config, self.kind, self.layout.assumed, self._token_budget)))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """What --json prints: bytes, seconds, shares."""
+        inside, between = self.crossing
+        world = self.config.grid.world_size
+        return {
+            "device_kind": self.kind.name,
+            "world_size": world,
+            "layout": {axis: self.config.grid.size(axis) for axis in _AXES},
+            "assumed": list(self.layout.assumed.said),
+            "fits": self.fits,
+            "advice": self.advice(),
+            "memory_limit_bytes": self.kind.memory_bytes,
+            "memory_bytes": [asdict(stage) for stage in self.memory],
+            "parameters": self.counts.total,
+            "active_parameters": self.counts.active,
+            "model_flops_per_step": self.speed.flops,
+            "mfu": self.speed.mfu,
+            "step_seconds": self.speed.step_seconds,
+            "tokens_per_second_per_device": self.speed.tokens_per_second / world,
+            "bubble_share": self.speed.bubble_share,
+            "exposed_communication_seconds": self.speed.exposed_seconds,
+            "traffic_bytes": {
+                name: {
+                    "sent": max(stage.get(name, 0.0) for stage in self.traffic),
+                    "inside_nodes": inside[name],
+                    "between_nodes": between[name],
+                    "ranks": self.link(name.split("/")[0]).ranks,
+                    "nodes": self.link(name.split("/")[0]).nodes,
+                }
+                for name in sorted(inside)
+            },
+            "tokens_per_step": self.tokens_per_step,
+            "token_budget": self.token_budget,
+            "days": self.days,
+        }
+
+
+_AXES = ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIBIBYTE:.1f} GiB"

@@ -1,0 +1,83 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapar.config.report import group_lines
+from megapar.planning.devices import GIBIBYTE
+from megapar.planning.plan import Plan
+
+SHOWN_STAGES = 16
+
+
+def describe(plan: Plan) -> str:
+    """The page that ``megapar plan`` prints."""
+    return "\n".join([*_head(plan), *_ranks(plan), *_memory(plan), *_traffic(plan), *_speed(plan), ""])
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    counts, grid = plan.counts, plan.config.grid
+    active = f", {counts.active / 1e9:.4g} B pass a token" if counts.active != counts.total else ""
+    yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {counts.total / 1e9:.4g} B parameters{active}"
+    for word in plan.layout.assumed.said:
+        yield f"ASSUMED, megapar does not run this: {word}"
+    for note in plan.config.notes:
+        yield f"note: {note}"
+    for warning in plan.config.warnings:
+        yield f"warning: {warning}"
+    verdict = "fits" if plan.fits else f"DOES NOT FIT: {plan.advice()}"
+    yield f"{verdict} ({_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage})"
+
+
+def _ranks(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield "ranks"
+    yield f"  {plan.config.grid.describe()}"
+    for line in group_lines(plan.config.grid):
+        yield f"  {line}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    names = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "reserved", "host")
+    yield ""
+    yield "memory of a rank, GiB        " + "".join(f"{name:>12}" for name in names) + "  highest"
+    stages = plan.memory
+    shown = stages if len(stages) <= SHOWN_STAGES else (*stages[: SHOWN_STAGES - 3], *stages[-3:])
+    for memory in shown:
+        chunks = plan.layout.stages.on(memory.stage)
+        layers = sum(len(chunk.layers) for chunk in chunks)
+        ends = (" +emb" if any(c.first for c in chunks) else "") + (" +head" if any(c.last for c in chunks) else "")
+        label = f"stage {memory.stage}: {layers} layers{ends}"
+        cells = "".join(f"{getattr(memory, name) / GIBIBYTE:12.2f}" for name in names)
+        yield f"  {label:27}{cells}  in {memory.moment}"
+    if len(shown) < len(stages):
+        yield f"  ({len(stages) - len(shown)} stages left out)"
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    inside, between = plan.crossing
+    yield ""
+    yield "bytes a rank sends in a step             ranks  nodes     inside nodes    between nodes"
+    if not inside:
+        yield "  nothing"
+    for name in sorted(inside):
+        link = plan.link(name.split("/")[0])
+        yield f"  {name:38} {link.ranks:6} {link.nodes:6} {_gib(inside[name]):>16} {_gib(between[name]):>16}"
+
+
+def _speed(plan: Plan) -> Iterator[str]:
+    speed, world = plan.speed, plan.config.grid.world_size
+    yield ""
+    yield "time (predicted; docs/plan.md shows how well)"
+    yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
+    yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
+    yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
+    yield f"  model FLOPs    {speed.flops:.4g} per step"
+    yield f"  MFU            {speed.mfu:.1%} of {plan.kind.peak(plan.layout.dtype) / 1e12:.0f} TFLOP/s"
+    yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
+    yield f"  whole run      {plan.days:.2f} days for {plan.token_budget:.4g} tokens"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIBIBYTE:.3g} GiB"

@@ -1,0 +1,146 @@
+"""What a rank of every stage sends in one optimizer step, by group and kind of collective, and over which links.
+
+Names and counts are those of a run's ledger (``core/transport.py``): what one rank sends when nothing is sent twice;
+what a recomputation sends again is not counted. Not in here: a few numbers per step that are summed over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megapar.core.grid import EXPERT_AXES, Grid
+from megapar.model.table import ParameterSpec
+from megapar.planning.layout import Layout
+from megapar.planning.memory import units_of
+from megapar.planning.work import Work
+from megapar.training.sizes import ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class Link:
+    """A group as the network sees it. ranks: members. local: most of them on one node. nodes: that it touches."""
+
+    axis: str
+    ranks: int
+    local: int
+    nodes: int
+
+    def outside(self, kind: str) -> float:
+        """The share of what a rank sends that leaves its node."""
+        if self.nodes <= 1:
+            return 0.0
+        if kind in ("all_to_all", "counts"):
+            return (self.ranks - self.local) / max(1, self.ranks - 1)
+        return 1.0 if kind == "send" else 1.0 / self.local  # of a ring, one of the node's ranks sends outside
+
+
+def members(grid: Grid, axis: str) -> list[int]:
+    """Ranks of the group of rank 0 along an axis of the ledger, by arithmetic."""
+    if axis in ("dp", "pp", "sharding", "cp", "mp"):
+        return [grid.rank(**{axis: place}) for place in range(grid.size(axis))]
+    if axis == "shard":
+        return [grid.rank(sharding=s, cp=c) for s in range(grid.sharding) for c in range(grid.cp)]
+    if axis == "replica":
+        return members(grid, "dp")
+    if axis == "world":
+        return list(range(grid.world_size))
+    shards = grid.expert_shards
+    places = {
+        "ep": [{"ep": i} for i in range(grid.ep)],
+        "emp": [{"emp": i} for i in range(grid.emp)],
+        "edp": [{"edp": i} for i in range(grid.edp)],
+        "expert_shard": [{"edp": i} for i in range(shards)],
+        "expert_replica": [{"edp": i} for i in range(0, grid.edp, shards)],
+    }
+    return [_expert_rank(grid, **at) for at in places[axis]]
+
+
+def link(grid: Grid, axis: str, node: int) -> Link:
+    """The group of rank 0 along an axis, on nodes of ``node`` ranks."""
+    ranks = members(grid, axis)
+    nodes = Counter(rank // node for rank in ranks)
+    return Link(axis, len(ranks), max(nodes.values()), len(nodes))
+
+
+def stage_traffic(work: Work, stage: int) -> dict[str, float]:
+    """ "axis/kind" -> bytes that the first rank of a stage sends in a step."""
+    layout = work.layout
+    sent: defaultdict[str, float] = defaultdict(float)
+    for chunk in layout.stages.on(stage):
+        for unit in units_of(work, chunk):
+            for message in unit.messages():
+                sent[f"{message.axis}/{message.kind}"] += message.bytes * layout.micro_batches
+    _add_sharding(layout, stage, sent)
+    _add_pipeline(layout, stage, sent)
+    _add_partial(layout, stage, sent)
+    return {name: sent[name] for name in sorted(sent) if sent[name]}
+
+
+def _add_sharding(layout: Layout, stage: int, sent: defaultdict[str, float]) -> None:
+    """Gradients and parameters over the shards, gradients over the replicas."""
+    sharding, e, w = layout.config.sharding, layout.item, layout.wide
+    reduce = w if w > 4 else ITEM_BYTES[sharding.grad_reduce_dtype]
+    reductions = layout.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
+    full = sharding.sharding_stage == 3
+    together = ("embedding", "head") if layout.tied else ()
+    last = max((_number(row.unit) for row in layout.table), default=0)
+    for row in layout.held(stage):
+        if not row.trainable:
+            continue
+        prefix, shards = ("expert_" if row.expert else ""), layout.shards(row)
+        whole = layout.row_numel(row) * shards
+        share = (shards - 1) / shards
+        item = w if row.fp32 else e
+        gathers = 1
+        if full:
+            stays = row.unit in together if together else _number(row.unit) == last
+            gathers = layout.micro_batches * (1 if stays else 2)
+        sent[f"{prefix}shard/all_gather"] += whole * item * share * gathers
+        sent[f"{prefix}shard/reduce_scatter"] += whole * reduce * share * reductions
+        replicas = layout.replicas(row)
+        sent[f"{prefix}replica/all_reduce"] += 2 * layout.row_numel(row) * reduce * (replicas - 1) / replicas
+
+
+def _number(unit: str) -> int:
+    return {"embedding": -1, "head": 1 << 30}.get(unit) or int(unit.removeprefix("layers."))
+
+
+def _add_pipeline(layout: Layout, stage: int, sent: defaultdict[str, float]) -> None:
+    """Activations forward, gradients backward, and a tied embedding's gradient once."""
+    pp = layout.config.grid.pp
+    if pp == 1:
+        return
+    x = layout.item * layout.own * layout.sizes.hidden_size * layout.micro_batches
+    chunks = layout.stages.chunks
+    for chunk in layout.stages.on(stage):
+        if not chunk.last and chunks[chunk.index + 1].rank != stage:
+            sent["pp/send"] += x
+        if not chunk.first and chunks[chunk.index - 1].rank != stage:
+            sent["pp/send"] += x
+    apart = chunks[0].rank != chunks[-1].rank
+    if layout.tied and apart and stage in (chunks[0].rank, chunks[-1].rank):
+        word = next(row for row in layout.table if row.name == "embedding.word.weight")
+        sent["pp/send"] += layout.local_numel(word) / layout.shards(word) * layout.wide
+
+
+def _add_partial(layout: Layout, stage: int, sent: defaultdict[str, float]) -> None:
+    """Gradients that are partial sums on every mp rank, as shards."""
+    mp = layout.config.grid.mp
+    if mp == 1:
+        return
+    partial = ("always", "sp") if layout.config.parallel.sequence_parallel else ("always",)
+    rows: Sequence[ParameterSpec] = [r for r in layout.held(stage) if r.trainable and r.mp_partial in partial]
+    elements = sum(layout.local_numel(row) / layout.shards(row) for row in rows)
+    sent["mp/all_reduce"] += 2 * elements * layout.wide * (mp - 1) / mp
+
+
+def _expert_rank(grid: Grid, edp: int = 0, ep: int = 0, emp: int = 0) -> int:
+    """The rank at coordinates of the expert view, on the first stage."""
+    assert EXPERT_AXES[1:] == ("edp", "ep", "emp")
+    flat = (edp * grid.ep + ep) * grid.emp + emp
+    dense = {}
+    for axis in ("mp", "cp", "sharding", "dp"):
+        flat, dense[axis] = divmod(flat, grid.size(axis))
+    return grid.rank(**dense)

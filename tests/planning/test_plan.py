@@ -1,0 +1,115 @@
+"""``megapar plan``: what it says, how fast, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.tools.main import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["plan", "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_object_has_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--config", str(CONFIGS / "mixtral-8x7b.yaml"))
+    assert found["fits"] is True
+    assert found["world_size"] == 64
+    assert 46.6e9 < found["parameters"] < 46.8e9
+    assert 12.8e9 < found["active_parameters"] < 13.0e9
+    assert found["bubble_share"] == pytest.approx(3 / 19, abs=0.05)
+    assert len(found["memory_bytes"]) == 4
+    for stage in found["memory_bytes"]:
+        parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        assert all(stage[part] > 0 for part in parts)
+        assert stage["peak"] <= found["memory_limit_bytes"]
+    tokens = 256 * 4096
+    assert found["step_seconds"] * found["tokens_per_second_per_device"] * 64 == pytest.approx(tokens)
+    assert found["mfu"] == pytest.approx(found["model_flops_per_step"] / found["step_seconds"] / 64 / 989e12)
+    assert found["days"] == pytest.approx(500000 * found["step_seconds"] / 86400)
+    ep = found["traffic_bytes"]["ep/all_to_all"]
+    assert (ep["ranks"], ep["nodes"], ep["between_nodes"]) == (8, 1, 0)
+    assert found["traffic_bytes"]["pp/send"]["between_nodes"] == found["traffic_bytes"]["pp/send"]["sent"]
+
+
+def test_optimizer_state_is_twelve_bytes_of_every_shard(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--config", str(CONFIGS / "sharding-32.yaml"), "--dtype", "bf16")
+    stage = found["memory_bytes"][0]
+    assert stage["parameters"] == 2 * found["parameters"]
+    assert stage["optimizer"] == pytest.approx(12 * found["parameters"] / 32, rel=0.01)
+
+
+def test_it_needs_neither_torch_nor_a_second_and_no_time_grows_with_ranks() -> None:
+    code = (
+        "import sys, time; start = time.process_time()\n"
+        "from megapar.tools.main import main\n"
+        "assert main(['plan', '--model', 'moe', '--num-layers', '64', '--num-experts', '64', '--hidden-size', '4096',"
+        "'--num-attention-heads', '64',"
+        "'--ep-degree', '8', '--pp-degree', '8', '--mp-degree', '8', '--world-size', '1048576',"
+        "'--gradient-merge-acc-step', '8']) == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "assert time.process_time() - start < 20, 'something grows with the number of ranks'\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "1048576 ranks" in run.stdout
+
+
+def test_the_page_names_stages_groups_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(CONFIGS / "gpt-117m.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "stage 1: 6 layers +head" in said
+    assert "mp 4: 2 groups: 0 1 2 3 | 4 5 6 7" in said
+    assert "MFU" in said
+    assert "days for" in said
+
+
+def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--config", str(CONFIGS / "ernie-4.5-21b-a3b.yaml"), "--device-kind", "a100-40g")
+    found = plan(capsys, *flags)
+    assert found["fits"] is False
+    assert "more than the 40.0 GiB of a100-40g" in found["advice"]
+    assert "it would fit with --recompute-interval 1 --optimizer-offload" in found["advice"]
+    found = plan(capsys, "--num-layers", "96", "--hidden-size", "12288", "--num-experts", "0", "--device-kind", "v100")
+    assert "take more ranks" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--device-kind", "h100-80gb"), "Did you mean h100-80g"),
+        (("--device-kind", "v100", "--dtype", "bf16"), "has no bf16 products"),
+        (("--assume", "dualpipes"), "Did you mean dualpipe?"),
+        (("--assume", "latent-attention:1,2"), "five sizes"),
+        (("--world-size", "8", "--mp-degree", "3"), "Nearest legal layouts: --mp-degree"),
+        (("--numlayers", "3"), "unknown-flag"),
+    ],
+)
+def test_wrong_input_is_refused(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nearest_layouts_are_legal(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-experts", "0", "--num-attention-heads", "8", "--hidden-size", "512", "--world-size", "8")
+    assert main(["plan", *flags, "--mp-degree", "16"]) == 2
+    near = capsys.readouterr().err.split("Nearest legal layouts: ")[1].strip(" .\n").split("; ")
+    for line in near:
+        assert main(["plan", *flags, *line.split()]) == 0
+
+
+def test_what_is_assumed_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(CONFIGS / "deepseek-v3.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "ASSUMED, megapar does not run this: dualpipe" in said
+    assert "671" in said.splitlines()[0]
