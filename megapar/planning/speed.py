@@ -1,6 +1,6 @@
 """How long a step takes: products, attention, memory-bound operators and what communication shows, stage by stage.
 
-One calibration for all models, devices and layouts; ``docs/plan.md`` shows what it says of published runs.
+One calibration for all models, devices and layouts; ``benchmarks/prediction`` holds it against published runs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Calibration:
     enough does not hide. jitter: time lost per doubling of the ranks, to stragglers.
     """
 
-    product: float = 0.80
-    small: float = 150.0
-    fp8: float = 0.60
-    scores: float = 0.50
-    memory: float = 0.75
-    inside: float = 0.75
-    between: float = 0.80
+    product: float = 0.76
+    small: float = 350.0
+    fp8: float = 0.65
+    scores: float = 0.38
+    memory: float = 0.70
+    inside: float = 0.80
+    between: float = 0.85
     latency: float = 12e-6
-    shown: float = 0.30
-    jitter: float = 0.004
+    shown: float = 0.25
+    jitter: float = 0.0005
 
 
 CALIBRATION = Calibration()

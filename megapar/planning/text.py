@@ -69,7 +69,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 def _speed(plan: Plan) -> Iterator[str]:
     speed, world = plan.speed, plan.config.grid.world_size
     yield ""
-    yield "time (predicted; docs/plan.md shows how well)"
+    yield "time (predicted; benchmarks/prediction shows how well)"
     yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"

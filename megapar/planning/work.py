@@ -160,8 +160,10 @@ class Work:
         # Of the three products of the vocabulary two are made in the forward already; all three are counted as usual.
         part = Part("head", norm + kept, tuple(products), moved=4 * w * rows * V, transient=transient)
         sent = Part("head messages", messages=tuple(messages))
-        parts = (part, sent)
-        if not ernie and sizes.mtp_depth:  # one more block and head, behind a product of two joined inputs
+        parts: tuple[Part, ...] = (part, sent)
+        if (
+            isinstance(sizes, DecoderSizes) and sizes.mtp_depth
+        ):  # one more block and head, behind a product of two joined inputs
             join = Part(
                 "join",
                 2 * self._norm_kept() + 2 * e * a.own * H,

@@ -50,7 +50,10 @@ def _convert(argv: Sequence[str]) -> int:
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProxyType(
     {
         "launch": (_launch, "check the configuration once, then start the ranks of this node"),
-        "plan": (_plan, "say what a configuration will take: memory, traffic, time; --show-schedule draws its pipeline"),
+        "plan": (
+            _plan,
+            "say what a configuration will take: memory, traffic, time; --show-schedule draws its pipeline",
+        ),
         "data": (_data, "make and check files of tokens, train tokenizers"),
         "convert": (_convert, "Hugging Face models in and out"),
         "rules": (_rules, "print the compatibility matrix"),

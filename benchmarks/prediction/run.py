@@ -1,0 +1,82 @@
+"""What ``megapar plan`` predicts of published runs, against what was published: one calibration for all."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megapar.arguments import SCRIPTS, parse
+from megapar.planning.assume import assumed
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
+from megapar.planning.speed import attention_flops
+
+ROOT = Path(__file__).parents[2]
+ROWS = Path(__file__).with_name("published.yaml")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run. published, predicted: MFU in percent on the publication's basis. why: not scored because."""
+
+    name: str
+    published: float
+    predicted: float
+    fits: bool
+    assumed: bool
+    why: str
+    source: str
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was published."""
+        return self.predicted / self.published - 1
+
+
+def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
+    """The plan of a file in configs/, on the device and with the assumptions that its header names."""
+    path = ROOT / "configs" / f"{name}.yaml"
+    header = dict(re.findall(r"^# (\w+): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+    kind = {script: kind for kind, script in SCRIPTS.items()}[header["script"]]
+    line = ["--config", str(path), *flags, "--validate-only", "--world-size", str(ranks or header["ranks"])]
+    device = device_kind(header["device"])
+    return Plan(parse(kind, line, {}), device, assumed(header.get("assume", "").split()))
+
+
+def mfu(plan: Plan, basis: str) -> float:
+    """Percent, on a publication's basis."""
+    share = attention_flops(plan.work) / plan.speed.flops if basis == "full" else 0.0
+    return 100 * plan.speed.mfu * (1 + share)
+
+
+def rows() -> list[Row]:
+    """All published runs."""
+    found = []
+    for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
+        plan = plan_of(entry["config"])
+        predicted = mfu(plan, entry["basis"])
+        unstated, techniques = entry.get("unstated", ""), bool(plan.layout.assumed.said)
+        found.append(Row(entry["config"], entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
+    return found
+
+
+def main() -> None:
+    """Print the table and one JSON line."""
+    table = rows()
+    print("| run | published MFU | predicted | error | fits | scored |")
+    print("|---|---|---|---|---|---|")
+    for row in table:
+        fits = ("yes" if row.fits else "no") + (" (with plan-only techniques)" if row.assumed else "")
+        scored = f"no: {row.why}" if row.why else "yes"
+        print(f"| {row.name} | {row.published:.1f} % | {row.predicted:.1f} % | {row.error:+.1%} | {fits} | {scored} |")
+    errors = [abs(row.error) for row in table if not row.why]
+    print(json.dumps({"median_error": statistics.median(errors), "largest_error": max(errors), "rows": len(errors)}))
+
+
+if __name__ == "__main__":
+    main()

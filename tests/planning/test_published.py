@@ -1,0 +1,51 @@
+"""Predictions against publications: the table of ``benchmarks/prediction``."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks.prediction.run import mfu, plan_of, rows
+
+
+def test_one_calibration_serves_every_scored_run() -> None:
+    scored = [row for row in rows() if not row.why]
+    errors = {row.name: abs(row.error) for row in scored}
+    assert len(scored) >= 6
+    assert statistics.median(errors.values()) <= 0.15, errors
+    assert max(errors.values()) <= 0.25, errors
+
+
+def test_published_layouts_without_plan_only_techniques_fit() -> None:
+    plain = [row for row in rows() if not row.assumed]
+    assert len(plain) >= 7
+    assert all(row.fits for row in plain), [row.name for row in plain if not row.fits]
+
+
+@pytest.mark.parametrize(
+    ("name", "better", "worse"),
+    [
+        (
+            "mixtral-8x7b",
+            ("--global-batch-size", "512"),
+            ("--ep-degree", "4", "--mp-degree", "2", "--sequence-parallel"),
+        ),
+        ("gpt-117m", (), ("--recompute-interval", "1")),
+        ("gpt3-175b", (), ("--recompute-interval", "1", "--recompute-granularity", "full")),
+        ("megatron-h100-314b", (), ("--mp-degree", "16", "--global-batch-size", "768")),
+        ("megatron-h100-119b", ("--global-batch-size", "1536"), ()),
+    ],
+)
+def test_layouts_come_in_the_published_order(name: str, better: tuple[str, ...], worse: tuple[str, ...]) -> None:
+    """Mixtral: ep 8 tp 1 over ep 4 tp 2; the recompute table; tensor parallelism inside a node; batch over bubble.
+
+    Where mp changes, the batch does too, so that both layouts have as many micro-batches.
+    """
+    assert mfu(plan_of(name, *better), "full") > mfu(plan_of(name, *worse), "full")
+
+
+def test_strong_scaling_loses_what_was_published() -> None:
+    """177 B at one batch from 96 to 4,608 GPUs: 47 % to 42 %."""
+    few, many = (mfu(plan_of("megatron-h100-177b", ranks=ranks), "full") for ranks in (96, 4608))
+    assert few > many
