@@ -35,6 +35,7 @@ from megapar.model.decoder import Decoder
 from megapar.model.flops import flops_per_token
 from megapar.model.terms import Terms
 from megapar.training import build, degree, export, state
+from megapar.training.denominators import Denominators
 from megapar.training.evaluate import evaluate
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
@@ -206,13 +207,9 @@ class Trainer:
         global_batch = self.batch_size.at(progress.consumed_samples)
         share = global_batch // (self.config.training.micro_batch_size * self.data.size)
         batches = self.loader.step(progress.consumed_samples, share)
-        items, tokens = self._count(batches)
-        num_micro_batches = share * self.data.size
-        # fp16: a loss per token of the global batch has gradients too small to represent; a mean over the micro-batch
-        # has not. What is left to do is divided out in fp32, after the reduction.
-        factor = 1.0 if self.loss_scale is None else self.loss_scale.value * tokens / num_micro_batches
-        totals = self._forward_backward(batches, items, num_micro_batches, factor)
-        norm = self._reduce(factor)
+        denominators = Denominators(batches, share * self.data.size, self.data, job.meter)
+        totals = self._forward_backward(batches, denominators)
+        norm = self._reduce(self._loss_factor(denominators))
         scale, skipped = self._check_overflow(norm)
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not skipped:
@@ -224,17 +221,17 @@ class Trainer:
         progress.iteration += 1
         progress.skipped_steps += skipped
         progress.consumed_samples += global_batch
-        progress.consumed_tokens += tokens
-        progress.micro_batches += num_micro_batches
+        progress.consumed_tokens += denominators.tokens
+        progress.micro_batches += denominators.num_micro_batches
         return Step(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            tokens=tokens,
+            tokens=denominators.tokens,
             lr=lr,
             sums=totals.sums,
-            items=items,
-            num_micro_batches=num_micro_batches,
+            items=denominators.items,
+            num_micro_batches=denominators.num_micro_batches,
             routing=totals.routing,
             load=totals.load,
             dropped=totals.dropped,
@@ -246,29 +243,41 @@ class Trainer:
             exposed=job.meter.take() if job.metered else None,
         )
 
-    def _forward_backward(
-        self, batches: Sequence[MicroBatch], items: dict[str, int], num_micro_batches: int, factor: float
-    ) -> _Totals:
-        """Every micro-batch of this rank forward and backward; the sums of their terms. factor: on the loss."""
+    def _forward_backward(self, batches: Sequence[MicroBatch], denominators: Denominators) -> _Totals:
+        """Every micro-batch of this rank forward and backward; the sums of their terms."""
         job, progress, totals = self.job, self.progress, _Totals()
         first = progress.micro_batches + self.data.rank
 
         def seed(number: int) -> None:
             seed_micro_batch(progress.dropout_seed, first + number * self.data.size)
 
+        def loss_of(terms: Terms) -> Tensor:
+            loss = self.objective.of(terms, denominators.items, denominators.num_micro_batches)
+            factor = self._loss_factor(denominators)
+            return loss if factor == 1.0 else loss * factor
+
         job.sharding.begin_step()
         if job.pipeline is not None:
-            job.pipeline.step(batches, items, num_micro_batches, factor, seed, totals.add)
+            job.pipeline.step(batches, loss_of, seed, totals.add)
             return totals
         for number, batch in enumerate(batches):
             job.sharding.begin_micro_batch(last=number == len(batches) - 1)
             seed(number)
             tensors = batch.to(self.world.device.torch_device, non_blocking=True).tensors
             terms = job.model(tensors, batch.valid_tokens)
-            loss = self.objective.of(terms, items, num_micro_batches)
-            (loss if factor == 1.0 else loss * factor).backward()
+            loss_of(terms).backward()
             totals.add(terms)
         return totals
+
+    def _loss_factor(self, denominators: Denominators) -> float:
+        """What the loss is multiplied by, and its gradients divided by in fp32 after the reduction.
+
+        fp16: a loss per token of the global batch has gradients too small to represent; a mean over the micro-batch
+        has not.
+        """
+        if self.loss_scale is None:
+            return 1.0
+        return self.loss_scale.value * denominators.tokens / denominators.num_micro_batches
 
     def _reduce(self, factor: float) -> Tensor:
         """Complete the gradients over all axes and divide ``factor`` out; their global norm."""
@@ -325,16 +334,6 @@ class Trainer:
         sent = {f"{axis}/{kind}": amount for (axis, kind), amount in sorted(self.world.ledger.items()) if amount}
         self.world.ledger.clear()
         return sent
-
-    def _count(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int]:
-        """Denominators and tokens of the global batch, from the labels, before the first forward."""
-        names = sorted(batches[0].counts)
-        own = [sum(batch.counts[name] for batch in batches) for name in names]
-        counts = torch.tensor([*own, sum(batch.tokens for batch in batches)], dtype=torch.int64)
-        if self.data.group is not None:
-            dist.all_reduce(counts, group=self.data.group)
-        *items, tokens = counts.tolist()
-        return dict(zip(names, items, strict=True)), tokens
 
     def _move_router_bias(self, load: Tensor) -> None:
         """Raise the correction bias of experts that got less than their share of the global batch."""

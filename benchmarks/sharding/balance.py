@@ -19,11 +19,10 @@ KINDS = ("parameters", "gradients", "state")
 def measure() -> dict[str, object]:
     """Print a table per model; per model, stage and degree the largest rank's bytes, and max/mean."""
     found: dict[str, object] = {}
-    for name, (kind, flags) in BALANCE.items():
+    for name, (kind, flags, ep) in BALANCE.items():
         rows = []
         for degree in DEGREES:
-            # One rank alone has no experts elsewhere.
-            own = flags if degree > 1 else tuple(flag for flag in flags if flag not in ("--ep-degree", "2"))
+            own = (*flags, *(("--ep-degree", str(ep)) if degree >= ep > 1 else ()))
             peers = whole_tensors(kind, own, degree)
             for stage in (1, 2, 3):
                 ranks = [held(kind, own, degree, stage, rank) for rank in range(degree)]

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core import transport
 from megapar.core.device.pick import pick
+from megapar.core.meter import Waits
 from megapar.core.sharding.segment import Segment
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.world import World
@@ -23,42 +25,64 @@ from megapar.training import build
 
 
 class Turns:
-    """``step``: seconds of a training step and, of it, of the optimizer. ``communicate``: of a step's collectives.
+    """``step``: seconds of a training step and, of it, of waits by kind of collective.
 
-    Nothing else runs during the latter: all reductions are launched, then all gathers. ``first`` and ``last`` are the
-    seconds of the first layer's gather and reduction by themselves, which have nothing to hide under.
+    ``communicate``: seconds of each segment's gather (``gather UNITS``) and reduction (``reduce UNITS``) while nothing
+    else runs: all of a kind are launched, and their time is shared out by size. ``marks``: of a step, when each unit
+    begins (``needed UNIT``), has its gradients (``complete UNIT``), and when the backward is through (``backward``).
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._device = trainer.world.device
-        self._updating = 0.0
-        update = trainer.job.optimizer.step
-
-        def timed(lr: float) -> None:
-            self._updating = self._timed(lambda: update(lr))
-
-        trainer.job.optimizer.step = timed  # type: ignore[method-assign]
 
     def __call__(self, request: str) -> Figures:
         """One turn."""
         if request == "communicate":
             return self._communicate()
+        if request == "marks":
+            return self._mark()
         if self._trainer.world.grid.world_size > 1:
             dist.barrier()
-        seconds = self._timed(self._trainer.step)
-        return {"seconds": seconds, "optimizer": self._updating}
+        waits: list[Waits] = []
+        seconds = self._timed(lambda: waits.append(self._trainer.step().exposed or Waits()))
+        return {"seconds": seconds, **waits[0].seconds()}
 
     def _communicate(self) -> Figures:
         sharding = self._trainer.job.sharding
         assert isinstance(sharding, ZeroSharding)
         sharding.wait()
-        reductions = [_reduction(segment) for segment in reversed(sharding.segments)]
-        gathers = [_gather(segment) for segment in sharding.segments]
+        segments = sharding.segments
         dist.barrier()
-        seconds = self._timed(lambda: _fly(reductions)) + self._timed(lambda: _fly(gathers))
-        first, last = (self._timed(lambda one=one: _fly([one])) for one in (gathers[0], reductions[-1]))  # type: ignore[misc]
-        return {"seconds": seconds, "first": first, "last": last}
+        kinds = {
+            "reduce": self._timed(partial(_fly, [_reduction(segment) for segment in reversed(segments)])),
+            "gather": self._timed(partial(_fly, [_gather(segment) for segment in segments])),
+        }
+        total = sum(segment.row for segment in segments)
+        shares = {" ".join(sorted(segment.units)): segment.row / total for segment in segments}
+        found = {f"{kind} {units}": kinds[kind] * share for kind in kinds for units, share in shares.items()}
+        return {"seconds": sum(kinds.values()), **found}
+
+    def _mark(self) -> Figures:
+        marks: Figures = {}
+        start = time.perf_counter()
+
+        def mark(name: str, *_: object) -> None:
+            self._device.synchronize()
+            marks[name] = time.perf_counter() - start
+
+        units = self._trainer.job.model.units()
+        hooks = [
+            modules[0].register_forward_pre_hook(partial(mark, f"needed {unit}")) for unit, modules in units.items()
+        ]
+        for unit, modules in units.items():
+            for parameter in (p for module in modules for p in module.parameters()):
+                hooks.append(parameter.register_post_accumulate_grad_hook(partial(mark, f"complete {unit}")))
+        marks["seconds"] = self._timed(self._trainer.step)
+        marks["backward"] = max(seconds for name, seconds in marks.items() if name.startswith("complete"))
+        for hook in hooks:
+            hook.remove()
+        return marks
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._device.synchronize()

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.sharding.balance import measure as measure_balance
+from benchmarks.sharding.ideal import Message, shortest
 from benchmarks.support.contest import Contest, Figures, Rank, median
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.support.table import machine, print_json, print_table
@@ -68,7 +69,7 @@ class Race:
             with Contest(self._contestants(link)) as contest:
                 rate = self._calibrate(contest, link)
                 entries = {name: (name, "step") for name in ("alone", *OURS, *PEERS)}
-                entries["communication"] = ("stage 1", "communicate")
+                entries |= {"marks": ("alone", "marks"), "communication": ("stage 1", "communicate")}
                 return self._judge(rate, contest.rounds(self._rounds, entries, warmup=2))
 
     def _calibrate(self, contest: Contest, link: SlowLink) -> int:
@@ -81,26 +82,22 @@ class Race:
         return rate
 
     def _judge(self, rate: int, times: Mapping[str, Sequence[Figures]]) -> dict[str, object]:
-        seconds = {name: median(figures) for name, figures in times.items()}
-        computing = seconds["alone"] - median(times["alone"], "optimizer")
-        ends = median(times["communication"], "first") + median(times["communication"], "last")
-        coverable = seconds["communication"] - ends
+        seconds = {name: median(figures) for name, figures in times.items() if name != "marks"}
+        ideal = _ideal(seconds["alone"], times["marks"], times["communication"])
+        serial = seconds["alone"] + seconds["communication"]
         rows, judged = [], {}
-        for name in ("alone", "communication", *OURS, *PEERS):
-            row = [name, f"{seconds[name]:.3f}", "", "", f"{seconds['FSDP2 per layer'] / seconds[name]:.2f}"]
+        for name, value in seconds.items():
+            row = [name, f"{value:.3f}", "", "", f"{seconds['FSDP2 per layer'] / value:.2f}"]
             if name in ("stage 1", "stage 2"):
-                update = median(times[name], "optimizer")
-                bound = ends + update + max(computing, coverable)
-                serial = computing + update + seconds["communication"]
-                hidden = (serial - seconds[name]) / min(coverable, computing)
-                judged[name] = {"hidden": hidden, "to_bound": seconds[name] / bound}
-                row[2:4] = [f"{hidden:.0%}", f"{seconds[name] / bound:.2f}"]
+                hidden = (serial - value) / (serial - ideal)
+                judged[name] = {"hidden": hidden, "to_ideal": value / ideal, "waits": _waits(times[name])}
+                row[2:4] = [f"{hidden:.0%}", f"{value / ideal:.2f}"]
             rows.append(row)
-        print(
-            f"{self._dtype}, link {rate} Mbit/s: communication is {_share(seconds, computing):.0%} of the serial step\n"
-        )
-        print_table(("", "seconds per step", "hidden of what can be", "to bound", "speed to FSDP2"), rows)
-        return {"rate_mbit": rate, "seconds": seconds, "judged": judged}
+        share = seconds["communication"] / serial
+        print(f"{self._dtype}, link {rate} Mbit/s: communication is {share:.0%} of the serial step\n")
+        print(f"ideal step: {ideal:.3f} s\n")
+        print_table(("", "seconds per step", "hidden of what can be", "to ideal", "speed to FSDP2"), rows)
+        return {"rate_mbit": rate, "seconds": seconds, "ideal": ideal, "judged": judged}
 
     def on_one_machine(self) -> dict[str, object]:
         """Tokens per second of both ranks together."""
@@ -143,8 +140,20 @@ class Race:
         return Rank(there.argv, {**place, **there.env})
 
 
-def _share(seconds: Mapping[str, float], computing: float) -> float:
-    return seconds["communication"] / (seconds["communication"] + computing)
+def _ideal(alone: float, marks: Sequence[Figures], communication: Sequence[Figures]) -> float:
+    messages = []
+    for key in communication[0]:
+        kind, _, units = key.partition(" ")
+        if kind == "reduce":
+            needed = min(median(marks, f"needed {unit}") for unit in units.split())
+            complete = max(median(marks, f"complete {unit}") for unit in units.split())
+            times = (median(communication, f"{what} {units}") for what in ("gather", "reduce"))
+            messages.append(Message(needed, complete, *times))
+    return shortest(alone, median(marks, "backward"), messages)
+
+
+def _waits(rounds: Sequence[Figures]) -> dict[str, float]:
+    return {kind: median(rounds, kind) for kind in rounds[0] if "/" in kind}
 
 
 if __name__ == "__main__":

@@ -8,16 +8,18 @@ DECODER = (
     *("--num-layers", "8", "--hidden-size", "384", "--num-attention-heads", "6", "--ffn-hidden-size", "1152"),
     *("--vocab-size", "4096", "--seq-length", "2048", "--num-experts", "0"),
 )
-# Whose bytes per rank are counted. Of the second one's experts a rank has two, which 4 ranks share at degree 8.
+# Whose bytes per rank are counted, and its ep where it has the ranks. Of the second one's experts a rank has two, which
+# 4 ranks share at degree 8.
 BALANCE = {
-    "ERNIE 3.0 base": ("ernie", ("--config", "configs/ernie-3.0-base.yaml")),
+    "ERNIE 3.0 base": ("ernie", ("--config", "configs/ernie-3.0-base.yaml"), 1),
     "MoE, 4 experts over ep 2": (
         "moe",
         (
             *("--num-layers", "12", "--hidden-size", "768", "--num-attention-heads", "12", "--num-query-groups", "4"),
             *("--ffn-hidden-size", "2048", "--vocab-size", "40000", "--seq-length", "512", "--num-experts", "4"),
-            *("--moe-ffn-hidden-size", "1024", "--first-k-dense", "1", "--ep-degree", "2"),
+            *("--moe-ffn-hidden-size", "1024", "--first-k-dense", "1"),
         ),
+        2,
     ),
 }
 TRAINING = (

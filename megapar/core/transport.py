@@ -6,6 +6,10 @@ Bytes are what one rank sends when nothing is sent twice, n ranks and a whole me
     all_reduce                    2 w (n - 1) / n     a reduce-scatter and an all-gather
     all_to_all                    the rows for other ranks
     send                          the message
+
+On a CPU pieces are exchanged point to point, receipts first. gloo's own collectives send first: the receipt is offered
+behind the message on the same connection, the other end waits for it, and the two directions of a link take turns
+(torch 2.13: twice the time of one direction).
 """
 
 from __future__ import annotations
@@ -24,6 +28,13 @@ from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
     """The pieces [n, ..] of all ranks into ``whole`` [size * n, ..], in rank order."""
     axis.count("all_gather", whole.nbytes * (axis.size - 1) / axis.size)
+    if _by_pieces(axis):
+        return _exchange(
+            whole.chunk(axis.size),
+            [piece.view(whole.shape[0] // axis.size, *whole.shape[1:])] * axis.size,
+            axis,
+            async_op,
+        )
     return all_gather_single(whole, piece, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
 
 
@@ -52,6 +63,10 @@ def all_to_all(
     """``send[r]`` rows to rank r, ``receive[r]`` rows from it; None, both: even pieces."""
     rows = sent.shape[0] - (sent.shape[0] // axis.size if send is None else send[axis.rank])
     axis.count("all_to_all", rows * sent.nbytes / max(1, sent.shape[0]))
+    if _by_pieces(axis):
+        arriving = received.chunk(axis.size) if receive is None else received.split(list(receive))
+        leaving = sent.chunk(axis.size) if send is None else sent.split(list(send))
+        return _exchange(arriving, leaving, axis, async_op)
     splits = None if receive is None else list(receive), None if send is None else list(send)
     return dist.all_to_all_single(  # type: ignore[no-any-return]
         received, sent, *splits, group=axis.group, async_op=async_op
@@ -82,7 +97,10 @@ def reduce_scatter(
     if piece.device.type != "cpu":
         return reduce_scatter_single(piece, whole, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
     received = (torch.empty_like(whole) if scratch is None else scratch).view(axis.size, *piece.shape)
-    work = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
+    if _by_pieces(axis):
+        work = _exchange(received, whole.view_as(received), axis, async_op)
+    else:
+        work = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
     if work is not None:
         return _SumWork(work, received, piece)
     torch.sum(received, 0, out=piece)
@@ -102,6 +120,45 @@ def receive(x: Tensor, axis: Axis, source: int) -> dist.Work:
     work: dist.Work | None = dist.irecv(x, axis.ranks[source], group=axis.group)
     assert work is not None
     return work
+
+
+def _by_pieces(axis: Axis) -> bool:
+    return dist.get_backend(axis.group) == dist.Backend.GLOO
+
+
+def _exchange(
+    received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor, axis: Axis, async_op: bool
+) -> dist.Work | None:
+    """``sent[r]`` to rank r and ``received[r]`` from it; this rank's own piece is copied at once."""
+    others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    group = axis.group
+    works = [dist.irecv(received[r], group=group, group_src=r) for r in reversed(others) if received[r].numel()]
+    works += [dist.isend(sent[r], group=group, group_dst=r) for r in others if sent[r].numel()]
+    received[axis.rank].copy_(sent[axis.rank])
+    exchange = _Exchange([work for work in works if work is not None])
+    if async_op:
+        return exchange
+    exchange.wait()
+    return None
+
+
+class _Exchange(dist.Work):
+    """Messages to and from every other rank."""
+
+    def __init__(self, messages: list[dist.Work]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all messages; the second time nothing."""
+        messages, self._messages = self._messages, []
+        for message in messages:
+            message.wait() if timeout == timedelta(0) else message.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` has returned, or there was nothing to wait for."""
+        return not self._messages
 
 
 class _SumWork(dist.Work):

@@ -62,17 +62,15 @@ class PipelinedModel:
     def step(
         self,
         batches: Sequence[MicroBatch],
-        items: Mapping[str, int],
-        num_micro_batches: int,
-        factor: float,
+        loss_of: Callable[[Terms], Tensor],
         seed: Callable[[int], None],
         add: Callable[[Terms], None],
     ) -> None:
         """Forward and backward of all micro-batches.
 
-        items, num_micro_batches: denominators of the global batch. factor: on the loss. seed: called with the
-        micro-batch before a forward. add: gets the terms of every micro-batch and chunk, as the whole model would have
-        them, zero where other chunks compute them.
+        loss_of: what is differentiated of a micro-batch's terms. seed: called with the micro-batch before a forward.
+        add: gets the terms of every micro-batch and chunk, as the whole model would have them, zero where other chunks
+        compute them.
         """
         chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks
         schedule = make_schedule(self._schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
@@ -82,17 +80,15 @@ class PipelinedModel:
             for sharding in self._shardings.values():
                 sharding.begin_micro_batch(last=True, gradients=len(batches))
 
-        def loss_of(terms: Terms) -> Tensor | None:
-            loss = self._objective.of(terms, items, num_micro_batches)
-            if not loss.requires_grad:
-                return None
-            return loss if factor == 1.0 else loss * factor
+        def differentiated(terms: Terms) -> Tensor | None:
+            loss = loss_of(terms)
+            return loss if loss.requires_grad else None
 
         def prepare(chunk: int, micro_batch: int) -> None:
             if self._reduce_every:
                 self._shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
 
-        work = _Work(self, batches, seed, add, loss_of, prepare)
+        work = _Work(self, batches, seed, add, differentiated, prepare)
         Runner(schedule, self._pp, work, self._weight_gradients, self._meter).run()
 
     def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:

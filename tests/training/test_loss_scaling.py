@@ -21,6 +21,7 @@ from megapar.core.world import World
 from megapar.trainer import Trainer
 from megapar.training import build
 from megapar.training.collect import collect_all
+from megapar.training.denominators import Denominators
 from megapar.training.objective import Objective
 from megapar.training.record import Record
 from tests.support.ranks import RanksFailed, run_ranks
@@ -124,7 +125,8 @@ def first_gradients(rank: int, world_size: int, dtype: str, tokens: int) -> tupl
     config = parse("ernie", [*SMALL["ernie"][:-2], *COMMON, *flags], {})
     corpus = build.make_corpus(config)
     trainer = Trainer(config, World.start(config.grid, pick("cpu"), timedelta(seconds=60)), corpus)
-    with patch.object(Trainer, "_count", lambda self, batches: ({"lm": tokens, "sop": tokens}, tokens)):
+    counts = {"items": {"lm": tokens, "sop": tokens}, "tokens": tokens}
+    with patch.multiple(Denominators, **counts):
         trainer.step()
     trainer.loader.close()
     grads = [part.grad for part in trainer.job.sharding.parts if part.grad is not None]

@@ -1,0 +1,35 @@
+"""The shortest step: computation as it runs alone, and messages one after the other under it as soon as they can.
+
+    forward    a segment's parameters are needed when its first unit begins; gathers start with the step
+    backward   a segment's gradients travel when the last of its units has them; the step goes on when all arrived
+
+What no schedule can cover is in it: the first gather, the last reduction, and whatever a phase has more messages for
+than computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a segment sends. needed, complete: seconds after the step's start when it runs alone. gather, reduction:
+    seconds on an idle link."""
+
+    needed: float
+    complete: float
+    gather: float
+    reduction: float
+
+
+def shortest(alone: float, backward_end: float, messages: Sequence[Message]) -> float:
+    """Seconds. alone: of the step without communication; backward_end: of it, when the backward is through."""
+    stalled = link = 0.0
+    for message in sorted(messages, key=lambda m: m.needed):
+        link += message.gather
+        stalled += max(0.0, link - (message.needed + stalled))
+    for message in sorted(messages, key=lambda m: m.complete):
+        link = max(link, message.complete + stalled) + message.reduction
+    return alone + stalled + max(0.0, link - (backward_end + stalled))
