@@ -3,6 +3,7 @@
 python -m tests.equivalence.product --all           every row, fp64, with seconds per row
 python -m tests.equivalence.product --match ernie   only rows whose name has this in it
 python -m tests.equivalence.product --sharding      every stage, segment plan, replica count, merge mode and mp
+python -m tests.equivalence.product --pipeline      every number of stages, schedule, axis beside, stage, model and tie
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from tests.equivalence.table import (
     DROPS,
     MANY,
     MERGED_AT_1,
+    PIPELINE_FACTORS,
     QK_NORM,
     ROWS,
     SHARDING_FACTORS,
     STEP,
     UNTIED,
     Row,
+    pipeline_legal,
+    pipeline_row,
     sharding_row,
 )
 from tests.support.ranks import run_ranks
@@ -64,6 +68,11 @@ def sharding_rows() -> list[Row]:
     ]
 
 
+def pipeline_rows() -> list[Row]:
+    """The full product of pipelines' factors."""
+    return [pipeline_row(*factors) for factors in itertools.product(*PIPELINE_FACTORS) if pipeline_legal(factors)]
+
+
 def _legal(row: Row) -> bool:
     try:
         parse(row.kind, row.flags(), {"WORLD_SIZE": str(row.world_size)})
@@ -86,8 +95,11 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="the full product; without it the rows of the suite")
     parser.add_argument("--sharding", action="store_true", help="the full product of sharding's factors")
     parser.add_argument("--match", default="", help="only rows whose name contains this")
+    parser.add_argument("--pipeline", action="store_true", help="the full product of pipelines' factors")
     asked = parser.parse_args()
-    rows = all_rows() if asked.all else sharding_rows() if asked.sharding else list(ROWS)
+    products = {"all": all_rows, "sharding": sharding_rows, "pipeline": pipeline_rows}
+    chosen = [product for name, product in products.items() if getattr(asked, name)]
+    rows = [row for product in chosen for row in product()] if chosen else list(ROWS)
     rows = [row for row in rows if asked.match in row.name]
     references: dict[tuple[str, tuple[str, ...]], Trace] = {}
     failed = 0
