@@ -1,8 +1,8 @@
 """The table of seed 002: memory and speed without recompute, with it, and with what units keep offloaded and cut.
 
-    python -m benchmarks.recompute.run [--device cpu|cuda] [--mp 4] [--pp 1] [--rounds N]
+    python -m benchmarks.recompute.run [--device cpu|cuda] [--mp 4] [--pp 2] [--rounds N]
 
-GPT-117M (configs/gpt-117m.yaml) at mp 4; on a CPU with short sequences and one micro-batch per step.
+GPT-117M (configs/gpt-117m.yaml) at mp 4, pp 2; on a CPU with short sequences and one micro-batch per stage.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from benchmarks.support.table import machine, print_json, print_table
 
 MEGABYTE = 1e6
 REDUCED = ("--seq-length", "128", "--max-position-embeddings", "128", "--vocab-size", "4096")
-SIZES = {
-    "cpu": (*REDUCED, "--global-batch-size", "2"),
-    "cuda": ("--micro-batch-size", "2", "--global-batch-size", "16"),
-}
+SIZES = {"cpu": REDUCED, "cuda": ()}
+MICRO_BATCH = 2
+MICRO_BATCHES_PER_STAGE = {"cpu": 1, "cuda": 8}
 
 
 def main() -> None:
@@ -29,11 +28,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--mp", type=int, default=4)
-    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     ways = [way for way in WAYS if options.mp > 1 or way in ("none", "recompute", "+ offload")]
-    flags = [*SIZES[options.device], "--mp-degree", str(options.mp), "--pp-degree", str(options.pp)]
+    batch = MICRO_BATCH * MICRO_BATCHES_PER_STAGE[options.device] * options.pp
+    flags = [*SIZES[options.device], "--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)]
+    flags += ["--mp-degree", str(options.mp), "--pp-degree", str(options.pp)]
     world_size = options.mp * options.pp
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "-m", "benchmarks.recompute.rank", "--device", options.device]
@@ -43,6 +44,7 @@ def main() -> None:
             times = contest.rounds(options.rounds, {way: ("ranks", f"time {way}") for way in ways})
             memory = {way: contest.turn("ranks", f"memory {way}") for way in ways}
     seconds = {way: median(figures) for way, figures in times.items()}
+    busy = {way: median(figures, "cpu_seconds") for way, figures in times.items()}
     print(f"{machine(options.device)}; mp {options.mp}, pp {options.pp}; medians of {options.rounds} rounds\n")
     rows = [
         (
@@ -52,13 +54,15 @@ def main() -> None:
             f"{memory[way]['host'] / MEGABYTE:.1f}",
             f"{seconds['none'] / seconds[way]:.2f}",
             f"{seconds['recompute'] / seconds[way]:.2f}",
+            f"{busy[way] / busy['none']:.2f}",
         )
         for way in ways
     ]
-    header = ("", "device MB", "of none", "host MB", "tokens/s of none", "tokens/s of recompute")
+    header = ("", "device MB", "of none", "host MB", "tokens/s of none", "tokens/s of recompute", "CPU time of none")
     print_table(header, rows)
     result: dict[str, object] = {"benchmark": "recompute", "machine": machine(options.device)}
-    result |= {"mp": options.mp, "pp": options.pp, "seconds": seconds, "memory_bytes": memory}
+    result |= {"mp": options.mp, "pp": options.pp, "seconds": seconds, "cpu_seconds": busy, "memory_bytes": memory}
+    result["rounds"] = {way: [figures["seconds"] for figures in rounds] for way, rounds in times.items()}
     print_json(result)
 
 
