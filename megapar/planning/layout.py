@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 from megapar.arguments import Config
 from megapar.core.pipeline.stages import Stages
-from megapar.core.sharding.cut import local_box, shard_dim
+from megapar.core.sharding.cut import shard_dim
 from megapar.model.sizes import DecoderSizes
-from megapar.model.table import ParameterSpec, placed
+from megapar.model.table import ParameterSpec
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import DeviceKind
 from megapar.training.sizes import ITEM_BYTES, make_sizes
 from megapar.training.stages import Sizes, effective_schedule, make_stages
+
+
+@lru_cache(maxsize=4)
+def _table(assumed: Assumed, sizes: Sizes) -> tuple[ParameterSpec, ...]:
+    """A search plans hundreds of layouts of one model."""
+    return assumed.table(sizes)
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Layout:
     config: Config
     kind: DeviceKind
     assumed: Assumed = field(default_factory=Assumed)
+    _cuts: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _rows: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -38,8 +46,8 @@ class Layout:
 
     @cached_property
     def table(self) -> tuple[ParameterSpec, ...]:
-        """All parameters, each with its stage."""
-        return placed(self.assumed.table(self.sizes), self.stages)
+        """All parameters."""
+        return _table(self.assumed, self.sizes)
 
     @property
     def dtype(self) -> str:
@@ -100,28 +108,40 @@ class Layout:
 
     def held(self, stage: int) -> list[ParameterSpec]:
         """Rows that a stage holds: its own and, on the last stage, the second copy of a tied embedding."""
-        rows = [row for row in self.table if row.stage == stage]
+        return self._held.get(stage, [])
+
+    @cached_property
+    def _held(self) -> dict[int, list[ParameterSpec]]:
+        stage_of = {row.unit: 0 for row in self.table}
+        stage_of = {unit: self.stages.rank_of_unit(unit) for unit in stage_of}
+        held: dict[int, list[ParameterSpec]] = {}
+        for row in self.table:
+            held.setdefault(stage_of[row.unit], []).append(row)
         last = self.config.grid.pp - 1
-        if stage == last and self.tied and all(row.unit != "embedding" for row in rows):
-            rows = [row for row in self.table if row.name == "embedding.word.weight"] + rows
-        return rows
+        if self.tied and stage_of["embedding"] != last and stage_of["head"] == last:
+            held[last] = [row for row in self.table if row.name == "embedding.word.weight"] + held[last]
+        return held
 
     def local_numel(self, row: ParameterSpec) -> int:
         """Elements of a parameter on the first rank of its stage."""
-        grid = self.config.grid
-        if not row.axes:
-            return row.numel
-        return local_box(row, grid, grid.rank(pp=row.stage)).numel
+        return prod(self._sizes(row))
+
+    def _sizes(self, row: ParameterSpec) -> tuple[int, ...]:
+        """Of the piece on the first rank of a stage, where no piece is shorter."""
+        key = row.shape, row.axes
+        if key not in self._cuts:
+            self._cuts[key] = row.box({axis: (self.config.grid.size(axis), 0) for axis, _ in row.axes}).sizes
+        return self._cuts[key]
 
     def row_numel(self, row: ParameterSpec) -> int:
         """Elements of one rank's padded piece of a parameter, as sharding cuts it."""
-        grid = self.config.grid
-        sizes: Sequence[int] = row.shape
-        if row.axes:
-            sizes = local_box(row, grid, grid.rank(pp=row.stage)).sizes
-        parts = grid.expert_shards if row.expert else grid.shards
+        key = row.shape, row.axes, row.expert
+        if key in self._rows:
+            return self._rows[key]
+        sizes, parts = self._sizes(row), self.shards(row)
         dim = shard_dim(sizes, parts, full=self.config.sharding.sharding_stage == 3)
-        return prod(sizes) // max(1, sizes[dim]) * -(-sizes[dim] // parts)
+        self._rows[key] = prod(sizes) // max(1, sizes[dim]) * -(-sizes[dim] // parts)
+        return self._rows[key]
 
     def shards(self, row: ParameterSpec) -> int:
         """Ranks that share a parameter's optimizer state."""

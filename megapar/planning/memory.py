@@ -26,6 +26,7 @@ from megapar.training.sizes import ITEM_BYTES
 # Beside the tensors: the driver's context, communicators, and what the caching allocator cannot use again.
 RESERVED_BYTES = round(1.5 * 2**30)
 RESERVED_SHARE = 0.02
+SENDS_PER_CHUNK = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _State:
     row: float  # after it
     scratch: float  # of the reduction
     gathered: float  # while parameters are published, or of stage 3
+    pool: float  # buffers that a CPU keeps beside these for the next step
     tied: float  # the head's gradient of a tied embedding, which waits for the embedding's
 
 
@@ -70,7 +72,7 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
     # Gradients that are there while everything is kept: those of earlier micro-batches.
     later = layout.micro_batches > max(in_flight)
     stage_one = layout.config.sharding.gradient_merge_mode == "step"
-    whole = state.whole + state.scratch + state.row
+    whole = state.whole + state.scratch + state.row + state.pool
     if pooled:
         early = whole
     elif layout.config.sharding.sharding_stage == 3:
@@ -109,6 +111,7 @@ def _state(layout: Layout, stage: int) -> _State:
     copies = 2 if layout.assumed.dualpipe else 1
     parameters = masters = moments = whole = row_bytes = scratch = 0.0
     units: dict[str, float] = {}
+    segments: dict[tuple[str, bool], float] = {}
     aliased_all = True
     for spec in layout.held(stage):
         item = w if spec.fp32 else e
@@ -125,6 +128,8 @@ def _state(layout: Layout, stage: int) -> _State:
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
         units[spec.unit] = units.get(spec.unit, 0.0) + (row * shards * e if full else row * (shards + 1) * item)
+        key = spec.unit, spec.expert
+        segments[key] = segments.get(key, 0.0) + row * item * (shards + 1 if shards > 1 else 1)
         if shards > 1 or full:
             row_bytes += row * w
             if layout.kind.kernels == "cpu" and not full:
@@ -133,8 +138,13 @@ def _state(layout: Layout, stage: int) -> _State:
                 scratch += row * shards * reduce * (0 if travels else 1)
     ahead = sharding.sharding_prefetch_segments + 1
     gathered = sum(sorted(units.values(), reverse=True)[: min(ahead, len(units))])
+    pool = 0.0
     if layout.kind.kernels == "cpu" and not full:
-        gathered = 0.0 if aliased_all else max(units.values(), default=0.0) / 2
+        # What the first publication took; later ones and reductions find room in it or in freed gradients.
+        pool = 0.0 if aliased_all else max(segments.values(), default=0.0)
+        if sharding.gradient_merge_mode == "micro_batch" and layout.micro_batches > 1:
+            pool += row_bytes
+        gathered = 0.0
     if full:  # a gathered unit, the one ahead, and a unit's gradients before and after their cast
         gathered += max(units.values(), default=0.0) * (1 + w / e)
     optimizer = masters + moments
@@ -143,7 +153,7 @@ def _state(layout: Layout, stage: int) -> _State:
     chunk_ends = layout.stages.on(stage)
     if layout.tied and any(c.first for c in chunk_ends) and any(c.last for c in chunk_ends):
         pending = e * layout.vocabulary * layout.sizes.hidden_size
-    return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, gathered, pending)
+    return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, gathered, pool, pending)
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
         total += kept * flight
         host += offloaded * flight
         x = layout.item * layout.own * layout.sizes.hidden_size
-        received = x * min(flight, 2) if layout.config.grid.pp > 1 else 0.0
+        received = x if layout.config.grid.pp > 1 else 0.0
         backward_transient = max(backward_transient, open_transient + received)
         if chunk.last:
             forward_transient = work.head.transient
@@ -181,6 +191,10 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
         if chunk.first:
             first_transient = max(first_transient, units[0].transient)
     forward = total
+    # Sent messages are waited for when so many wait (``core/pipeline/runner.py``).
+    sends = min(SENDS_PER_CHUNK * len(layout.stages.chunks), layout.micro_batches)
+    pending = x * sends if stage > 0 else 0.0
+    total += pending
     backward = total - (last if last else 0.0)
     end_units = units_of(work, chunks[0])
     end = end_units[0].kept
@@ -219,7 +233,9 @@ def _unit_bytes(layout: Layout, units: Sequence[Unit]) -> tuple[float, float, fl
             host += x * share
             share = 0.0
         kept += x * share
-        worst = max(worst, transient + inside + (x if share < 1 else 0.0))
+        # Everything inside is there when the backward of the last operator begins.
+        first = span[-1].parts[-1].transient + x
+        worst = max(worst, first + inside + (x if share < 1 else 0.0))
     if len(stored) < len(spans) and stored:
         worst = max(worst, *(sum(unit.kept for unit in span) for span in stored))
     return kept, host, worst

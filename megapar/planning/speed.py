@@ -164,12 +164,15 @@ class Clock:
         """(forward, backward, exposed communication in both) of a layer."""
         if id(unit) not in self._units:
             forward = backward = exposed = 0.0
+            selective = self._layout.config.recompute.recompute_granularity == "selective"
             for part in unit.parts:
                 products, others = self._products(part), self._others(part)
                 shown = {phase: self._shown(part, phase, products) for phase in ("forward", "backward")}
                 forward += products + others + part.scores / self._rate(self._c.scores) + shown["forward"]
                 backward += 2 * products + 2 * others + 2.5 * part.scores / self._rate(self._c.scores)
                 backward += shown["backward"]
+                if selective and part.name in ("core", "activation"):  # computed again
+                    backward += others + part.scores / self._rate(self._c.scores)
                 exposed += sum(shown.values())
             self._units[id(unit)] = forward, backward, exposed
         return self._units[id(unit)]

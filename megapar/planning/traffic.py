@@ -31,7 +31,7 @@ class Link:
         """The share of what a rank sends that leaves its node."""
         if self.nodes <= 1:
             return 0.0
-        if kind in ("all_to_all", "counts"):
+        if kind == "all_to_all":
             return (self.ranks - self.local) / max(1, self.ranks - 1)
         return 1.0 if kind == "send" else 1.0 / self.local  # of a ring, one of the node's ranks sends outside
 

@@ -325,9 +325,12 @@ class Work:
             for phase in ("forward", "backward")
             for pairs_sent, size in ((rows, message), (rows, H * e))
         ]
-        exchanged = (
-            [Message("ep", "counts", INDEX * E * share, "forward")] if grid.ep > 1 and not self.even(moe) else []
-        )
+        counted = grid.ep > 1 and not self.even(moe)
+        exchanged = [Message("ep", "all_to_all", INDEX * E * share, "forward")] if counted else []
+        if counted and gathers:
+            exchanged.append(self._message("emp", "all_gather", INDEX * E * grid.emp, "forward"))
+        if a.cut:  # what the losses and the load need of every rank's tokens
+            exchanged.append(self._message("mp", "all_gather", w * (E + 1 + k * E) * grid.mp, "forward"))
         inner: list[Message] = []
         if gathers:
             inner += [self._message("emp", "all_gather", inside * H * e, phase) for phase in ("forward", "backward")]
@@ -345,7 +348,7 @@ class Work:
                 "dispatch",
                 order,
                 moved=4 * e * rows * H,
-                messages=tuple(ways + exchanged) if grid.ep > 1 else (),
+                messages=tuple((ways if grid.ep > 1 else []) + exchanged),
                 transient=2 * e * rows * H,
             ),
             Part(

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapar.arguments import SCRIPTS, Config, parse
+from megapar.arguments import SCRIPTS, Config, parse, resolved_values
 from megapar.config.report import refusal
 from megapar.core.pipeline.schedule import Schedule
 from megapar.core.pipeline.simulate import Simulation
 from megapar.errors import Complaint, ConfigError
+from megapar.planning.assume import Assumed
+from megapar.planning.devices import DeviceKind
 
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
 DEFAULT_KIND = "h100-80g"
@@ -48,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan knows")
     add("--token-budget", type=float, metavar="TOKENS", help="of the whole run (default: that of --train-iters)")
     add("--json", action="store_true", help="print one JSON object")
+    add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
+    add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: which rank (default: 0)")
+    add("--search", action="store_true", help="find the best layouts of this model, batch and number of ranks")
     add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
     add("--svg", type=Path, help="with --show-schedule: write the drawing to this file, too")
     add(
@@ -64,19 +69,65 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
     kind, more = MODELS[model]
     line = [*(["--config", asked.config] if asked.config else []), *more, *flags]
     world = asked.world_size or int(header.get("ranks", 1))
-    config = _parsed(kind, line, world)
-    if asked.show_schedule:
-        return _show(config, asked)
     from megapar.planning.assume import assumed
     from megapar.planning.devices import device_kind
-    from megapar.planning.plan import Plan
-    from megapar.planning.text import describe
 
     device = device_kind(asked.device_kind or header.get("device", DEFAULT_KIND))
     words = asked.assume or header.get("assume", "").split()
+    if asked.search:
+        return _search(kind, line, world, device, assumed(words), as_json=asked.json)
+    config = _parsed(kind, line, world)
+    if asked.show_schedule:
+        return _show(config, asked)
+    from megapar.planning.plan import Plan
+    from megapar.planning.text import describe
+
     plan = Plan(config, device, assumed(words), asked.token_budget)
-    sys.stdout.write(json.dumps(plan.to_dict()) + "\n" if asked.json else describe(plan))
+    said, text = plan.to_dict() if asked.json else {}, "" if asked.json else describe(plan)
+    if asked.trace:
+        from megapar.tools.trace import trace
+
+        found = trace(config, asked.trace_rank)
+        same = Plan(found.config, device_kind("cpu"))
+        said["trace"] = found.to_dict()
+        text += "\n" + found.describe(same.memory[found.stage].peak, same.traffic[found.stage])
+    sys.stdout.write(json.dumps(said) + "\n" if asked.json else text)
     return 0
+
+
+def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
+    """The layouts of this many ranks; those that the flags ask for are not looked at, but for cp."""
+    from megapar.planning.search import describe, neighbours, search, to_dict
+
+    config = _without_layout(kind, line)
+    found = search(config, device, assumed, world)
+    near = neighbours(found, config, device, assumed, world)
+    sys.stdout.write(json.dumps(to_dict(found, near)) + "\n" if as_json else describe(found, near, device))
+    return 0
+
+
+def _without_layout(kind: str, line: list[str]) -> Config:
+    """The model and the batch, as one process would have them; raises for what is wrong beside the layout."""
+    alone = [
+        "--mp-degree",
+        "1",
+        "--pp-degree",
+        "1",
+        "--sharding-degree",
+        "1",
+        "--no-hybrid-dp",
+        "--no-sequence-parallel",
+    ]
+    alone += ["--vpp-degree", "1", "--pp-schedule", "1f1b", "--pp-seg-method", "uniform", "--micro-batch-size", "1"]
+    if kind == "moe":
+        alone += ["--ep-degree", "1", "--expert-mp-degree", "1"]
+    asked = resolved_values(kind, [*line, "--validate-only"], {})
+    batch = asked["asked"].get("global_batch_size")
+    if not batch:
+        message = "--search compares layouts of one global batch, and none is given."
+        raise ConfigError([Complaint("search", message, "Give --global-batch-size.")])
+    alone += ["--gradient-merge-acc-step", str(batch)]
+    return parse(kind, [*line, *alone, "--validate-only"], {})
 
 
 def _header(path: str | None) -> dict[str, str]:

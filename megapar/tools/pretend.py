@@ -1,23 +1,29 @@
 """The real trainer as any rank of any cluster, in one process without memory: fake process groups, fake tensors.
 
 What runs is the code that trains; what it is denied are values. Where a step looks at one on the host, the answer of a
-balanced run is assumed: every data rank has as many tokens as this one, and no gradient overflows.
+balanced run is assumed: every data rank has as many tokens as this one, every expert as many rows as any other, and no
+gradient overflows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
 from megapar.arguments import Config
 from megapar.core.device.pick import pick
+from megapar.core.memory import MemoryTracker
 from megapar.core.world import World
 from megapar.data.batches import MicroBatch
+from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.trainer import Trainer
 from megapar.training import build
 
@@ -35,16 +41,24 @@ class PretendedTrainer(Trainer):
 
 
 @contextmanager
-def pretend(config: Config, rank: int) -> Iterator[PretendedTrainer]:
+def pretend(config: Config, rank: int, tracker: MemoryTracker | None = None) -> Iterator[PretendedTrainer]:
     """The trainer of ``rank`` of the configuration's world, ready to step; everything in it is fake.
 
-    Samples are real ones, of ``--data-path``. No process group may exist beforehand; none does afterwards.
+    Samples are real ones, of ``--data-path``. tracker: counts what is built and what steps make. No process group may
+    exist beforehand; none does afterwards.
     """
     corpus = build.make_corpus(config)
     world = World.pretend(config.grid, pick("cpu"), rank)
     try:
-        # Initial values are not looked at either, and drawing them would take most of the time.
-        with FakeTensorMode(allow_non_fake_inputs=True), patch.object(build, "fill"):
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            # Initial values are not looked at either, and drawing them would take most of the time.
+            stack.enter_context(patch.object(build, "fill"))
+            stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
+            stack.enter_context(patch.object(ExpertParallelDispatcher, "read", lambda _, told: told.numbers))
+            stack.enter_context(patch.object(World, "mesh", _real_mesh))
+            if tracker is not None:
+                stack.enter_context(tracker)
             trainer = PretendedTrainer(config, world, corpus)
             try:
                 yield trainer
@@ -53,3 +67,26 @@ def pretend(config: Config, rank: int) -> Iterator[PretendedTrainer]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+_announce, _mesh = ExpertParallelDispatcher.announce, World.mesh
+
+
+def _real_mesh(world: World, *names: str) -> DeviceMesh:
+    """A mesh is a table of ranks, whose values are needed."""
+    with unset_fake_temporarily():
+        return _mesh(world, *names)
+
+
+def _announce_balanced(
+    dispatcher: ExpertParallelDispatcher, experts_Tk: Tensor, kept_Tk: Tensor | None, **options: Any
+) -> Announced:
+    """The counts of a balanced load in place of those that the host would read: [2 (+ emp), ep, L]."""
+    told = _announce(dispatcher, experts_Tk, kept_Tk, **options)
+    share, rest = divmod(experts_Tk.numel(), dispatcher.num_experts)
+    own = np.full(dispatcher.num_experts, share)
+    own[:rest] += 1
+    counts = own.reshape(tuple(told.counts.shape))
+    arriving = np.broadcast_to(counts[dispatcher.ep.rank], counts.shape)
+    rows = [counts, arriving, *([arriving] * dispatcher.emp.size if dispatcher.gathers else [])]
+    return told._replace(numbers=np.stack(rows))  # type: ignore[arg-type]

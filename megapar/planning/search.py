@@ -1,0 +1,234 @@
+"""``megapar plan --search``: the best legal layouts of a model on a cluster, and why their neighbours are not better.
+
+Every candidate goes through the same door as a run: the command line's parser and the rules. What they accept is held
+against the memory formulas, and what fits is timed. Candidates vary mp, pp, ep, chunks per stage, the micro-batch and
+recompute; sharding takes the ranks that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from megapar.arguments import Config
+from megapar.planning.assume import Assumed
+from megapar.planning.change import LAYOUT, attempt, flags_of
+from megapar.planning.devices import GIBIBYTE, DeviceKind
+from megapar.planning.plan import Plan
+from megapar.rules.rule import divisors
+
+RECOMPUTE: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_interval": 1},
+}
+MICRO_BATCHES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4)
+RECOMPUTE_FLAGS = (
+    *("recompute_granularity", "recompute_interval", "recompute_method", "recompute_num_layers"),
+    *("recompute_offload", "recompute_partition", "adaptive_recompute_device_size"),
+)
+SEARCHED = (*LAYOUT, *RECOMPUTE_FLAGS, "micro_batch_size", "vpp_degree", "pp_schedule", "use_nanopipe", "pp_seg_method")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout: degrees, chunks per stage, micro-batch, recompute."""
+
+    mp: int
+    pp: int
+    ep: int
+    vpp: int
+    micro_batch: int
+    recompute: str
+
+    def flags(self) -> dict[str, Any]:
+        """As field names and values."""
+        found: dict[str, Any] = {"mp_degree": self.mp, "pp_degree": self.pp, "micro_batch_size": self.micro_batch}
+        if self.mp > 1:
+            found["sequence_parallel"] = True
+        if self.ep > 1:
+            found["ep_degree"] = self.ep
+        if self.vpp > 1:
+            found |= {"vpp_degree": self.vpp, "pp_schedule": "interleaved"}
+        return found | RECOMPUTE[self.recompute]
+
+    def __str__(self) -> str:
+        parts = [f"mp {self.mp}", f"pp {self.pp}", f"ep {self.ep}", f"vpp {self.vpp}", f"mbs {self.micro_batch}"]
+        return ", ".join([*parts, f"recompute {self.recompute}"])
+
+
+@dataclass
+class Result:
+    """What became of a candidate. plan: None where the rules refuse it. why: it is no choice."""
+
+    candidate: Candidate
+    plan: Plan | None
+    why: str = ""
+
+
+@dataclass
+class Search:
+    """results: of every candidate that was looked at. best: those that fit, fastest first."""
+
+    results: dict[Candidate, Result] = field(default_factory=dict)
+
+    @property
+    def best(self) -> list[Result]:
+        """Fastest first; of equally fast ones those with less memory."""
+        fitting = [result for result in self.results.values() if not result.why and result.plan is not None]
+        return sorted(fitting, key=lambda r: (r.plan.speed.step_seconds, r.plan.fullest.reserved))  # type: ignore[union-attr]
+
+
+def search(config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> Search:
+    """Look through the layouts of ``world_size`` ranks for the model and the batch of ``config``."""
+    found = Search()
+    base = flags_of(config, (*SEARCHED, "sequence_parallel"))
+    base["global_batch_size"] = config.training.global_batch_size
+    for group in _shapes(config, kind, world_size):
+        least: dict[tuple[int, str], bool] = {}
+        for candidate in group:
+            # A larger micro-batch, or less recompute, than one that did not fit does not fit either.
+            key = candidate.micro_batch, candidate.recompute
+            if any(not fits and _needs_more(key, other) for other, fits in least.items()):
+                continue
+            result = _look(config, base, candidate, kind, assumed, world_size)
+            found.results[candidate] = result
+            if result.plan is not None:
+                least[key] = not result.why
+    return found
+
+
+def neighbours(found: Search, config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> list[Result]:
+    """Layouts one step away from the best one, each with the reason why it is not taken.
+
+    Steps may leave what was searched (more chunks); where that finds something better, it becomes the best one.
+    """
+    if not found.best:
+        return []
+    base = flags_of(config, (*SEARCHED, "sequence_parallel"))
+    base["global_batch_size"] = config.training.global_batch_size
+    best = found.best[0]
+    while True:
+        for candidate in _steps(best.candidate):
+            if candidate not in found.results:
+                found.results[candidate] = _look(config, base, candidate, kind, assumed, world_size)
+        if found.best[0].candidate == best.candidate:
+            break
+        best = found.best[0]
+    assert best.plan is not None
+    results = []
+    for candidate in _steps(best.candidate):
+        result = found.results[candidate]
+        if not result.why and result.plan is not None:
+            slower = result.plan.speed.step_seconds / best.plan.speed.step_seconds - 1
+            result = Result(candidate, result.plan, f"{slower:.1%} slower: {_slower(result.plan, best.plan)}")
+        results.append(result)
+    return results
+
+
+def describe(found: Search, near: list[Result], kind: DeviceKind, count: int = 10) -> str:
+    """Two tables: the best layouts, and the neighbours of the first."""
+    legal = [result for result in found.results.values() if result.plan is not None]
+    lines = [f"{len(found.results)} layouts looked at, {len(legal)} legal, {len(found.best)} fit into {kind.name}", ""]
+    if not found.best:
+        closest = min((r.plan for r in legal if r.plan is not None), key=lambda p: p.fullest.reserved, default=None)
+        if closest is None:
+            first = next(iter(found.results.values()), None)
+            return "\n".join([*lines, f"no layout is legal: {first.why if first else 'no candidate'}", ""])
+        return "\n".join([*lines, f"no layout fits; the nearest: {closest.advice()}", ""])
+    lines.append(f"{'step s':>9} {'MFU':>6} {'bubble':>7} {'GiB':>6}  layout")
+    for result in found.best[:count]:
+        assert result.plan is not None
+        speed, memory = result.plan.speed, result.plan.fullest.reserved / GIBIBYTE
+        lines.append(
+            f"{speed.step_seconds:9.3f} {speed.mfu:6.1%} {speed.bubble_share:7.1%} {memory:6.1f}  {result.candidate}"
+        )
+    lines += ["", "neighbours of the first, and why not"]
+    lines += [f"  {result.candidate}: {result.why}" for result in near]
+    return "\n".join([*lines, ""])
+
+
+def to_dict(found: Search, near: list[Result], count: int = 10) -> dict[str, Any]:
+    """For --json: the best plans with their flags, and the neighbours."""
+    best = [
+        {"flags": result.candidate.flags(), **result.plan.to_dict()}
+        for result in found.best[:count]
+        if result.plan is not None
+    ]
+    return {"looked_at": len(found.results), "best": best, "neighbours": {str(r.candidate): r.why for r in near}}
+
+
+def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[Candidate]]:
+    """Candidates that differ in micro-batch and recompute only, the leanest first, by shape."""
+    sizes, batch = config.model, config.training.global_batch_size
+    degrees = divisors(world_size)
+    experts = config.moe.num_experts
+    for mp, pp in product([d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers]):
+        if world_size % (mp * pp) or sizes.num_attention_heads % mp:
+            continue
+        data = world_size // (mp * pp * config.grid.cp)
+        if not data or batch % data:
+            continue
+        for ep in [d for d in divisors(experts) if data * mp % d == 0] if experts else [1]:
+            for vpp in CHUNKS if pp > 1 else CHUNKS[:1]:
+                if pp * vpp > sizes.num_layers:
+                    continue
+                group = [
+                    Candidate(mp, pp, ep, vpp, micro, recompute)
+                    for recompute in ("full", "selective", "none")
+                    for micro in MICRO_BATCHES
+                    if batch // data % micro == 0 and batch // data // micro >= pp
+                ]
+                if group:
+                    yield group
+
+
+def _needs_more(key: tuple[int, str], other: tuple[int, str]) -> bool:
+    order = ("full", "selective", "none")
+    return key[0] >= other[0] and order.index(key[1]) >= order.index(other[1])
+
+
+def _look(
+    config: Config,
+    base: Mapping[str, Any],
+    candidate: Candidate,
+    kind: DeviceKind,
+    assumed: Assumed,
+    world_size: int,
+) -> Result:
+    asked = attempt(config, {**base, **candidate.flags()}, world_size)
+    if isinstance(asked, list):
+        return Result(candidate, None, str(asked[0]))
+    plan = Plan(asked, kind, assumed)
+    if not plan.fits:
+        over = (plan.fullest.reserved - kind.memory_bytes) / GIBIBYTE
+        return Result(candidate, plan, f"needs {over:.1f} GiB more than there are, on stage {plan.fullest.stage}")
+    return Result(candidate, plan)
+
+
+def _steps(candidate: Candidate) -> Iterator[Candidate]:
+    """One axis doubled or halved, the next micro-batch, the other kinds of recompute."""
+    values = {name: getattr(candidate, name) for name in ("mp", "pp", "ep", "vpp", "micro_batch")}
+    for name, value in values.items():
+        for changed in (value // 2, value * 2):
+            if changed:
+                yield Candidate(**{**values, name: changed}, recompute=candidate.recompute)
+    for recompute in RECOMPUTE:
+        if recompute != candidate.recompute:
+            yield Candidate(**values, recompute=recompute)
+
+
+def _slower(plan: Plan, best: Plan) -> str:
+    """What grew most."""
+    bubble = plan.speed.bubble_share - best.speed.bubble_share
+    exposed = (
+        plan.speed.exposed_seconds / plan.speed.step_seconds - best.speed.exposed_seconds / best.speed.step_seconds
+    )
+    if bubble > max(exposed, 0.005):
+        return f"the bubble is {plan.speed.bubble_share:.1%}"
+    if exposed > 0.005:
+        return f"{plan.speed.exposed_seconds:.3f} s of communication show"
+    return "its products are smaller, or more is computed"

@@ -1,0 +1,62 @@
+"""``megapar plan --search``: legal, fitting, fastest first, and every neighbour with its reason."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.tools.main import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def search(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["plan", "--search", "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_best_layouts_are_legal_fit_and_come_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ("--config", str(CONFIGS / "mixtral-8x7b.yaml"))
+    found = search(capsys, *config, "--world-size", "64")
+    seconds = [plan["step_seconds"] for plan in found["best"]]
+    assert seconds == sorted(seconds)
+    assert all(plan["fits"] for plan in found["best"])
+    assert main(["plan", "--json", *config]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] > seconds[0]
+    flags = [f"--{name.replace('_', '-')}={str(v).lower()}" for name, v in found["best"][0]["flags"].items()]
+    assert main(["plan", "--json", *config, *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(seconds[0])
+
+
+def test_every_neighbour_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    found = search(capsys, "--config", str(CONFIGS / "mixtral-8x7b.yaml"), "--world-size", "64")
+    assert len(found["neighbours"]) >= 8
+    for why in found["neighbours"].values():
+        assert "slower" in why or "GiB more" in why or why.startswith("[")
+    assert not any(why.startswith("-") for why in found["neighbours"].values())
+
+
+def test_ten_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    flags = ("--world-size", "10240", "--global-batch-size", "5120")
+    found = search(capsys, "--config", str(CONFIGS / "gpt3-175b.yaml"), *flags)
+    assert found["best"]
+    assert time.process_time() - start < 20, "what is promised for 10,240 devices"
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-experts", "0", "--num-layers", "8", "--hidden-size", "16384", "--num-attention-heads", "128")
+    assert main(["plan", "--search", *flags, "--world-size", "2", "--global-batch-size", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "no layout fits" in said
+    assert "GiB more than the 80.0 GiB" in said
+
+
+def test_without_a_batch_there_is_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--search", "--num-experts", "0", "--world-size", "8"]) == 2
+    assert "--global-batch-size" in capsys.readouterr().err

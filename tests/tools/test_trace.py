@@ -1,0 +1,151 @@
+"""Formulas against the real trainer: on fake tensors as any rank, and on real ones with every live byte counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import pytest
+
+from megapar.arguments import parse
+from megapar.core.device.pick import pick
+from megapar.core.memory import MemoryTracker
+from megapar.core.world import World
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
+from megapar.tools.main import main
+from megapar.tools.trace import measure, trace
+from megapar.trainer import Trainer
+from megapar.training import build
+from tests.support.ranks import run_ranks
+
+# peak, the formula's peak, bytes sent, the formula's bytes sent
+Found = tuple[int, int, dict[str, int], dict[str, float]]
+
+MODEL = (
+    *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "256"),
+    *("--vocab-size", "4096", "--micro-batch-size", "4", "--device", "cpu", "--data-path", "mock"),
+)
+DENSE = ("moe", "--num-query-groups", "2", "--num-experts", "0")
+GPT = (
+    *("moe", "--num-experts", "0", "--normalization", "layernorm", "--position-embedding-type", "learned"),
+    *("--activation", "gelu", "--add-bias-linear", "--untie-embeddings-and-output-weights"),
+)
+ERNIE = ("ernie", "--attention-dropout", "0", "--hidden-dropout", "0")
+EVEN = ("moe", "--num-experts", "8", "--moe-model-type", "deepspeed_moe", "--num-query-groups", "2")
+ROUTED = ("moe", "--num-experts", "8", "--moe-shared-experts", "1", "--num-query-groups", "2")
+BF16 = ("--dtype", "bf16")
+PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers", "8")
+
+# (rank, ranks, model and flags)
+TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "sharding 8": (3, 8, (*DENSE, *BF16)),
+    "mp 2, sequence": (5, 8, (*DENSE, *BF16, "--mp-degree", "2", "--sequence-parallel")),
+    "first stage": (0, 4, (*DENSE, *BF16, *PIPELINE)),
+    "third stage": (2, 4, (*DENSE, *BF16, *PIPELINE)),
+    "recompute": (0, 1, (*DENSE, *BF16, "--recompute-interval", "1", "--num-layers", "8")),
+    "ep 8": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8")),
+    "ep 2, emp 2": (1, 4, (*ROUTED, *BF16, "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
+    "ernie mp 2": (1, 4, (*ERNIE, *BF16, "--mp-degree", "2", "--sequence-parallel")),
+}
+FP32 = ("--dtype", "fp32")
+MEASURED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fp32": (1, (*DENSE, *FP32)),
+    "bf16, two micro-batches": (1, (*DENSE, *BF16, "--gradient-merge-acc-step", "2")),
+    "gpt": (1, (*GPT, *FP32)),
+    "recompute": (1, (*DENSE, *FP32, "--recompute-interval", "2")),
+    "selective": (1, (*GPT, *FP32, "--recompute-granularity", "selective")),
+    "ernie": (1, (*ERNIE, *FP32)),
+    "sharding": (2, (*DENSE, *FP32)),
+    "mp": (2, (*DENSE, *FP32, "--mp-degree", "2")),
+    "mp, sequence": (2, (*GPT, *FP32, "--mp-degree", "2", "--sequence-parallel")),
+    "pp": (2, (*GPT, *FP32, "--pp-degree", "2", "--gradient-merge-acc-step", "4")),
+    "experts": (2, (*EVEN, *FP32, "--ep-degree", "2")),
+    "replicas": (2, (*DENSE, *FP32, "--sharding-degree", "1", "--hybrid-dp")),
+}
+
+
+def line(flags: Sequence[str]) -> list[str]:
+    """The model's flags without those that ``flags`` set, then these."""
+    pairs = zip(MODEL[::2], MODEL[1::2], strict=True)
+    return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)
+
+
+def traced(rank: int, world_size: int, rendezvous: str) -> dict[str, Found]:
+    found = {}
+    for name, (pretended, ranks, (kind, *flags)) in TRACED.items():
+        config = parse(kind, line(flags), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
+        seen = trace(config, pretended)
+        plan = Plan(seen.config, device_kind("cpu"))
+        found[name] = seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
+    return found
+
+
+def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str]) -> Found:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with patch.dict(os.environ, place):
+        config = parse(kind, line(flags), dict(os.environ))
+        corpus = build.make_corpus(config)
+        world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
+        with MemoryTracker() as tracker:
+            trainer = Trainer(config, world, corpus)
+            trainer.step()
+            seen = measure(trainer, tracker, rank, time.perf_counter())
+            trainer.job.sharding.wait()
+        trainer.loader.close()
+        world.close()
+    plan = Plan(config, device_kind("cpu"))
+    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
+
+
+def same_traffic(sent: dict[str, int], formula: dict[str, float], *, masked: bool) -> None:
+    """Equal but for the rounding of every collective; how many words ERNIE masks is a matter of the data."""
+    assert set(sent) == set(formula)
+    for name, size in sent.items():
+        if not (masked and name == "mp/all_reduce"):
+            assert formula[name] == pytest.approx(size, rel=1e-4, abs=8), name
+
+
+def test_formulas_are_within_two_percent_of_the_traced_trainer() -> None:
+    for name, (peak, formula, sent, told) in run_ranks(1, traced, group=False, timeout=120)[0].items():
+        assert formula == pytest.approx(peak, rel=0.02), name
+        same_traffic(sent, told, masked=name == "ernie mp 2")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_formulas_are_within_five_percent_of_real_runs(name: str) -> None:
+    ranks, (kind, *flags) = MEASURED[name]
+    for peak, formula, sent, told in run_ranks(ranks, measured, kind, flags, group=False):
+        assert formula == pytest.approx(peak, rel=0.05)
+        same_traffic(sent, told, masked=False)
+
+
+def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--num-experts",
+        "0",
+        "--num-layers",
+        "2",
+        "--world-size",
+        "64",
+        "--mp-degree",
+        "4",
+        "--micro-batch-size",
+        "1",
+    )
+    assert main(["plan", "--trace", "--trace-rank", "5", *flags, "--dtype", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert "trace of rank 5 (stage 0)" in said
+    assert "by formula" in said
+    assert main(["plan", "--trace", "--json", *flags, "--dtype", "bf16"]) == 0
+    found = json.loads(capsys.readouterr().out)["trace"]
+    assert found["peak"] > found["resting"] > found["parameters"] + found["optimizer"] > 0
+    assert found["sent_bytes"]["mp/all_reduce"] > 0
+
+
+def test_what_only_values_decide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--trace", "--trace-rank", "9", "--num-experts", "0", "--world-size", "2"]) == 2
+    assert "none of the 2 ranks" in capsys.readouterr().err
