@@ -24,6 +24,7 @@ class Model:
         low=1,
         models=MOE,
         derived="num-attention-heads",
+        aliases=("num-key-value-heads",),
     )
     head_dim: int = flag(
         None,
@@ -150,7 +151,7 @@ class Moe:
         "capacity of an expert over an even share of the (token, choice) pairs",
         above=0,
         models=MOE,
-        aliases=("moe-expert-capacity-factor",),
+        aliases=("moe-expert-capacity-factor", "moe-train-capacity-factor"),
     )
     moe_min_capacity: int = flag(4, "least capacity of an expert", unit="tokens", low=1, models=MOE)
     moe_drop_policy: str = flag(

@@ -82,7 +82,7 @@ class Data:
     data_path: tuple[str, ...] = flag(
         ("builtin",),
         "builtin, mock, or text, JSONL (field text), parquet and .bin/.idx files; or weights and paths in turn",
-        aliases=("train-data-path",),
+        aliases=("train-data-path", Alias("mock-data", ("mock",))),
     )
     eval_data_path: tuple[str, ...] = flag(
         (), "held-out data for evaluation, as --data-path", aliases=("valid-data-path",)

@@ -35,6 +35,12 @@ def _plan(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _translate(argv: Sequence[str]) -> int:
+    from megapar.tools.translate import main
+
+    return main(argv)
+
+
 def _data(argv: Sequence[str]) -> int:
     from megapar.tools.data import main
 
@@ -54,6 +60,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
             _plan,
             "say what a configuration will take: memory, traffic, time; --show-schedule draws its pipeline",
         ),
+        "translate": (_translate, "flags for the arguments of a Megatron-LM, MindSpeed or DeepSpeed script"),
         "data": (_data, "make and check files of tokens, train tokenizers"),
         "convert": (_convert, "Hugging Face models in and out"),
         "rules": (_rules, "print the compatibility matrix"),
@@ -64,7 +71,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
 
 def usage() -> str:
     """The page of ``megapar --help``."""
-    lines = [f"  {name:8} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join([f"megapar {__version__}", "usage: megapar COMMAND ...", "", *lines])
 
 

@@ -1,0 +1,173 @@
+"""Arguments of Megatron-LM, MindSpeed and Megatron-DeepSpeed scripts that are no flags here, and what becomes of each.
+
+A row: names, what to write here, reason; rows are grouped by verdict. What to write is a text with ``{value}``, or ``@``
+and the name of a function of ``translate`` where other arguments matter. Flags and aliases of the trainers need no row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SAME, RENAMED, IMPLIED, UNNECESSARY, UNSUPPORTED = "same", "renamed", "implied", "unnecessary", "unsupported"
+VERDICTS = (SAME, RENAMED, IMPLIED, UNNECESSARY, UNSUPPORTED)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What becomes of an argument. ours: flags to write, with ``{value}``; values: rows for particular values."""
+
+    verdict: str
+    ours: str = ""
+    reason: str = ""
+
+
+def _rows(text: str, verdict: str) -> dict[str, Foreign]:
+    """Lines ``names | ours | reason``."""
+    found = {}
+    for line in text.strip().splitlines():
+        names, ours, reason = (part.strip() for part in line.split("|"))
+        for name in names.split():
+            found[name] = Foreign(verdict, ours, reason)
+    return found
+
+
+_RENAMED = """
+nproc-per-node | megapar launch --nproc-per-node {value} | belongs to the launcher
+nnodes | megapar launch --nnodes {value} | belongs to the launcher
+node-rank | megapar launch --node-rank {value} | belongs to the launcher
+master-addr master-port | megapar launch --rdzv-endpoint HOST:PORT | the launcher's rendezvous, address and port in one
+rdzv-id rdzv-backend rdzv-endpoint rdzv-conf | megapar launch --{name} {value} | belongs to the launcher
+encoder-num-layers decoder-num-layers | --num-layers {value} |
+num-layers-per-virtual-pipeline-stage | @chunks | chunks per stage are counted, not layers per chunk
+num-virtual-stages-per-pipeline-rank | --vpp-degree {value} --pp-schedule interleaved |
+lr-warmup-fraction | @warmup | warm-up is given in steps
+lr-warmup-samples lr-decay-samples train-samples | @samples | runs are counted in steps
+train-tokens | @tokens | runs are counted in steps
+num-key-value-heads | --num-query-groups {value} |
+zero-stage | @zero | the optimizer's stage is a flag, sharding ranks are --sharding-degree
+recompute-activation-function | --recompute-granularity selective | activation functions and attention's core together
+attention-backend | @attention |
+transformer-impl | @implementation |
+moe-train-capacity-factor | --moe-capacity-factor {value} |
+moe-router-enable-expert-bias | --moe-router-bias-update-rate 1e-3 | the correction bias moves where its rate is not 0
+moe-shared-expert-intermediate-size | @shared | shared experts are counted in widths of one expert
+num-shared-experts | --moe-shared-experts {value} |
+moe-layer-freq | @frequency | leading layers may be dense: --first-k-dense
+moe-router-load-balancing-type | @balancing |
+moe-input-jitter-eps | | noise on the router is not built
+use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp | --sharding-stage 3 |
+data-parallel-sharding-strategy | @strategy |
+use-rotary-position-embeddings | --position-embedding-type rope |
+no-position-embedding | @positions |
+test-data-path | --eval-data-path {value} | one held-out set
+vocab-file merge-file | --tokenizer-model FOLDER | a Hugging Face tokenizer folder that holds these files
+padded-vocab-size | --vocab-size {value} | padding to the ranks is for compute only
+make-vocab-size-divisible-by | | padding to the ranks is for compute only
+init-method-xavier-uniform | | weights are drawn normal: --init-std
+accumulate-allreduce-grads-in-fp32 | --grad-reduce-dtype fp32 | the default
+no-overlap-p2p-communication | | sends never block here
+use-cp-send-recv-overlap | |
+adaptive-recompute-device-swap | --adaptive-recompute-device-size GIB | chooses layers for a memory budget
+wandb-project wandb-exp-name wandb-save-dir wandb-entity | --metrics-jsonl FILE | the same numbers, one object per step
+profile-step-start profile-step-end | --profile START:END | both ends in one flag
+profile-ranks use-pytorch-profiler | --profile START:END | rank 0 is traced
+optimizer-cpu-offload offload-optimizer optimizer-offload-policy optimizer-offload-fraction | --optimizer-offload |
+cpu-optimizer | --optimizer-offload |
+deepspeed-activation-checkpointing checkpoint-activations | --recompute-interval 1 |
+checkpoint-num-layers | --recompute-interval {value} |
+recompute-method-uniform | --recompute-method uniform |
+"""
+
+_IMPLIED = """
+group-query-attention | | --num-query-groups says it
+moe-grouped-gemm use-fused-moe-token-permute-and-unpermute moe-permute-fusion | | experts always run as grouped products
+moe-token-dispatcher-type | | tokens always travel by all-to-all
+moe-shared-expert-overlap | | shared experts run while tokens travel
+enable-shared-expert | | --moe-shared-experts says it
+enable-token-rearrange-opt | | tokens are always sorted, never multiplied by masks
+use-fused-rotary-pos-emb use-fused-swiglu use-fused-rmsnorm | | the device's fused kernels are taken where they are
+use-fused-ring-attention-update use-cp-send-recv-overlap | | ring attention always overlaps
+apply-rope-fusion | | the device's fused kernels are taken where they are
+bias-swiglu-fusion bias-gelu-fusion masked-softmax-fusion cross-entropy-loss-fusion | | fused where the device has it
+enable-recompute-layers-per-pp-rank | | --recompute-method block counts layers of a stage
+log-throughput | | always logged
+distributed-backend | | follows the device
+local-rank | | set by the launcher
+tokenizer-type | | found from --tokenizer-model
+data-impl | | found from the file
+dataloader-type | | samples are shuffled once per epoch, the same on every layout
+optimizer | | AdamW, fused where the device has it
+moe-router-dtype | | the router computes in fp32
+moe-router-pre-softmax | | scores first, then the choice
+attention-softmax-in-fp32 | | always
+no-rope-fusion | | the device's fused kernels are taken where they are
+tp-comm-overlap-ag tp-comm-overlap-rs | | part of --tp-comm-overlap
+ckpt-format dist-ckpt-format use-dist-ckpt auto-detect-ckpt-format | | one format, which loads on any layout
+log-timers-to-tensorboard log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard | | always written
+log-memory-to-tensorboard log-world-size-to-tensorboard log-learning-rate-to-tensorboard | | always written
+log-loss-scale-to-tensorboard log-num-zeros-in-grad log-params-norm | | norms and scales are always written
+calculate-per-token-loss | | every loss has its denominator over the global batch
+"""
+
+_UNNECESSARY = """
+use-mcore-models use-legacy-models | | there is one model
+no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-bias-swiglu-fusion | | nothing to switch off
+no-gradient-accumulation-fusion gradient-accumulation-fusion | | main gradients are kept in fp32 by sharding
+no-async-tensor-model-parallel-allreduce no-persist-layer-norm | | nothing to switch off
+no-query-key-layer-scaling | | never scaled
+no-barrier-with-level-1-timing timing-log-option timing-log-level | | waits are always metered by axis and collective
+reuse-fp32-param | | the bf16 copy is a rounding of the master
+num-workers | | one thread reads ahead of the step
+data-cache-path | | indexes are closed formulas, nothing is cached
+no-mmap-bin-files | | files are mapped
+ddp-bucket-size ddp-num-buckets bucket-size-mb | | segments: --segment-broadcast-MB
+deepspeed deepspeed-config deepspeed_config deepspeed_mpi | | what its file says are flags here
+no-pipeline-parallel | | --pp-degree 1
+tensorboard-queue-size tensorboard-log-interval | | written every --log-interval
+no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader | | masks are never built
+manual-gc manual-gc-interval manual-gc-eval | | nothing here waits for the collector
+no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad | | losses and norms are checked at every log interval
+delay-grad-reduce delay-param-gather align-grad-reduce align-param-gather | | reductions follow one planned order
+use-ascend-coc coc-parallel-num | | --tp-comm-overlap hides the same
+max-padding-length | | samples are packed
+train-mode dataset | | pre-training on --data-path
+extra-vocab-size | | --vocab-size counts all rows
+moe-use-legacy-grouped-gemm moe-use-upcycling | | experts always run as grouped products
+moe-pad-expert-input-to-capacity | | kept rows travel, not padding
+use-tp-pp-dp-mapping | | --rank-order
+empty-unused-memory-level | |
+finetune-hf-dataset | |
+weight-decay-incr-style start-weight-decay end-weight-decay | | the weight decay is constant
+exit-signal-handler | | SIGTERM always saves and stops
+use-cpu-initialization | | weights are drawn on the host, the same on every layout
+no-initialization | |
+"""
+
+_UNSUPPORTED = """
+swap-attention | | swapping single operators to the host is not built; --recompute-offload keeps units' inputs there
+q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim | | latent attention is not built
+attention-sink-k window-size sliding-window | | attention sees everything before it
+fused-padded-mla-attention | | latent attention is not built
+rotary-scaling-factor rope-scaling-type use-rope-scaling rope-scaling-factor mscale mscale-all-dim | | only plain rope
+rotary-percent | | all features of a head are turned
+apply-query-key-layer-scaling | | changes the numbers of fp16 runs only
+apply-layernorm-1p | | the weight of a norm is its own
+fp8-format fp8-amax-compute-algo fp8-amax-history-len fp8-recipe fp8-param-gather | | fp8 is not built
+no-save-optim no-save-rng | | a checkpoint holds everything that a resumed run needs
+num-experts-per-layer mlp-type topk expert-interval create-moe-param-group | | experts are the same in all layers
+moe-loss-coeff | --moe-aux-loss-coeff {value} |
+use-tutel inference disable-moe-token-dropping | |
+moe-router-force-load-balancing | | routing is never forced; measure with real routing
+use-ascend-mc2 | | fused kernels of products and collectives
+tp-2d tp-x tp-y | | tensor parallelism is along one axis
+curriculum-learning-legacy curriculum-learning random-ltd data-efficiency-curriculum-learning | | not built
+load-teacher kd | | distillation is not built
+hybrid-attention-pattern hybrid-override-pattern | | every layer attends
+"""
+
+FOREIGN: dict[str, Foreign] = {
+    **_rows(_RENAMED, RENAMED),
+    **_rows(_IMPLIED, IMPLIED),
+    **_rows(_UNNECESSARY, UNNECESSARY),
+    **_rows(_UNSUPPORTED, UNSUPPORTED),
+}
