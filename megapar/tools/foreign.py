@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM, MindSpeed and Megatron-DeepSpeed scripts that are no flags here, and what becomes of each.
 
-A row: names, what to write here, reason; rows are grouped by verdict. What to write is a text with ``{value}``, or ``@``
-and the name of a function of ``translate`` where other arguments matter. Flags and aliases of the trainers need no row.
+A row: names, what to write here, reason; rows are grouped by verdict. What to write is a text with ``{value}``, or
+``@`` and a function of ``translate`` where other arguments matter. Flags and aliases of the trainers need no row.
 """
 
 from __future__ import annotations
