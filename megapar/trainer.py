@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from megapar.arguments import Config
 from megapar.core.adaptive import Adaptive
@@ -34,7 +35,7 @@ from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
 from megapar.model.flops import flops_per_token
 from megapar.model.terms import Terms
-from megapar.training import build, degree, export, state
+from megapar.training import build, degree, export, facts, state
 from megapar.training.denominators import Denominators
 from megapar.training.evaluate import evaluate
 from megapar.training.load_hf import load_hf, trained_family
@@ -124,6 +125,7 @@ class Trainer:
             data_ranks=self.data.size,
         )
         self._degree = self._choose_degree()
+        self.profile = build.make_profile(config, world, self.job)
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = self._make_terminal()
         self.monitor = self._make_monitor(world.device)
@@ -177,7 +179,11 @@ class Trainer:
         self._greet()
         try:
             while self.progress.iteration < training.train_iters:
+                if self.profile is not None:
+                    self.profile.before(self.progress.iteration + 1)
                 self.monitor.add(self.step())
+                if self.profile is not None:
+                    self.profile.after(self.progress.iteration)
                 self._adapt()
                 iteration = self.progress.iteration
                 final = iteration == training.train_iters
@@ -192,6 +198,8 @@ class Trainer:
         finally:
             self.loader.close()
             self.monitor.close()
+            if self.profile is not None:
+                self.profile.close()
         self._tell_end(exported)
         return Outcome(self.progress.iteration, tuple(self._records), self._evaluation, self._checkpoint, exported)
 
@@ -208,15 +216,18 @@ class Trainer:
         share = global_batch // (self.config.training.micro_batch_size * self.data.size)
         batches = self.loader.step(progress.consumed_samples, share)
         denominators = Denominators(batches, share * self.data.size, self.data, job.meter)
-        totals = self._forward_backward(batches, denominators)
-        norm = self._reduce(self._loss_factor(denominators))
+        with record_function("megapar: forward and backward"):
+            totals = self._forward_backward(batches, denominators)
+        with record_function("megapar: reduce"):
+            norm = self._reduce(self._loss_factor(denominators))
         scale, skipped = self._check_overflow(norm)
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not skipped:
             if self.config.optimizer.clip_grad > 0:
                 clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
-            job.optimizer.step(lr)
-            job.sharding.publish()
+            with record_function("megapar: optimizer"):
+                job.optimizer.step(lr)
+                job.sharding.publish()
             self._move_router_bias(totals.load)
         progress.iteration += 1
         progress.skipped_steps += skipped
@@ -427,6 +438,11 @@ class Trainer:
         self.peak, self.peak_source = math.nan, "unknown"
         if self.terminal is not None:  # nobody reads the other ranks' records, and all together would measure less
             self.peak, self.peak_source = peak_flops(device, build.compute_dtype(self.config, device))
+            if logging.metrics_jsonl:
+                parameters = sum(spec.numel for spec in self.job.table if spec.trainable)
+                facts.write_facts(
+                    Path(logging.metrics_jsonl).absolute().parent, self.config, self.world, self.peak, parameters
+                )
         return Monitor(
             self.data,
             self.world.axis("pp"),

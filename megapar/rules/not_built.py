@@ -75,7 +75,6 @@ RULES: tuple[Rule, ...] = (
     _later("keep", "removing old checkpoints", "--save runs/a --keep 2"),
     _later("exit_interval", "planned exits", "--exit-interval 100"),
     _later("exit_duration_minutes", "planned exits", "--exit-duration-minutes 60"),
-    _later("profile", "profiler traces", "--profile 3:5"),
     _later("compile", "torch.compile", "--compile"),
     _later("fp8", "fp8 linear layers", "--fp8"),
 )

@@ -38,6 +38,13 @@ def _near_batch(f: Facts) -> str:
 
 _BATCH = ("global_batch_size", "micro_batch_size", "data_ranks")
 
+
+def _is_span(text: str) -> bool:
+    """START:END, both counted from 1."""
+    first, colon, last = text.partition(":")
+    return bool(colon) and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="batch-divides",
@@ -253,6 +260,28 @@ RULES: tuple[Rule, ...] = (
         source="command line",
         passing="--data-path mock",
         failing="--data-path mock corpus.jsonl",
+    ),
+    Rule(
+        id="profile-steps",
+        reads=("profile",),
+        when=lambda f: f.profile is not None,
+        requires=lambda f: _is_span(f.profile),
+        message="--profile takes START:END, steps counted from 1",
+        fix="Choose for example --profile 3:5.",
+        source=SOURCE,
+        passing="--profile 3:5 --metrics-jsonl runs/a/metrics.jsonl",
+        failing="--profile 5:3 --metrics-jsonl runs/a/metrics.jsonl",
+    ),
+    Rule(
+        id="profile-folder",
+        reads=("profile", "metrics_jsonl", "tensorboard_dir"),
+        when=lambda f: f.profile is not None,
+        requires=lambda f: f.metrics_jsonl is not None or f.tensorboard_dir is not None,
+        message="--profile writes trace.json beside the metrics, and there are none",
+        fix="Give --metrics-jsonl, or --tensorboard-dir.",
+        source=SOURCE,
+        passing="--profile 3:5 --metrics-jsonl runs/a/metrics.jsonl",
+        failing="--profile 3:5",
     ),
     Rule(
         id="fp64-device",

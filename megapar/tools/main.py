@@ -35,6 +35,12 @@ def _plan(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _report(argv: Sequence[str]) -> int:
+    from megapar.tools.report import main
+
+    return main(argv)
+
+
 def _translate(argv: Sequence[str]) -> int:
     from megapar.tools.translate import main
 
@@ -60,6 +66,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
             _plan,
             "say what a configuration will take: memory, traffic, time; --show-schedule draws its pipeline",
         ),
+        "report": (_report, "one HTML page that shows a run"),
         "translate": (_translate, "flags for the arguments of a Megatron-LM, MindSpeed or DeepSpeed script"),
         "data": (_data, "make and check files of tokens, train tokenizers"),
         "convert": (_convert, "Hugging Face models in and out"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from megapar.moe.experts import Experts
 from megapar.moe.slicing import Slicing
 from megapar.training.objective import Objective
 from megapar.training.pipelined import PipelinedModel
+from megapar.training.profile import Profile
 from megapar.training.sizes import Sizes, make_segments, make_sizes
 from megapar.training.stages import effective_schedule, make_stages
 
@@ -295,6 +297,17 @@ def _make_model(
         if isinstance(module, Attention | Mlp | Experts):
             module.selective = config.recompute.recompute_granularity == "selective"
     return model
+
+
+def make_profile(config: Config, world: World, job: Job) -> Profile | None:
+    """The profiler, which records on rank 0; None: no step is recorded."""
+    logging = config.logging
+    if logging.profile is None:
+        return None
+    named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
+    folder = named.absolute()
+    records = folder if world.rank == 0 else None
+    return Profile(logging.profile, records, world.device.type, job.sharding.wait)
 
 
 def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:

@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from megapar.training.record import Record
 
+EXPERTS = ".experts.jsonl"
+
 
 class JsonLinesLogger:
     """Appends one object per iteration; iterations that a resumed run repeats are dropped from the file first."""
@@ -21,18 +23,29 @@ class JsonLinesLogger:
             kept = [line for line in lines if line.strip() and json.loads(line)["iteration"] < first_iteration]
         path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a")
+        self._experts: TextIO | None = None
+        self._experts_path = path.with_name(path.stem + EXPERTS)
+        if first_iteration == 1:
+            self._experts_path.unlink(missing_ok=True)
 
     def log(self, record: Record) -> None:
-        """One line."""
+        """One line; the experts' load goes to a file of its own, which only runs with experts have."""
         self._file.write(json.dumps(record.to_dict()) + "\n")
+        if record.expert_load:
+            self._experts = self._experts or self._experts_path.open("a")
+            self._experts.write(json.dumps({"iteration": record.iteration, "layers": record.expert_load}) + "\n")
 
     def flush(self) -> None:
         """To the operating system."""
         self._file.flush()
+        if self._experts is not None:
+            self._experts.flush()
 
     def close(self) -> None:
         """No more lines."""
         self._file.close()
+        if self._experts is not None:
+            self._experts.close()
 
 
 class TensorBoardLogger:
