@@ -18,23 +18,35 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
+import megapar.trainer as trainer_module
 from megapar.arguments import Config
+from megapar.core.axis import Axis
 from megapar.core.device.pick import pick
 from megapar.core.memory import MemoryTracker
+from megapar.core.meter import WaitMeter
 from megapar.core.world import World
 from megapar.data.batches import MicroBatch
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.trainer import Trainer
 from megapar.training import build
+from megapar.training.denominators import Denominators
+
+
+class BalancedDenominators(Denominators):
+    """Those of a step in which every data rank has as much as this one."""
+
+    def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis, meter: WaitMeter) -> None:
+        super().__init__(batches, num_micro_batches, Axis.single(data.name), meter)
+        self._own = [sum(batch.counts[name] for batch in batches) for name in self._names]
+        self._own.append(sum(batch.tokens for batch in batches))
+        self._ranks = data.size
+
+    def _settled(self) -> list[int]:
+        return [self._ranks * count for count in self._own]
 
 
 class PretendedTrainer(Trainer):
     """A trainer that never asks a tensor for its values."""
-
-    def _count(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, int], int]:
-        ranks = self.data.size
-        items = {name: ranks * sum(batch.counts[name] for batch in batches) for name in sorted(batches[0].counts)}
-        return items, ranks * sum(batch.tokens for batch in batches)
 
     def _check_overflow(self, norm: Tensor) -> tuple[float, bool]:
         return (1.0 if self.loss_scale is None else self.loss_scale.value), False
@@ -57,6 +69,7 @@ def pretend(config: Config, rank: int, tracker: MemoryTracker | None = None) -> 
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", lambda _, told: told.numbers))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
+            stack.enter_context(patch.object(trainer_module, "Denominators", BalancedDenominators))
             if tracker is not None:
                 stack.enter_context(tracker)
             trainer = PretendedTrainer(config, world, corpus)
