@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import SCRIPTS, Config, parse
+from megapar.planning.assume import assumed
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
 from megapar.training.sizes import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -83,3 +86,11 @@ def test_published_sizes_of_the_21b_model() -> None:
     assert config.model.head_dim == 128
     assert config.training.global_batch_size == 128
     assert config.grid.ep == 8
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_config_has_a_plan(path: Path) -> None:
+    said = dict(re.findall(r"^# (\w+): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+    plan = Plan(load(path), device_kind(said.get("device", "h100-80g")), assumed(said.get("assume", "").split()))
+    assert plan.fullest.peak > plan.fullest.parameters > 0
+    assert 0 < plan.speed.mfu < 1

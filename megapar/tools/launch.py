@@ -12,7 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,6 +35,7 @@ class Launch:
     stop_timeout: float
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    log_dir: str = ""
 
     @property
     def world_size(self) -> int:
@@ -56,6 +57,12 @@ def main(argv: Sequence[str]) -> int:
     for name, value in launch.environment.items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
+    if options.preflight:
+        before = replace(launch, command=("-m", "megapar.tools.preflight"), rdzv_id=f"{launch.rdzv_id}-preflight")
+        status = run(before)
+        if status:
+            print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
+            return status
     return run(launch)
 
 
@@ -74,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet (default: a free local port)")
     add("--rdzv-id", default="", help="name of the job, the same on every node (default: megapar, one node: random)")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
+    add("--log-dir", default="", metavar="DIR", help="write every rank's output to files there, too, with its prefix")
+    add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
     add(
         "--stop-timeout",
         type=float,
@@ -97,9 +106,9 @@ def _launch(options: argparse.Namespace) -> Launch:
     settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
     if options.rdzv_backend == "static" and options.node_rank is not None:
         settings["rank"] = options.node_rank
-    environment = {}
-    if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, _cores() // options.nproc_per_node))
+    environment = {
+        name: value for name, value in _environment(options.nproc_per_node).items() if name not in os.environ
+    }
     return Launch(
         nproc_per_node=options.nproc_per_node,
         nnodes=options.nnodes,
@@ -110,7 +119,20 @@ def _launch(options: argparse.Namespace) -> Launch:
         stop_timeout=options.stop_timeout,
         command=(options.script, *options.flags),
         environment=environment,
+        log_dir=options.log_dir,
     )
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """What workers should have, by the devices of this machine; what is set already wins."""
+    found = {"OMP_NUM_THREADS": str(max(1, _cores() // ranks))}
+    if Path("/dev/nvidia0").exists():
+        # Segments that grow leave fewer holes; several queues, or a collective waits behind a product.
+        found |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    if Path("/dev/davinci0").exists():
+        found |= {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "TASK_QUEUE_ENABLE": "1"}
+        found |= {"HCCL_CONNECT_TIMEOUT": "1200"}
+    return found
 
 
 def _cores() -> int:
@@ -131,9 +153,12 @@ def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: in
 
 def run(launch: Launch) -> int:
     """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # With a folder, output also goes to files per rank, and lines carry the rank.
+    logs = DefaultLogsSpecs(log_dir=launch.log_dir or None, tee=Std.ALL if launch.log_dir else Std.NONE)
     config = LaunchConfig(
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,
@@ -143,6 +168,8 @@ def run(launch: Launch) -> int:
         rdzv_endpoint=launch.rdzv_endpoint,
         rdzv_configs=dict(launch.rdzv_conf),
         max_restarts=0,
+        logs_specs=logs,
+        role="rank",
         local_addr="localhost" if launch.nnodes == 1 else None,
         # The agent would end at once on a signal and forget how its ranks ended: the Stopper passes it on instead.
         signals_to_handle="SIGHUP",

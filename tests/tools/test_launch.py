@@ -13,6 +13,7 @@ import pytest
 
 from megapar.arguments import parse_or_exit
 from megapar.tools.launch import main
+from megapar.tools.preflight import describe
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]
@@ -144,3 +145,29 @@ def test_restarts_are_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "restart" not in capsys.readouterr().out
+
+
+def test_output_goes_to_files_of_every_rank_with_its_prefix(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    done = launch("--nproc-per-node", "2", "--log-dir", str(logs), script(tmp_path, "print('here is', rank)"))
+    assert done.returncode == 0
+    assert "[rank1]:here is 1" in done.stdout
+    written = {path.parent.name: path.read_text() for path in logs.rglob("stdout.log")}
+    assert written == {"0": "here is 0\n", "1": "here is 1\n"}
+
+
+def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
+    done = launch("--nproc-per-node", "2", "--preflight", script(tmp_path, "print('job')"))
+    assert done.returncode == 0
+    said = done.stdout.splitlines()
+    assert said[0].startswith("preflight: node 0: slowest rank: gemm TFLOP/s ")
+    assert "all ranks GB/s" in said[0]
+    assert said.index("job") > 1
+
+
+def test_slow_ranks_are_named() -> None:
+    rates = [{"gemm TFLOP/s": 100.0}, {"gemm TFLOP/s": 99.0}, {"gemm TFLOP/s": 60.0}, {"gemm TFLOP/s": 101.0}]
+    said = describe(rates, 2)
+    assert "preflight: node 1: slowest rank: gemm TFLOP/s 60" in said
+    assert "SLOW: rank 2 (node 1): gemm TFLOP/s 60, median 99.5" in said
+    assert "no outlier" in describe(rates[:2], 2)
