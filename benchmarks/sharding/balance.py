@@ -22,7 +22,7 @@ def measure() -> dict[str, object]:
     for name, (kind, flags, ep) in BALANCE.items():
         rows = []
         for degree in DEGREES:
-            own = (*flags, *(("--ep-degree", str(ep)) if degree >= ep > 1 else ()))
+            own = (*flags, *(("--ep-degree", str(ep)) if degree > ep > 1 else ()))
             peers = whole_tensors(kind, own, degree)
             for stage in (1, 2, 3):
                 ranks = [held(kind, own, degree, stage, rank) for rank in range(degree)]
