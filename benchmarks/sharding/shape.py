@@ -8,8 +8,8 @@ DECODER = (
     *("--num-layers", "8", "--hidden-size", "384", "--num-attention-heads", "6", "--ffn-hidden-size", "1152"),
     *("--vocab-size", "4096", "--seq-length", "2048", "--num-experts", "0"),
 )
-# Whose bytes per rank are counted, and its ep where ranks share an expert. Of the second one's experts a rank has two, which
-# 4 ranks share at degree 8.
+# Whose bytes per rank are counted, and its ep where ranks share an expert. Of the second one's experts a rank has two,
+# which 4 ranks share at degree 8.
 BALANCE = {
     "ERNIE 3.0 base": ("ernie", ("--config", "configs/ernie-3.0-base.yaml"), 1),
     "MoE, 4 experts over ep 2": (
