@@ -26,18 +26,19 @@ def _table(assumed: Assumed, sizes: Sizes) -> tuple[ParameterSpec, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """config: the run. kind: where it runs. assumed: techniques that only the plan knows."""
+    """config: the run. kind: where it runs. assumed: techniques that only the plan knows. of: a part of the model."""
 
     config: Config
     kind: DeviceKind
     assumed: Assumed = field(default_factory=Assumed)
+    of: Sizes | None = None
     _cuts: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     _rows: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def sizes(self) -> Sizes:
         """The model's numbers."""
-        return make_sizes(self.config)
+        return self.of or make_sizes(self.config)
 
     @cached_property
     def stages(self) -> Stages:

@@ -11,7 +11,7 @@ H hidden, N query heads, G key-value heads, D head size, F MLP width, E experts,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapar.model.sizes import DecoderSizes, ErnieSizes
@@ -113,9 +113,18 @@ class Work:
         """A layer with a dense feed-forward."""
         return self._layer(None)
 
+    @cached_property
+    def branches(self) -> Unit:
+        """A layer behind the universal ones of ERNIE 3.0: one of each of its two branches."""
+        branch = self.layout.sizes.branch  # type: ignore[union-attr]
+        unit = Work(replace(self.layout, of=branch, _cuts={}, _rows={})).dense
+        return Unit(unit.name, (*unit.parts, *unit.parts), unit.input)
+
     def layer(self, number: int) -> Unit:
         """Layer ``number``."""
         sizes = self.layout.sizes
+        if number >= sizes.num_layers:
+            return self.branches
         moe = sizes.moe_at(number) if isinstance(sizes, DecoderSizes) else None
         if moe is None:
             return self.dense
