@@ -68,6 +68,7 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
     state = _state(layout, stage)
     pooled = layout.kind.kernels == "cpu"
     steady = state.parameters + state.optimizer
+    full = layout.config.sharding.sharding_stage == 3
     kept, in_flight = _kept(work, stage)
     # Gradients that are there while everything is kept: those of earlier micro-batches.
     later = layout.micro_batches > max(in_flight)
@@ -75,7 +76,7 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
     whole = state.whole + state.scratch + state.row + state.pool
     if pooled:
         early = whole
-    elif layout.config.sharding.sharding_stage == 3:
+    elif full:
         early = state.row if later else 0.0
     else:
         early = (state.whole if stage_one else state.row) if later else 0.0
@@ -83,9 +84,10 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
         "forward": (kept.forward, early, kept.forward_transient),
         "backward": (kept.backward, early, kept.backward_transient + state.tied),
         "end": (kept.end, whole, kept.end_transient + 2 * state.tied),
-        "publish": (0.0, whole if pooled else state.row, state.gathered),
+        "publish": (0.0, whole if pooled else state.row, 0.0 if full else state.gathered),
     }
-    fixed = steady + (state.gathered if layout.config.sharding.sharding_stage == 3 else 0.0)
+    # At stage 3 whole units are there in every forward and backward; nothing is published.
+    fixed = steady + (state.gathered if full else 0.0)
     moment = max(moments, key=lambda name: sum(moments[name]))
     activations, gradients, buffers = moments[moment]
     peak = fixed + activations + gradients + buffers
