@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megapar.arguments import Config
+from megapar.config.from_hf import published_folder
 from megapar.core.adaptive import Adaptive
 from megapar.core.collectives import all_reduce_
 from megapar.core.device.base import Device
@@ -359,15 +360,16 @@ class Trainer:
     # Around the step
 
     def _evaluate(self) -> dict[str, float]:
-        training = self.config.training
+        training, heldout = self.config.training, self.corpus.heldout
+        assert heldout is not None  # a rule row: who evaluates holds something out
         self.job.sharding.wait()
         sent = dict(self.world.ledger)
         self._evaluation = evaluate(
             self.job.model,
-            self.corpus.heldout,
+            heldout,
             self.corpus.collate,
             self.objective,
-            num_samples=min(len(self.corpus.heldout), training.eval_iters * training.global_batch_size),
+            num_samples=min(len(heldout), training.eval_iters * training.global_batch_size),
             micro_batch_size=training.micro_batch_size,
             data=self.data,
             device=self.world.device.torch_device,
@@ -383,13 +385,13 @@ class Trainer:
 
     def _load(self) -> None:
         checkpoint = self.config.checkpoint
-        if checkpoint.load_hf:
-            self._notes += load_hf(Path(checkpoint.load_hf), self.job)
-        if not checkpoint.load:
+        root = Path(checkpoint.load) if checkpoint.load else None
+        if root is not None and checkpoint.save and root == Path(checkpoint.save) and not state.exists(root):
+            root = None  # the usual script names one folder for both; its first run starts without a checkpoint
+        if root is None:
+            if checkpoint.load_hf:
+                self._notes += load_hf(Path(checkpoint.load_hf), self.job)
             return
-        root = Path(checkpoint.load)
-        if checkpoint.save and root == Path(checkpoint.save) and not state.exists(root):
-            return  # the usual script names one folder for both; its first run starts from scratch
         options = state.LoadOptions(
             iteration=checkpoint.ckpt_step,
             finetune=checkpoint.finetune,
@@ -400,6 +402,8 @@ class Trainer:
         self.progress = state.load(
             root, self.job, self.progress, self.learning_rate.to_dict(), options, self.loss_scale
         )
+        if self.progress.iteration == 0:  # --finetune, or a checkpoint of weights alone
+            self._notes += (f"weights: {root}; the run starts at iteration 0",)
 
     def _save(self, root: Path) -> None:
         self._checkpoint = state.save(root, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
@@ -409,7 +413,7 @@ class Trainer:
         if not self.config.checkpoint.save_hf:
             return None
         folder = Path(self.config.checkpoint.save_hf)
-        started_from = self.config.checkpoint.load_hf
+        started_from = published_folder(self.config.checkpoint.load_hf, self.config.checkpoint.load)
         family = trained_family(Path(started_from)) if started_from else None
         dtype = build.compute_dtype(self.config, self.world.device)
         export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, family)

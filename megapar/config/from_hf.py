@@ -1,32 +1,56 @@
-"""``--load-hf``: the sizes of a published model take the place of defaults; contradicting flags are complaints."""
+"""``--load-hf`` and converted checkpoints: the sizes of a published model in place of defaults."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.flag import SCRIPTS
 from megapar.config.published import Unsupported, architecture, flags_of, read_config
 
+BESIDE = "hf"
+"""Folder in a converted checkpoint's: what the published folder has and a checkpoint has no place for."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _FREE = ("max_position_embeddings",)  # rotary positions have no table
 
 
+def published_folder(load_hf: str | None, load: str | None) -> str | None:
+    """The Hugging Face folder that a run's model is from: --load-hf, or what a converted checkpoint has beside it."""
+    if load_hf or not load:
+        return load_hf
+    beside = Path(load) / BESIDE
+    return str(beside) if (beside / "config.json").is_file() else None
+
+
 def take_published(draft: Draft) -> None:
-    """Fill in what the folder's config.json says where nobody has set it. A missing folder is another complaint."""
-    name = draft.values.get("load_hf")
+    """Fill in what the folder's config.json says where nobody has set it; a flag that contradicts it is a complaint.
+
+    A missing folder is another complaint.
+    """
+    load_hf, load = (draft.values.get(name) for name in ("load_hf", "load"))
+    name = published_folder(load_hf, load)
     if not name or not Path(name).is_dir():
         return
+    said = f"--load-hf {name}" if load_hf else f"--load {load} (its {BESIDE}/config.json)"
     try:
         config = read_config(name)
         kind, flags = flags_of(config)
     except Unsupported as error:
-        draft.complain("load-hf", f"--load-hf {name}: {error}.")
+        draft.complain("load-hf", f"{said}: {error}.")
         return
     if kind != draft.kind:
-        draft.complain("load-hf", f"--load-hf {name} is a model of {SCRIPTS[kind]}, not of {SCRIPTS[draft.kind]}.")
+        draft.complain("load-hf", f"{said} is a model of {SCRIPTS[kind]}, not of {SCRIPTS[draft.kind]}.")
         return
+    _take_sizes(draft, said, flags, free_depth=architecture(config).startswith("Ernie4_5"))
+    if draft.origins.get("tokenizer_model") == "default" and any((Path(name) / one).exists() for one in _TOKENIZERS):
+        draft.values["tokenizer_model"] = name
+        draft.origins["tokenizer_model"] = "derived"
+
+
+def _take_sizes(draft: Draft, said: str, flags: dict[str, Any], free_depth: bool) -> None:
+    """free_depth: --mtp-depth may differ; a block that the folder lacks starts anew, an unwanted one is left out."""
     for flag, value in flags.items():
         if draft.origins.get(flag) == "default":
             draft.values[flag] = value
@@ -34,11 +58,8 @@ def take_published(draft: Draft) -> None:
         elif flag in draft.values and draft.values[flag] != value:
             if flag in _FREE and flags.get("position_embedding_type") == "rope":
                 continue
-            if flag == "mtp_depth" and architecture(config).startswith("Ernie4_5"):
-                continue  # a block that the folder lacks starts anew; one that nobody wants is left out
+            if flag == "mtp_depth" and free_depth:
+                continue
             spelled = FLAGS[flag].spelling
             fix = f"Leave {spelled} out."
-            draft.complain("load-hf", f"{spelled} {draft.values[flag]} contradicts --load-hf {name}: {value}.", fix)
-    if draft.origins.get("tokenizer_model") == "default" and any((Path(name) / one).exists() for one in _TOKENIZERS):
-        draft.values["tokenizer_model"] = name
-        draft.origins["tokenizer_model"] = "derived"
+            draft.complain("load-hf", f"{spelled} {draft.values[flag]} contradicts {said}: {value}.", fix)

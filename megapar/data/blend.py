@@ -96,8 +96,8 @@ def open_sides(
     vocab_size: int,
     *,
     skip_bad: bool = False,
-) -> tuple[Side, Side]:
-    """Both sides of a corpus.
+) -> tuple[Side, Side | None]:
+    """Both sides of a corpus; the second one None where ``split`` holds nothing out.
 
     heldout: parts that are all held out; None holds documents of every part out by ``split``. vocab_size: ids of
     indexed files must be below it. Raises DataError.
@@ -107,13 +107,13 @@ def open_sides(
             part.indexed.check_ids(vocab_size)
     if heldout is None:
         pairs = [_split(part, split, tokenizer, skip_bad) for part in train]
-        return _side([pair[0] for pair in pairs], train), _side([pair[1] for pair in pairs], train)
+        heldouts = [pair[1] for pair in pairs if pair[1] is not None]
+        return _side([pair[0] for pair in pairs], train), _side(heldouts, train) if heldouts else None
     if len(train) == len(heldout) == 1 and not (train[0].indexed or heldout[0].indexed):
         pair = open_stores(train[0].sources, heldout[0].sources, split, tokenizer, skip_bad=skip_bad)
-        return Side((pair.train,)), Side((pair.heldout,))
-    return tuple(  # type: ignore[return-value]
-        _side([_whole(part, tokenizer, skip_bad) for part in parts], parts) for parts in (train, heldout)
-    )
+        return Side((pair.train,)), None if pair.heldout is None else Side((pair.heldout,))
+    sides = [_side([_whole(part, tokenizer, skip_bad) for part in parts], parts) for parts in (train, heldout)]
+    return sides[0], sides[1]
 
 
 def _side(stores: Sequence[TokenStore], parts: Sequence[Part]) -> Side:
@@ -121,12 +121,13 @@ def _side(stores: Sequence[TokenStore], parts: Sequence[Part]) -> Side:
     return Side(tuple(stores), weights if len(weights) > 1 else None)
 
 
-def _split(part: Part, split: Split, tokenizer: Tokenizer, skip_bad: bool) -> tuple[TokenStore, TokenStore]:
+def _split(part: Part, split: Split, tokenizer: Tokenizer, skip_bad: bool) -> tuple[TokenStore, TokenStore | None]:
     if part.indexed is None:
         return open_stores(part.sources, None, split, tokenizer, skip_bad=skip_bad)
     first, last = split.cuts(part.indexed.documents)
-    train, heldout = indexed_store(part.indexed, 0, first), indexed_store(part.indexed, first, last)
-    if len(train.tokens) == 0 or len(heldout.tokens) == 0:
+    train = indexed_store(part.indexed, 0, first)
+    heldout = indexed_store(part.indexed, first, last) if split.heldout else None
+    if len(train.tokens) == 0 or (heldout is not None and len(heldout.tokens) == 0):
         raise DataError(
             f"{part.name}: {part.indexed.documents} documents are {first} to train on and {last - first} held out, and "
             "both need some tokens; give --eval-data-path, another --split, or a corpus of more documents"

@@ -29,7 +29,8 @@ DEFAULT_SPLIT = "95,5"
 class Unigram(NamedTuple):
     """Nats per token of the training tokens' own frequencies: what a model loses that knows only those.
 
-    train: their entropy. heldout: the cross-entropy of the held-out tokens under them (counts plus one).
+    train: their entropy. heldout: the cross-entropy of the held-out tokens under them (counts plus one), not a number
+    where nothing is held out.
     """
 
     train: float
@@ -40,7 +41,7 @@ class Both(NamedTuple):
     """The ids of both sides: stores, or several of them together."""
 
     train: TokenStore | Side
-    heldout: TokenStore | Side
+    heldout: TokenStore | Side | None
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class Packing:
 class Corpus:
     """What a trainer reads.
 
-    train, heldout: samples by number; held-out ones in a fixed order that no seed changes.
+    train, heldout: samples by number; held-out ones in a fixed order that no seed changes, None where the split holds
+    nothing out.
     collate: makes a micro-batch of such samples. vocab_size: rows of the embedding, at least tokenizer.size.
     notes: what people should know, such as records that were passed over.
     """
 
     train: Samples
-    heldout: Samples
+    heldout: Samples | None
     tokenizer: Tokenizer
     vocab_size: int
     collate: Collate
@@ -93,10 +95,14 @@ class Corpus:
                 raise DataError("the tokens of a streamed dataset are not counted; prepare a file of it")
             known = float(np.log(len(self.tokenizer.ordinary_ids)))
             return Unigram(known, known)
-        train, heldout = (store.counts(self.vocab_size) for store in self._stores)
+        train = self._stores.train.counts(self.vocab_size)
         share = train[train > 0] / train.sum()
+        entropy = float(-(share * np.log(share)).sum())
+        if self._stores.heldout is None:
+            return Unigram(entropy, float("nan"))
+        heldout = self._stores.heldout.counts(self.vocab_size)
         smooth = (train + 1) / (train.sum() + len(train))
-        return Unigram(float(-(share * np.log(share)).sum()), float(-(heldout * np.log(smooth)).sum() / heldout.sum()))
+        return Unigram(entropy, float(-(heldout * np.log(smooth)).sum() / heldout.sum()))
 
 
 def build(
@@ -118,7 +124,8 @@ def build(
 
     kind: ``moe`` (a decoder) or ``ernie``. data_path: builtin, mock, or files, folders and prefixes of indexed files,
     one after the other, or weights and paths in turn.
-    eval_data_path: held-out data; without it documents are held out by ``split`` (default DEFAULT_SPLIT).
+    eval_data_path: held-out data; without it documents are held out by ``split`` (default DEFAULT_SPLIT), none where
+        its second share is 0.
     tokenizer_model: a sentencepiece model, a tokenizer.json or a Hugging Face folder; without it one of
     vocab_size ids is trained on the training documents. seq_length: S. seed: of order and masks.
     packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
@@ -145,11 +152,16 @@ def build(
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     sides = open_sides(data.train, data.heldout, halves, tokenizer, vocab_size, skip_bad=skip_bad)
-    train, heldout = cut.pieces(sides[0], held_out=False), cut.pieces(sides[1], held_out=True)
-    notes = tuple(dict.fromkeys((*sides[0].notes, *sides[1].notes)))
-    # One store is counted by itself, several by their weights.
-    both = Both(*(side.stores[0] if len(side.stores) == 1 else side for side in sides))
+    train = cut.pieces(sides[0], held_out=False)
+    heldout = None if sides[1] is None else cut.pieces(sides[1], held_out=True)
+    notes = tuple(dict.fromkeys(note for side in sides if side is not None for note in side.notes))
+    both = Both(_counted(sides[0]), None if sides[1] is None else _counted(sides[1]))
     return cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
+
+
+def _counted(side: Side) -> TokenStore | Side:
+    """One store is counted by itself, several by their weights."""
+    return side.stores[0] if len(side.stores) == 1 else side
 
 
 def _streamed(name: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
@@ -280,20 +292,19 @@ class _Cut:
     def corpus(
         self,
         train: Pieces,
-        heldout: Pieces,
+        heldout: Pieces | None,
         tokenizer: Tokenizer,
         vocab_size: int,
         stores: Both | None = None,
         notes: tuple[str, ...] = (),
     ) -> Corpus:
         """Samples of both sides, and all around them."""
-        seed: int | None
-        samples: list[Samples] = []
-        for pieces, seed in ((train, self.seed), (heldout, None)):
-            if self.kind == ERNIE:
-                samples.append(ErnieSamples(pieces, self.seq_length, tokenizer, self.mlm_probability, seed))
-            else:
-                boundaries = self.packing.boundaries(tokenizer)
-                samples.append(DecoderSamples(pieces, self.seq_length, seed, boundaries))
+        held_out = None if heldout is None else self._samples(heldout, tokenizer, None)
         collate = collate_ernie if self.kind == ERNIE else collate_decoder
-        return Corpus(samples[0], samples[1], tokenizer, vocab_size, collate, stores, notes)
+        samples = self._samples(train, tokenizer, self.seed)
+        return Corpus(samples, held_out, tokenizer, vocab_size, collate, stores, notes)
+
+    def _samples(self, pieces: Pieces, tokenizer: Tokenizer, seed: int | None) -> Samples:
+        if self.kind == ERNIE:
+            return ErnieSamples(pieces, self.seq_length, tokenizer, self.mlm_probability, seed)
+        return DecoderSamples(pieces, self.seq_length, seed, self.packing.boundaries(tokenizer))

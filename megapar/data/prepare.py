@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megapar.data.cache import digest
 from megapar.data.chunks import Chunk, chunks_of, describe
-from megapar.data.indexed import IndexedDataset, IndexedDatasetBuilder, smallest_dtype
+from megapar.data.indexed import IndexedDataset, IndexedDatasetBuilder, smallest_dtype, without_suffix
+from megapar.data.parts import Done, claimed, claims, finish, finished, part
 from megapar.data.source import BadRecords
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import DataError
@@ -27,20 +31,6 @@ from megapar.errors import DataError
 VERSION = 1
 _BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
-
-
-@dataclass(frozen=True)
-class Done:
-    """What one chunk gave, or all together. bad: records passed over; first_bad: what was wrong with the first."""
-
-    documents: int = 0
-    tokens: int = 0
-    bad: int = 0
-    first_bad: tuple[str, ...] = ()
-
-    def __add__(self, other: Done) -> Done:
-        first = (*self.first_bad, *other.first_bad)[: BadRecords.KEPT]
-        return Done(self.documents + other.documents, self.tokens + other.tokens, self.bad + other.bad, first)
 
 
 @dataclass(frozen=True)
@@ -61,61 +51,78 @@ def prepare(
     *,
     workers: int,
     dataset: str | None = None,
-    part: str = "train",
+    split: str = "train",
     field: str = "text",
     append_end: bool = True,
     skip_bad: bool = False,
+    overwrite: bool = False,
     progress: Callable[[int, int, Done], None] = lambda done, total, result: None,
 ) -> Done:
     """Write OUTPUT.bin and OUTPUT.idx, one sequence per document.
 
-    paths: as --data-path (without weights). dataset: a ``datasets`` source, of which ``part`` is read. field: of a
+    paths: as --data-path (without weights). dataset: a ``datasets`` source, of which ``split`` is read. field: of a
     JSONL record or column. append_end: each document is followed by the end token. skip_bad: broken records are left
-    out and counted; otherwise the first one stops the work. workers: processes.
+    out and counted; otherwise the first one stops the work. overwrite: replace files of this name, which are otherwise
+    an error. workers: processes.
     progress: called with the chunks done, all chunks, and what they gave.
 
     Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then OUTPUT has no
-    file, and OUTPUT.parts what was finished.
+    file (or the old ones), and OUTPUT.parts what was finished, if anything was.
     """
     tokenizer = load_tokenizer(tokenizer_model)
     end = tokenizer.special.need("eos") if append_end else None
-    chunks = chunks_of(paths, dataset, part, field)
+    chunks = chunks_of(paths, dataset, split, field)
+    output = without_suffix(output)
     folder = Path(f"{output}.parts")
     job = _Job(str(folder), tokenizer_model, smallest_dtype(tokenizer.size), end, skip_bad)
-    _claim(folder, _key(chunks, tokenizer, job))
-    total, finished = Done(), 0
-    for result in _run(chunks, job, tokenizer, workers):
-        total, finished = total + result, finished + 1
-        progress(finished, len(chunks), total)
-    if total.documents == 0:
+    key = _key(chunks, tokenizer, job)
+    if not overwrite:
+        _refuse_existing(output, broken_off=claims(folder, key))
+    with claimed(folder, key):
+        try:
+            total = Done()
+            for number, result in enumerate(_run(chunks, job, tokenizer, workers), start=1):
+                total += result
+                progress(number, len(chunks), total)
+            if total.documents == 0:
+                names = ", ".join((*paths, *filter(None, [dataset])))
+                shutil.rmtree(folder)
+                raise DataError(f"{names}: the corpus holds no documents")
+        except DataError as error:
+            raise _with_what_is_kept(error, folder, len(chunks)) from error
+        total = _join(output, folder, len(chunks), job.dtype)
         shutil.rmtree(folder)
-        raise DataError(f"{', '.join((*paths, *filter(None, [dataset])))}: the corpus holds no documents")
-    total = _join(output, folder, len(chunks), job.dtype)
-    shutil.rmtree(folder)
     return total
 
 
+def _refuse_existing(output: str, broken_off: bool) -> None:
+    """broken_off: there are parts of the same work, which may have been killed between giving its two files names."""
+    there = [path for path in (f"{output}.idx", f"{output}.bin") if os.path.lexists(path)]
+    if there and not (broken_off and there == [f"{output}.bin"]):
+        raise DataError(f"{there[0]} is there already; give --overwrite to replace it, or another --output")
+
+
+def _with_what_is_kept(error: DataError, folder: Path, chunks: int) -> DataError:
+    kept = sum(finished(folder, number) is not None for number in range(chunks))
+    if kept == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        return error
+    return DataError(
+        f"{error} ({kept} of {chunks} chunks are finished and kept in {folder}; the same command goes on from them, "
+        "with --on-bad-record skip too)"
+    )
+
+
 def _key(chunks: Sequence[Chunk], tokenizer: Tokenizer, job: _Job) -> str:
-    facts = [VERSION, describe(chunks), tokenizer.fingerprint(), job.dtype, job.end, job.skip_bad]
-    return digest(json.dumps(facts))
-
-
-def _claim(folder: Path, key: str) -> None:
-    """Keep the parts of a run that was broken off, if it was this one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / "key"
-    if not mark.exists() or mark.read_text() != key:
-        for old in folder.iterdir():
-            old.unlink()
-        mark.write_text(key)
+    return digest(json.dumps([VERSION, describe(chunks), tokenizer.fingerprint(), job.dtype, job.end]))
 
 
 def _run(chunks: Sequence[Chunk], job: _Job, tokenizer: Tokenizer, workers: int) -> Iterator[Done]:
     """What each chunk gave, as they are finished; those that an earlier run finished first."""
     waiting = []
     for number, chunk in enumerate(chunks):
-        found = _finished(Path(job.folder), number)
-        if found is None:
+        found = finished(Path(job.folder), number)
+        if found is None or (found.bad and not job.skip_bad):
             waiting.append((number, chunk))
         else:
             yield found
@@ -137,10 +144,7 @@ def _run(chunks: Sequence[Chunk], job: _Job, tokenizer: Tokenizer, workers: int)
                 for future in done:
                     yield future.result()
         except BrokenProcessPool as error:
-            raise DataError(
-                f"a worker died, perhaps for want of memory; give fewer than {workers} workers and run the same again: "
-                f"what is finished in {job.folder} is used"
-            ) from error
+            raise DataError(f"a worker died, perhaps for want of memory; give fewer than {workers} workers") from error
         finally:
             for future in flying:
                 future.cancel()
@@ -150,34 +154,29 @@ _worker: dict[str, Any] = {}
 
 
 def _start(job: _Job) -> None:
-    """Load the tokenizer once per process."""
+    """Load the tokenizer once per process. An interrupt is the parent's matter; its death is everybody's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _work(number: int, chunk: Chunk) -> Done:
     return _encode(number, chunk, _worker["job"], _worker["tokenizer"])
 
 
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}"
-
-
-def _finished(folder: Path, number: int) -> Done | None:
-    path = _part(folder, number).with_suffix(".json")
-    if not path.exists():
-        return None
-    facts = json.loads(path.read_text())
-    return Done(**{**facts, "first_bad": tuple(facts["first_bad"])})
-
-
 def _encode(number: int, chunk: Chunk, job: _Job, tokenizer: Tokenizer) -> Done:
-    """Write one part; its .json comes last and says that it is whole."""
+    """Write one part."""
     import numpy as np
 
-    prefix = _part(Path(job.folder), number)
     bad = BadRecords(stops=not job.skip_bad)
     documents = tokens = 0
-    with IndexedDatasetBuilder(prefix, job.dtype) as builder:
+    with IndexedDatasetBuilder(part(Path(job.folder), number), job.dtype) as builder:
         for texts in _batches(chunk.documents(bad)):
             lengths, flat = [], array(_CODES[job.dtype])
             for ids in tokenizer.encode_batch(texts):
@@ -189,9 +188,7 @@ def _encode(number: int, chunk: Chunk, job: _Job, tokenizer: Tokenizer) -> Done:
             documents, tokens = documents + len(lengths), tokens + len(flat)
         builder.finalize(sync=False)
     result = Done(documents, tokens, bad.count, tuple(bad.first))
-    aside = prefix.with_suffix(".unfinished")
-    aside.write_text(json.dumps(asdict(result)))
-    os.replace(aside, prefix.with_suffix(".json"))
+    finish(Path(job.folder), number, result)
     return result
 
 
@@ -210,8 +207,8 @@ def _join(output: str, folder: Path, parts: int, dtype: str) -> Done:
     total = Done()
     with IndexedDatasetBuilder(output, dtype) as builder:
         for number in range(parts):
-            builder.append(IndexedDataset(_part(folder, number)))
-            found = _finished(folder, number)
+            builder.append(IndexedDataset(part(folder, number)))
+            found = finished(folder, number)
             assert found is not None
             total += found
         builder.finalize()

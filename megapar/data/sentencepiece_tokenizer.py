@@ -21,6 +21,7 @@ TRAINING_VERSION = 1
 """Raised whenever ``train`` makes another model from the same texts."""
 
 TRAINING_CHARACTERS = 6_000_000  # more text changes a vocabulary little and costs seconds
+FIRST_PIECE = 8  # behind the special ids and the newline
 SMALLEST_BYTE_FALLBACK = 1024  # ids; below that, 256 of them are too many to spend on single bytes
 SCORE_STEPS = 64  # scores are multiples of 1/64, see Note [Exact scores]
 NEWLINE_SCORE = -2.0
@@ -141,14 +142,17 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
     Nothing in a text is lost or changed: no normalisation, spaces and newlines kept, bytes for characters
     that got no piece. Ids 0 to 6 are [PAD], [UNK], <s>, </s>, [CLS], [SEP], [MASK], none of which text can
     spell. A text too small for ``vocab_size`` pieces gives a smaller model.
-    Raises DataError where ``vocab_size`` cannot hold even the single characters.
+    Raises DataError where ``vocab_size`` cannot hold even the single characters, and where there is no text.
     """
     import sentencepiece
 
+    if vocab_size <= FIRST_PIECE:
+        raise DataError(f"a tokenizer of {vocab_size} ids has no room for text: {FIRST_PIECE} are taken")
     out = io.BytesIO()
+    limited = _Limited(texts)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_limited(texts),
+            sentence_iterator=iter(limited),
             model_writer=out,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -173,17 +177,32 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
+        if limited.failure is not None:
+            raise limited.failure from None
+        if limited.characters == 0:
+            raise DataError("there is no text to train a tokenizer on") from None
         raise DataError(f"no tokenizer of {vocab_size} ids can be trained on this corpus: {error}") from error
     return _with_exact_scores(out.getvalue())
 
 
-def _limited(texts: Iterable[str]) -> Iterator[str]:
-    characters = 0
-    for text in texts:
-        yield text
-        characters += len(text)
-        if characters >= TRAINING_CHARACTERS:
-            return
+class _Limited:
+    """The first TRAINING_CHARACTERS of the texts. failure: what reading them raised, which sentencepiece would wrap."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.characters = 0
+        self.failure: Exception | None = None
+        self._texts = texts
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for text in self._texts:
+                yield text
+                self.characters += len(text)
+                if self.characters >= TRAINING_CHARACTERS:
+                    return
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 def _proto(model: bytes) -> Any:

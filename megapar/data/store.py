@@ -60,10 +60,10 @@ class TokenStore:
 
 
 class Stores(NamedTuple):
-    """The two sides of a corpus."""
+    """The two sides of a corpus. heldout: None where the split holds nothing out."""
 
     train: TokenStore
-    heldout: TokenStore
+    heldout: TokenStore | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Split:
 
     Files of tokens, which have no texts, are cut by the documents' numbers instead.
 
-    train, heldout: shares of the documents; what they leave is used by neither.
+    train, heldout: shares of the documents; what they leave is used by neither. heldout may be 0.
     """
 
     train: float
@@ -85,17 +85,19 @@ class Split:
             weights = [float(part) for part in text.split(",")]
         except ValueError:
             weights = []
-        if len(weights) not in (2, 3) or min(weights) < 0 or weights[0] <= 0 or weights[1] <= 0:
+        if len(weights) not in (2, 3) or min(weights) < 0 or weights[0] <= 0:
             raise DataError(
-                f"the split {text!r} is not two or three weights, the first two above 0; write 95,5 or 969,30,1"
+                f"the split {text!r} is not two or three weights, the first one above 0; write 95,5 or 969,30,1"
             )
         return cls(weights[0] / sum(weights), weights[1] / sum(weights))
 
     def side(self, text: str) -> int | None:
         """0: trained on; 1: held out; None: neither."""
         place = place_of(text)
-        if place < self.train:
+        if place < self.train or (self.heldout == 0 and self.train > 1 - 1e-9):
             return 0
+        if self.heldout == 0:
+            return None
         return 1 if place < self.train + self.heldout or self.train + self.heldout > 1 - 1e-9 else None
 
     def cuts(self, documents: int) -> tuple[int, int]:
@@ -131,14 +133,16 @@ def open_stores(
         total = train_documents + heldout_documents
         if total == 0:
             raise DataError(f"{names}: the corpus holds no documents")
-        if train_documents == 0 or heldout_documents == 0:
+        wanted = heldout is not None or split.heldout > 0
+        if train_documents == 0 or (wanted and heldout_documents == 0):
             raise DataError(
                 f"{names}: {total} documents are {train_documents} to train on and {heldout_documents} held out, and "
                 "both need at least one; give --eval-data-path or a corpus of more documents"
             )
 
     folder = made_once(f"tokens/{key}", make)
-    return Stores(_opened(folder, "train"), _opened(folder, "heldout"))
+    nothing = heldout is None and split.heldout == 0
+    return Stores(_opened(folder, "train"), None if nothing else _opened(folder, "heldout"))
 
 
 def open_store(sources: Sequence[Source], tokenizer: Tokenizer, *, skip_bad: bool = False) -> TokenStore:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,16 +33,9 @@ def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
         import datasets
     except ImportError as error:
         raise DataError(f"{name}: reading it needs the package datasets (pip install datasets)") from error
-    path = Path(name)
     try:
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            found = datasets.load_from_disk(name)
-        elif path.is_file():
-            kind = {".jsonl": "json", ".ndjson": "json", ".txt": "text"}.get(path.suffix, path.suffix[1:])
-            found = datasets.load_dataset(kind, data_files=name)
-        else:
-            config = datasets.DownloadConfig(local_files_only=True)
-            found = datasets.load_dataset(name, download_config=config)
+        with _offline(datasets):
+            found = _found(datasets, name)
         if isinstance(found, dict):
             if part not in found:
                 raise DataError(f"{name}: the dataset has no part {part!r} but {', '.join(map(repr, found))}")
@@ -55,6 +50,32 @@ def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
     if len(found) == 0:
         raise DataError(f"{name}: the dataset holds no rows")
     return found
+
+
+def _found(datasets: Any, name: str) -> Any:
+    path = Path(name)
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        return datasets.load_from_disk(name)
+    if path.is_file():
+        kind = {".jsonl": "json", ".ndjson": "json", ".txt": "text"}.get(path.suffix, path.suffix[1:])
+        return datasets.load_dataset(kind, data_files=name)
+    return datasets.load_dataset(name, download_config=datasets.DownloadConfig(local_files_only=True))
+
+
+@contextmanager
+def _offline(datasets: Any) -> Iterator[None]:
+    """Nothing under it asks the network, which would try again and again before it says that a name is not here."""
+    from huggingface_hub import constants
+
+    modules: tuple[Any, ...] = (constants, datasets.config)
+    kept = [(module, module.HF_HUB_OFFLINE) for module in modules]
+    try:
+        for module, _ in kept:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in kept:
+            module.HF_HUB_OFFLINE = value
 
 
 class RowWindows:
@@ -140,11 +161,14 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-def row_windows(name: str, split: Split, tokenizer: Tokenizer, length: int) -> tuple[RowWindows, RowWindows]:
-    """Both sides of a dataset: its first rows are trained on, the ones behind them held out. Raises DataError."""
+def row_windows(name: str, split: Split, tokenizer: Tokenizer, length: int) -> tuple[RowWindows, RowWindows | None]:
+    """Both sides of a dataset: its first rows are trained on, the ones behind them held out (None by a share of 0).
+
+    Raises DataError.
+    """
     rows = open_dataset(name)
     first, last = split.cuts(len(rows))
     return (
         RowWindows(rows, 0, first, tokenizer, length, name),
-        RowWindows(rows, first, last, tokenizer, length, name),
+        RowWindows(rows, first, last, tokenizer, length, name) if split.heldout else None,
     )

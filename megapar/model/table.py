@@ -20,6 +20,10 @@ from megapar.moe.sizes import MoeSizes
 ALL = slice(None)
 
 
+SOP = ("pooler.", "sop_head.")
+"""How the names of an encoder's sentence-order head begin, which a masked language model does not have."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)`` (names as on disk)."""

@@ -42,13 +42,13 @@ def _blends(f: Facts) -> bool:
 
 
 def _split(f: Facts) -> bool:
-    """Two or three weights, the first two above 0."""
+    """Two or three weights, the first one above 0."""
     parts = f.split.split(",")
-    return (
-        len(parts) in (2, 3)
-        and all(_NUMBER.fullmatch(part.strip()) for part in parts)
-        and all(float(part) > 0 for part in parts[:2])
-    )
+    return len(parts) in (2, 3) and all(_NUMBER.fullmatch(part.strip()) for part in parts) and float(parts[0]) > 0
+
+
+def _holds_out(f: Facts) -> bool:
+    return not _split(f) or float(f.split.split(",")[1]) > 0
 
 
 def _any_boundary(f: Facts) -> bool:
@@ -71,10 +71,21 @@ RULES: tuple[Rule, ...] = (
         reads=("split",),
         when=lambda f: f.split is not None,
         requires=_split,
-        message="--split is two or three weights, the first two above 0",
+        message="--split is two or three weights, the first one above 0",
         fix="Write --split 95,5 or --split 969,30,1.",
         source=SOURCE,
         passing="--split 969,30,1",
+        failing="--split 0,100",
+    ),
+    Rule(
+        id="split-nothing-held-out",
+        reads=("split", "eval_interval"),
+        when=lambda f: f.split is not None and f.eval_interval > 0,
+        requires=_holds_out,
+        message="--split holds nothing out that could be evaluated on",
+        fix="Give --eval-interval 0, or a second share above 0.",
+        source=SOURCE,
+        passing="--split 100,0,0 --eval-interval 0",
         failing="--split 100,0,0",
     ),
     Rule(

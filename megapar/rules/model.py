@@ -250,8 +250,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hf-decoder-variety",
-        reads=("save_hf", "load_hf", "normalization", "position_embedding_type", "activation", "qk_norm"),
-        when=lambda f: f.save_hf is not None and f.load_hf is None,
+        reads=("save_hf", "published", "normalization", "position_embedding_type", "activation", "qk_norm"),
+        when=lambda f: f.save_hf is not None and f.published is None,
         requires=_hf_form,
         message="--save-hf writes Ernie4_5 models: rmsnorm, rope, swiglu, no qk-norm",
         fix="Leave --save-hf out, or choose these.",
@@ -262,8 +262,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hf-moe-head-dim",
-        reads=("save_hf", "load_hf", "num_experts", "head_dim", "num_attention_heads", "hidden_size"),
-        when=lambda f: f.save_hf is not None and f.load_hf is None and f.num_experts > 0,
+        reads=("save_hf", "published", "num_experts", "head_dim", "num_attention_heads", "hidden_size"),
+        when=lambda f: f.save_hf is not None and f.published is None and f.num_experts > 0,
         requires=lambda f: f.head_dim * f.num_attention_heads == f.hidden_size,
         message="--save-hf writes Ernie4_5_Moe, which has no head dim of its own: heads x head-dim is the hidden size",
         fix="Leave --head-dim or --save-hf out.",

@@ -14,8 +14,8 @@ NOT_BUILT = "not-built"
 MODELS = ("moe", "ernie")
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size")
-_SILENT = ("kind", "changed", "asked")
+FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size", "published")
+_SILENT = ("kind", "changed", "asked", "published")
 
 
 class Facts:
@@ -23,7 +23,8 @@ class Facts:
 
     Beside the flags: ``kind`` (moe or ernie), ``dp_degree``, ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the
     environment, or 1), ``sharding_asked`` (-1 before it is resolved), ``changed`` (names whose asked value is not the
-    default) and ``asked`` (values before any was derived).
+    default), ``asked`` (values before any was derived) and ``published`` (the Hugging Face folder that the model is
+    from, or None).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:

@@ -229,21 +229,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="load-twice",
-        reads=("load", "load_hf"),
-        requires=lambda f: f.load is None or f.load_hf is None,
-        message="--load and --load-hf both say where weights come from",
+        reads=("load", "load_hf", "save"),
+        when=lambda f: f.load_hf is not None,
+        requires=lambda f: f.load is None or f.load == f.save,
+        message="--load and --load-hf both say where weights come from, unless --load is the folder of --save",
+        fix="Keep one of them, or give --save the folder of --load: then the first run starts from --load-hf.",
         source=SOURCE,
-        passing="--load runs/a",
+        passing="--load-hf models/b --load runs/a --save runs/a",
         failing="--load runs/a --load-hf models/b",
     ),
     Rule(
         id="load-hf-router-bias",
-        reads=("load_hf", "save_hf", "moe_router_bias_update_rate"),
-        when=lambda f: f.load_hf is not None and f.save_hf is not None,
+        reads=("published", "save_hf", "moe_router_bias_update_rate"),
+        when=lambda f: f.published is not None and f.save_hf is not None,
         requires=lambda f: f.moe_router_bias_update_rate == 0,
         message=(
-            "--save-hf writes the architecture that --load-hf names, which may have no place for correction biases "
-            "that --moe-router-bias-update-rate moves"
+            "--save-hf writes the architecture of the published model that the run starts from, which may have no "
+            "place for correction biases that --moe-router-bias-update-rate moves"
         ),
         fix="Leave one of them out; megapar convert megapar-to-hf writes a checkpoint of --save.",
         source=SOURCE,

@@ -28,6 +28,9 @@ def main(argv: Sequence[str]) -> int:
     except MegaparError as error:
         print(f"megapar convert: {error}", file=sys.stderr)
         return error.exit_status
+    except OSError as error:
+        print(f"megapar convert: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -37,12 +40,14 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)
-        hint = f"; start from it with --load {done.folder} --finetune"
+        hint = f"; train from it with --load {done.folder}"
     else:
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
         done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=max(1, args.shard_mb) << 20)
         hint = ""
     print(f"{done.folder}: {done.family}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
+    if args.command == "hf-to-megapar" and done.family == "ErnieForMaskedLM":
+        print("it has no sentence-order head; a run starts that one anew")
     if done.carried:
         print(f"carried along, as the model has no place for them: {', '.join(done.carried)}")
     return 0

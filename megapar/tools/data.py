@@ -26,6 +26,12 @@ def main(argv: Sequence[str]) -> int:
     except MegaparError as error:
         print(f"megapar data: {error}", file=sys.stderr)
         return error.exit_status
+    except OSError as error:
+        print(f"megapar data: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("megapar data: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        return 130
 
 
 def _inputs(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +48,17 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
-    parser.add_argument("--workers", type=int, default=_cores(), help="processes (default: all cores)")
+    parser.add_argument("--workers", type=_count, default=_cores(), help="processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="no end token behind each document")
+    parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx")
     parser.set_defaults(run=_prepare)
+
+
+def _count(text: str) -> int:
+    """A whole number from 1 on, as argparse wants it said."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _cores() -> int:
@@ -52,7 +66,8 @@ def _cores() -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from megapar.data.prepare import Done, prepare
+    from megapar.data.parts import Done
+    from megapar.data.prepare import prepare
 
     if not args.input and args.hf_dataset is None:
         print("megapar data prepare: give --input or --hf-dataset", file=sys.stderr)
@@ -63,19 +78,20 @@ def _prepare(args: argparse.Namespace) -> int:
         args.output,
         args.input,
         args.tokenizer_model,
-        workers=max(1, args.workers),
+        workers=args.workers,
         dataset=args.hf_dataset,
-        part=args.hf_split,
+        split=args.hf_split,
         field=args.field,
         append_end=not args.no_append_eod,
         skip_bad=args.on_bad_record == "skip",
+        overwrite=args.overwrite,
         progress=lambda finished, chunks, result: shown.show(finished, chunks, result.tokens),
     )
     shown.close()
     seconds = time.monotonic() - start
     print(
         f"{args.output}: {done.documents:,} documents, {done.tokens:,} tokens in {seconds:.1f} s "
-        f"({done.tokens / max(seconds, 1e-9):,.0f} tokens/s, {args.workers} workers)"
+        f"({done.tokens / max(seconds, 1e-9):,.0f} tokens/s, {args.workers} worker{'s' * (args.workers > 1)})"
     )
     if done.bad:
         print(f"{done.bad} broken records were passed over: {'; '.join(done.first_bad)}", file=sys.stderr)
@@ -115,7 +131,7 @@ class _Progress:
 def _check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--vocab-size", type=int, help="refuse ids at or above it")
+    known.add_argument("--vocab-size", type=_count, help="refuse ids at or above it")
     known.add_argument("--tokenizer-model", help="refuse ids that this tokenizer does not have")
     parser.set_defaults(run=_check)
 
@@ -144,7 +160,7 @@ def _check(args: argparse.Namespace) -> int:
 def _train_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="sentencepiece model to write")
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids, the seven special ones among them")
+    parser.add_argument("--vocab-size", type=_count, required=True, help="ids, the seven special ones among them")
     parser.add_argument("--hf", metavar="FOLDER", help="write it in Hugging Face's form too")
     parser.set_defaults(run=_train)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.config.from_hf import BESIDE
 from megapar.config.published import Unsupported, architecture, flags_of, read_config
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
@@ -41,7 +42,6 @@ from megapar.moe.sizes import MoeSizes
 from megapar.training.sizes import Sizes, make_sizes
 from megapar.training.state import Progress, facts_of
 
-BESIDE = "hf"  # folder beside the checkpoint: what a Hugging Face folder has and a checkpoint has no place for
 CARRIED = "carried.safetensors"
 FACTS = "megapar.json"
 ORIGINALS: Mapping[str, tuple[str, ...]] = {
@@ -84,7 +84,7 @@ def published(source: Path) -> tuple[Family, Sizes]:
 
 
 def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
-    """Make a checkpoint of a Hugging Face folder, which ``--load OUT --finetune`` reads on any layout.
+    """Make a checkpoint of a Hugging Face folder, which ``--load OUT`` reads on any layout.
 
     Weights are kept as fp32 masters, which loses nothing of bf16 or fp16; OUT/hf has config.json, the tokenizer, the
     dtype of every tensor, and the tensors that the model has no place for, so that the way back gives the same folder.

@@ -8,9 +8,9 @@ from megapar.config.published import architecture, read_config
 from megapar.core.box import Box
 from megapar.model.family import FAMILIES, Family, family_of_config
 from megapar.model.hf_folder import HfFolder, some
+from megapar.model.table import SOP
 from megapar.training.build import Job
 
-_SOP = ("pooler.", "sop_head.")
 _MTP, _MTP_FILES = "mtp.", "model.mtp_"
 
 
@@ -30,11 +30,11 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     """Fill the weights; what people should know of it.
 
     A masked language model has no sentence-order head, and many decoders' folders no multi-token prediction block: the
-    model keeps its initial one. Raises CheckpointError, before
-    anything is filled, for missing, misshapen and unreadable tensors.
+    model keeps its initial one. Raises CheckpointError, before anything is filled, for missing, misshapen and
+    unreadable tensors.
     """
     family, weights = family_of(folder), HfFolder(folder)
-    lacking = _SOP if family.name == "ErnieForMaskedLM" else ()
+    lacking = SOP if family.name == "ErnieForMaskedLM" else ()
     lacking = lacking if any(name.startswith(_MTP_FILES) for name in weights.tensors) else (*lacking, _MTP)
     initial = [spec.name for spec in job.table if spec.name.startswith(lacking)]
     foreign = weights.check(job.table, family, optional=initial)
@@ -45,7 +45,8 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
             weights.fill(view.tensor, spec, view.box, family)
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
-        if not spec.trainable:
+        # A stage of a pipeline has those of its own layers.
+        if not spec.trainable and spec.name in buffers and weights.holds(spec, family):
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), family)
     job.sharding.publish()
     notes = [f"weights: {folder} ({family.name})"]

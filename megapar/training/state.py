@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointError
+from megapar.model.table import SOP
 from megapar.training.build import Job
 from megapar.training.sizes import Sizes
 
@@ -133,16 +134,24 @@ def load(
 ) -> Progress:
     """Fill weights (and moments) from a checkpoint, on whatever layout it was saved; where the run stands then.
 
+    A checkpoint of weights alone, as ``megapar convert`` makes it, is taken as ``finetune`` takes one.
     progress: where this run stands without it. Raises CheckpointError where there is no checkpoint, it is damaged, of
     another model, or was trained on another schedule.
     """
     folder = folders.find(root, options.iteration)
+    layout, facts, targets = store.read_layout(folder), model_facts(job), weights(job)
+    if not any(name.startswith("optimizer/") for name in layout.tensors):
+        options = replace(options, finetune=True)
+        if facts.get("sop") and layout.model.get("sop") is False:  # of a masked language model: that head starts anew
+            facts["sop"] = False
+            targets = {name: one for name, one in targets.items() if not name.removeprefix("model/").startswith(SOP)}
     with_moments = options.optimizer and not options.finetune
-    targets = {**weights(job), **(moments(job) if with_moments else {})}
+    if with_moments:
+        targets |= moments(job)
     saved = store.load(
         folder,
         targets,
-        expect_model=model_facts(job),
+        expect_model=facts,
         ignore=() if with_moments else ("optimizer/",),
         group=job.world.axis("world").group,
     )

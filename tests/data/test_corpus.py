@@ -106,7 +106,7 @@ def test_eval_data_apart_and_splits(tmp_path: Path, small_jsonl: Path) -> None:
     assert three._stores is not None
     assert 70 < three._stores.train.documents < 130
     assert 40 < three._stores.heldout.documents < 80
-    for wrong in ("100", "1,0", "a,b", "1,2,3,4", "-1,2"):
+    for wrong in ("100", "0,1", "a,b", "1,2,3,4", "-1,2"):
         with pytest.raises(DataError, match="is not two or three weights"):
             Split.parse(wrong)
 

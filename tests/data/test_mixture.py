@@ -152,6 +152,21 @@ def test_a_split_cuts_files_by_documents(tmp_path: Path) -> None:
         build("moe", data_path=[path], split="99999,1", **SMALL)
 
 
+def test_a_split_may_hold_nothing_out(tmp_path: Path) -> None:
+    path, model = _file(tmp_path, "a", 100, 100), _tokenizer(tmp_path)
+    text = tmp_path / "a.txt"
+    text.write_text("\n".join(" ".join(_word(i + j) for j in range(20)) for i in range(300)))
+    for split, share in (("100,0,0", 1.0), ("1,0", 1.0), ("1,0,1", 0.5)):
+        one = build("moe", data_path=[path], split=split, **SMALL)
+        both = build("moe", data_path=["1", path, "1", str(text)], split=split, tokenizer_model=model, **SMALL)
+        assert one.heldout is None
+        assert both.heldout is None
+        assert np.isnan(both.unigram_entropy().heldout)
+        assert one._stores is not None
+        assert one._stores.train.documents == 100 * share  # type: ignore[union-attr]
+        assert both._stores.train.stores[1].documents == pytest.approx(300 * share, abs=40)  # type: ignore[union-attr]
+
+
 def test_ids_beyond_the_vocabulary_stop_a_run(tmp_path: Path) -> None:
     path = _file(tmp_path, "a", 100, 100)
     with pytest.raises(DataError, match=r"a.bin: token \d+ is 999, where the vocabulary has ids 0 to 998"):
@@ -235,8 +250,11 @@ def test_a_stream_is_a_function_of_seed_and_number(tmp_path: Path, monkeypatch: 
     with closing(Loader(one.train, one.collate, 2, 0, 1)) as loader:
         assert loader.step(0, 1)[0].tensors["tokens"].tolist() == [one.train[i]["tokens"].tolist() for i in range(2)]
     assert build("moe", **{**wanted, "tokenizer_model": None}).tokenizer.size > 100
+    assert build("moe", **{**wanted, "split": "100,0"}).heldout is None
     with pytest.raises(DataError, match="nowhere: datasets cannot read it here"):
         build("moe", **{**wanted, "hf_dataset": str(tmp_path / "nowhere")})
+    with pytest.raises(DataError, match=r"no/such: datasets cannot read it here \(.*[Oo]ffline"):
+        build("moe", **{**wanted, "hf_dataset": "no/such"})
     datasets.Dataset.from_dict({"body": texts}).save_to_disk(str(tmp_path / "other"))
     with pytest.raises(DataError, match="no column 'text'; the dataset has 'body'"):
         build("moe", **{**wanted, "hf_dataset": str(tmp_path / "other")})

@@ -14,6 +14,7 @@ import megapar.data.prepare as module
 from megapar.data import build
 from megapar.data.chunks import Chunk, chunks_of
 from megapar.data.indexed import IndexedDataset
+from megapar.data.parts import claimed
 from megapar.data.prepare import prepare
 from megapar.data.sentencepiece_tokenizer import train
 from megapar.data.source import BadRecords, all_documents, open_sources
@@ -161,6 +162,81 @@ def test_a_worker_that_dies_is_an_error_and_the_rest_is_kept(
     assert again.documents == 200
 
 
+def test_files_are_replaced_only_where_that_is_asked_for(tmp_path: Path, small_jsonl: Path, model: str) -> None:
+    out = tmp_path / "out"
+    prepare(str(out), [str(small_jsonl)], model, workers=1)
+    before = _bytes(out)
+    with pytest.raises(DataError, match=r"out.idx is there already; give --overwrite"):
+        prepare(f"{out}.bin", [str(small_jsonl)], model, workers=1, append_end=False)
+    assert _bytes(out) == before
+    prepare(str(out), [str(small_jsonl)], model, workers=1, append_end=False, overwrite=True)
+    after = _bytes(out)
+    assert len(after[0]) == len(before[0]) - 2 * 200
+    (tmp_path / "out.idx").unlink()
+    with pytest.raises(DataError, match=r"out.bin is there already"):
+        prepare(str(out), [str(small_jsonl)], model, workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin"]
+
+
+def test_a_run_killed_between_giving_its_names_goes_on(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
+    replace = os.replace
+
+    def die_at_the_index(source: str, target: str) -> None:
+        if str(target).endswith("out.idx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", die_at_the_index)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
+    monkeypatch.setattr(os, "replace", replace)
+    assert (tmp_path / "out.bin").exists()
+    prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
+
+
+def test_after_a_broken_record_the_finished_parts_serve_the_run_that_skips(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(small_jsonl.read_text() + "{\n")
+    with pytest.raises(DataError, match=r"line 201: .* chunks are finished and kept in .*out.parts"):
+        prepare(str(tmp_path / "out"), [str(path)], model, workers=1)
+    encoded: list[int] = []
+    encode = module._encode
+
+    def note(number: int, *rest: object) -> object:
+        encoded.append(number)
+        return encode(number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_encode", note)
+    assert prepare(str(tmp_path / "out"), [str(path)], model, workers=1, skip_bad=True).bad == 1
+    assert encoded == [len(chunks_of([str(path)], None, "train", "text")) - 1]
+    path.write_text("{\n")
+    with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line$"):
+        prepare(str(tmp_path / "none"), [str(path)], model, workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx"]
+
+
+def test_two_runs_do_not_write_one_file(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapar.data.parts._LOCK_SECONDS", 0.0)
+    with (
+        claimed(tmp_path / "out.parts", "another run's"),
+        pytest.raises(DataError, match="another run is working in"),
+    ):
+        prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
+    (tmp_path / "mine.parts").mkdir()
+    (tmp_path / "mine.parts" / "letter.txt").write_text("keep")
+    with pytest.raises(DataError, match="holds other files"):
+        prepare(str(tmp_path / "mine"), [str(small_jsonl)], model, workers=1)
+    assert (tmp_path / "mine.parts" / "letter.txt").read_text() == "keep"
+
+
 def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jsonl: Path, model: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("{}\n" + small_jsonl.read_text() + '{"text": 7}\n')
@@ -199,9 +275,24 @@ def test_the_commands(
     said, complained = capsys.readouterr()
     assert "out.bin: 100 bytes, where out.idx implies" in complained
     assert "out2: good" in said
+    assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out]) == 1
+    assert "give --overwrite" in capsys.readouterr().err
+    assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out, "--overwrite"]) == 0
+    assert main(["data", "prepare", *source, "--output", out + ".bin/x", "--tokenizer-model", out]) == 1
+    assert "Not a directory" in capsys.readouterr().err
     assert main(["data", "prepare", "--output", out, "--tokenizer-model", model]) == 2
+    with pytest.raises(SystemExit):
+        main(["data", "prepare", *source, "--output", out, "--tokenizer-model", model, "--workers", "0"])
+    assert "'0' is not a whole number above 0" in capsys.readouterr().err
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
     assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 1
     assert "the corpus holds no documents" in capsys.readouterr().err
+    for text, vocab_size, message in (("\n", "600", "no text"), ("{", "600", "line 1: not a JSON"), ("7", "8", "room")):
+        empty.write_text(text)
+        command = ["data", "train-tokenizer", "--input", str(empty), "--output", out + "3", "--vocab-size", vocab_size]
+        assert main(command) == 1
+        complained = capsys.readouterr().err
+        assert message in complained
+        assert complained.count("\n") == 1
     assert not list(tmp_path.glob("out3*"))

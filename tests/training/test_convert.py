@@ -27,9 +27,12 @@ from megapar.core.device.pick import pick
 from megapar.core.world import World
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder import Decoder
+from megapar.model.ernie import Ernie
 from megapar.model.hf import save_hf
 from megapar.model.initialize import named_tensors
+from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.tools.main import main
+from megapar.trainer import Outcome, train
 from megapar.training import build, state
 from megapar.training.collect import collect_all
 from megapar.training.convert import hf_to_megapar, megapar_to_hf, published
@@ -151,15 +154,23 @@ def test_multi_token_prediction_is_part_of_the_model_where_the_folder_has_it(tmp
     assert published(tmp_path / "folder")[1].mtp_depth == 0  # type: ignore[union-attr]
 
 
-def _inputs() -> dict[str, Tensor]:
+def _inputs(sizes: DecoderSizes | ErnieSizes | None = None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(67, (2, 16), generator=generator)
-    return {"tokens": tokens, "positions": torch.arange(16).expand(2, 16)}
+    inputs = {"tokens": tokens, "positions": torch.arange(16).expand(2, 16)}
+    if not isinstance(sizes, DecoderSizes):
+        inputs["token_types"] = torch.randint(2, tokens.shape, generator=generator)
+        inputs["task_types"] = torch.zeros_like(tokens)
+    return inputs
 
 
-def _logits(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> Tensor | None:
+Logits = tuple[Tensor, Tensor | None]
+
+
+def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[str]) -> Logits | None:
+    """(word logits [B, S, V], sentence-order logits or None) of ``_inputs``, from the rank that has the heads."""
     with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
-        config = parse("moe", [*flags, "--data-path", "mock", "--seq-length", "16"], dict(os.environ))
+        config = parse(kind, [*flags, "--data-path", "mock", "--seq-length", "16"], dict(os.environ))
         world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60), f"file://{rendezvous}")
         job = build.make_job(config, world)
         if config.checkpoint.load_hf:
@@ -168,32 +179,73 @@ def _logits(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> Te
             options = state.LoadOptions(finetune=True)
             state.load(Path(config.checkpoint.load or ""), job, state.Progress(), {}, options)
         job.sharding.wait()
-        assert isinstance(job.model, Decoder)
+        job.model.eval()
         with torch.no_grad():
-            logits = job.model.eval().logits(_inputs())
+            found = _of_whole(job.model) if job.pipeline is None else _of_pipeline(job)
         world.close()
-    return logits if rank == 0 else None
+    return found
+
+
+def _of_whole(model: Decoder | Ernie) -> Logits:
+    found = model.logits(_inputs(model.sizes))
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _of_pipeline(job: build.Job) -> Logits | None:
+    """What the heads behind the last chunk are called with in an evaluation, turned into logits."""
+    model, seen = job.model, {}
+    for name in ("lm_head", "sop_head"):
+        head = getattr(model, name, None)
+        if head is not None:
+            head.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: given[0]}))
+    batch = _inputs(model.sizes)
+    samples, length = batch["tokens"].shape
+    places = torch.arange(samples * length)
+    batch |= {"labels": batch["tokens"], "sop_labels": torch.zeros(samples, dtype=torch.int64)}
+    batch |= {"masked_index": places, "masked_labels": places * 0}
+    assert job.pipeline is not None
+    job.pipeline.evaluate(batch, samples * length)
+    if not seen or model.lm_head is None:
+        return None
+    x = seen["lm_head"][0] if isinstance(model, Decoder) else seen["lm_head"]
+    order = model.sop_head.logits(seen["sop_head"]) if "sop_head" in seen else None
+    return model.lm_head.logits(x, model.tied_weight).reshape(samples, length, -1), order
+
+
+def _expected(name: str, folder: Path) -> Logits:
+    model = getattr(transformers, published(folder)[0].name).from_pretrained(folder).eval()
+    with torch.no_grad():
+        if not name.startswith("ErnieFor"):
+            return model(input_ids=_inputs()["tokens"]).logits, None
+        inputs = _inputs()
+        found = model(input_ids=inputs["tokens"], token_type_ids=inputs["token_types"])
+        if name == "ErnieForMaskedLM":
+            return found.logits, None
+        return found.prediction_logits, found.seq_relationship_logits
 
 
 LAYOUTS = {
     "one process": (1, []),
     "mp 2": (2, ["--mp-degree", "2"]),
+    "pp 2": (2, ["--pp-degree", "2", "--global-batch-size", "4", "--micro-batch-size", "1"]),
     "ep 2": (2, ["--ep-degree", "2"]),
     "mp 2, sharding 2": (4, ["--mp-degree", "2", "--sequence-parallel", "--sharding-stage", "2"]),
 }
+DENSE = ("ErnieForPreTraining", "ErnieForMaskedLM", "Ernie4_5")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_on_every_layout(name: str, layout: str, folders: dict[str, Path]) -> None:
+    if name in DENSE and layout == "ep 2":
+        pytest.skip("no experts")
     world_size, flags = LAYOUTS[layout]
-    if "ep" in layout and name == "Ernie4_5":
-        flags = []
-    got = run_ranks(world_size, _logits, ["--load-hf", str(folders[name]), *flags], group=False)[0]
-    kind = getattr(transformers, published(folders[name])[0].name)
-    with torch.no_grad():
-        expected = kind.from_pretrained(folders[name]).eval()(input_ids=_inputs()["tokens"]).logits
-    assert float((got - expected).abs().max()) <= 1e-5
+    kind = "ernie" if name.startswith("ErnieFor") else "moe"
+    results = run_ranks(world_size, _logits, kind, ["--load-hf", str(folders[name]), *flags], group=False)
+    (words, order), (their_words, their_order) = next(filter(None, results)), _expected(name, folders[name])
+    assert float((words - their_words).abs().max()) <= 1e-5
+    if their_order is not None:
+        assert float((order - their_order).abs().max()) <= 1e-5
 
 
 def _masters(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> dict[str, Tensor]:
@@ -221,10 +273,10 @@ def test_pieces_of_rotated_tensors(name: str, folders: dict[str, Path]) -> None:
 def test_a_converted_checkpoint_is_loaded_like_any_other(folders: dict[str, Path], tmp_path: Path) -> None:
     source = str(folders["Qwen3Moe"])
     hf_to_megapar(source, tmp_path / "made")
-    direct = run_ranks(1, _logits, ["--load-hf", source], group=False)[0]
-    flags = _model_flags(source)
-    got = run_ranks(2, _logits, [*flags, "--load", str(tmp_path / "made"), "--ep-degree", "2"], group=False)[0]
-    assert float((got - direct).abs().max()) <= 1e-6
+    direct = run_ranks(1, _logits, "moe", ["--load-hf", source], group=False)[0]
+    flags = [*_model_flags(source), "--load", str(tmp_path / "made"), "--ep-degree", "2"]
+    got = run_ranks(2, _logits, "moe", flags, group=False)[0]
+    assert float((got[0] - direct[0]).abs().max()) <= 1e-6
 
 
 def _model_flags(source: str) -> list[str]:
@@ -241,47 +293,44 @@ def _model_flags(source: str) -> list[str]:
     return flags
 
 
-@pytest.mark.parametrize("name", ["ErnieForPreTraining", "ErnieForMaskedLM"])
-def test_ernie_logits(name: str, folders: dict[str, Path]) -> None:
-    config = parse("ernie", ["--load-hf", str(folders[name]), "--data-path", "mock", "--seq-length", "16"], {})
-    world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60))
-    job = build.make_job(config, world)
-    notes = load_hf(folders[name], job)
-    assert any("no sentence-order head" in note for note in notes) == (name == "ErnieForMaskedLM")
-    kind = getattr(transformers, name)
-    tokens, generator = _inputs()["tokens"], torch.Generator().manual_seed(1)
-    kinds = torch.randint(2, tokens.shape, generator=generator)
-    batch = {**_inputs(), "token_types": kinds, "task_types": torch.zeros_like(tokens)}
-    with torch.no_grad():
-        theirs = kind.from_pretrained(folders[name]).eval()(input_ids=tokens, token_type_ids=kinds)
-        lm, sop = job.model.eval().logits(batch)
-    world.close()
-    if name == "ErnieForPreTraining":
-        assert float((lm - theirs.prediction_logits).abs().max()) <= 1e-5
-        assert float((sop - theirs.seq_relationship_logits).abs().max()) <= 1e-5
-    else:
-        assert float((lm - theirs.logits).abs().max()) <= 1e-5
+def _run(kind: str, flags: list[str], tmp_path: Path, iterations: int = 2) -> Outcome:
+    batch = "--micro-batch-size 1 --global-batch-size 2 --seq-length 16 --data-path mock --eval-interval 0"
+    steps = f"--train-iters {iterations} --lr-decay-iters 2 --lr 1e-9"
+    config = parse(kind, [*flags, *batch.split(), *steps.split()], {})
+    return train(config, f"file://{tmp_path / 'meet'}")
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "ErnieForMaskedLM"])
+def test_a_run_from_a_converted_checkpoint_starts_at_zero_and_is_resumed(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, made = ("ernie" if name.startswith("ErnieFor") else "moe"), str(tmp_path / "made")
+    hf_to_megapar(folders[name], made)
+    load = ["--load", made, "--save", made]
+    direct = _run(kind, ["--load-hf", str(folders[name])], tmp_path, iterations=1)
+    first = _run(kind, load, tmp_path, iterations=1)
+    assert [record.loss for record in first.records] == [record.loss for record in direct.records]
+    assert first.iteration == 1
+    second = _run(kind, [*load, "--save-hf", str(tmp_path / "out")], tmp_path)
+    assert [record.iteration for record in second.records] == [2]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == [{"Qwen3Moe": "Qwen3MoeForCausalLM"}.get(name, "ErnieForPreTraining")]
+    with pytest.raises(ConfigError, match=r"--hidden-size 64 contradicts --load .*made \(its hf/config.json\): 32"):
+        _run(kind, [*load, "--hidden-size", "64"], tmp_path)
+
+
+def test_one_script_starts_from_a_folder_and_goes_on_from_its_checkpoints(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    runs = str(tmp_path / "runs")
+    flags = ["--load-hf", str(folders["Mixtral"]), "--load", runs, "--save", runs]
+    assert [[record.iteration for record in _run("moe", flags, tmp_path, n).records] for n in (1, 2)] == [[1], [2]]
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "ErnieForMaskedLM"])
 def test_training_from_a_model_writes_its_architecture(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    from megapar.trainer import train
-
     kind = "ernie" if name.startswith("ErnieFor") else "moe"
-    batch = [
-        "--micro-batch-size",
-        "1",
-        "--train-iters",
-        "1",
-        "--seq-length",
-        "16",
-        "--eval-interval",
-        "0",
-        "--lr",
-        "1e-9",
-    ]
-    flags = ["--load-hf", str(folders[name]), "--save-hf", str(tmp_path / "out"), "--data-path", "mock", *batch]
-    train(parse(kind, flags, {}), f"file://{tmp_path / 'meet'}")
+    _run(kind, ["--load-hf", str(folders[name]), "--save-hf", str(tmp_path / "out")], tmp_path)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     expected = "ErnieForPreTraining" if kind == "ernie" else published(folders[name])[0].name
     assert config["architectures"] == [expected]
