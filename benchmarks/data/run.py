@@ -80,7 +80,7 @@ def ours(path: str, model: str, output: str, workers: int) -> float:
     from megapar.data.prepare import prepare
 
     start = time.perf_counter()
-    return prepare(output, [path], model, workers=workers).tokens / (time.perf_counter() - start)
+    return prepare(output, [path], model, workers=workers, overwrite=True).tokens / (time.perf_counter() - start)
 
 
 def part_prepare(folder: Path, rounds: int, megabytes: float) -> dict[str, object]:
@@ -205,7 +205,7 @@ PREPARE = (
     + """
 import resource, sys
 from megapar.data.prepare import prepare
-done = prepare(sys.argv[2], [sys.argv[1]], sys.argv[3], workers=int(sys.argv[4]))
+done = prepare(sys.argv[2], [sys.argv[1]], sys.argv[3], workers=int(sys.argv[4]), overwrite=True)
 print(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, done.tokens)
 """
 )

@@ -32,29 +32,25 @@ class Stored(NamedTuple):
 
 
 class HfFolder:
-    """The tensors of a folder: ``model.safetensors``, or shards with their index.
+    """The tensors of a folder: of one file, or shards with their index.
 
     tensors: name -> Stored. Only headers are read on opening. Raises CheckpointError for a file that is missing or
     damaged, and for an index that names what its file does not hold.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, single: str = "model.safetensors") -> None:
+        """single: the file that holds all of them where there is no index."""
         self.folder = Path(folder)
         self.tensors: dict[str, Stored] = {}
         index = self.folder / INDEX
         if index.exists():
-            try:
-                places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index} is damaged: {error}") from error
-            if any("/" in str(file) or str(file).startswith(".") for file in places.values()):
-                raise CheckpointError(f"{index} names files outside of its folder")
+            places = _weight_map(index)
             for file in sorted(set(places.values())):
                 self._add(self.folder / file, {name for name, where in places.items() if where == file})
-        elif (self.folder / "model.safetensors").exists():
-            self._add(self.folder / "model.safetensors", None)
+        elif (self.folder / single).exists():
+            self._add(self.folder / single, None)
         else:
-            raise CheckpointError(f"{folder} has neither {INDEX} nor model.safetensors")
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {single}")
 
     def _add(self, path: Path, wanted: set[str] | None) -> None:
         with ShardFile(path) as file:
@@ -65,7 +61,8 @@ class HfFolder:
             for name in names:
                 code, shape = file.describe(name)
                 if code not in _DTYPES:
-                    raise CheckpointError(f"{path}: {name} has the dtype {code}, which is not read")
+                    raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not read")
+                file.check(name, _DTYPES[code], shape)  # nobody makes room for what the file does not hold
                 self.tensors[name] = Stored(path, _DTYPES[code], shape)
 
     def check(self, table: Iterable[ParameterSpec], family: Family, optional: Iterable[str] = ()) -> list[str]:
@@ -138,6 +135,19 @@ class HfFolder:
             with ShardFile(stored.file) as file:
                 file.read_as(name, stored.shape, box, box, out)
         return out
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> plain name of its file. Raises CheckpointError."""
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is damaged: {str(error)[:200]}") from error
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{index} is damaged: its weight_map does not say of each tensor which file holds it")
+    if any(Path(file).name != file or file.startswith(".") for file in places.values()):
+        raise CheckpointError(f"{index} names files outside of its folder")
+    return places
 
 
 def pieces_of(table: Iterable[ParameterSpec], family: Family) -> dict[str, tuple[ParameterSpec, Piece]]:

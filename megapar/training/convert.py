@@ -171,9 +171,22 @@ def megapar_to_hf(
     folder = source if (source / FILE_NAME).exists() else folders.find(source)
     saved = _Saved(folder)
     beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
-    facts = {} if beside is None else json.loads((beside / FACTS).read_text(encoding="utf-8"))
+    facts = {} if beside is None else _facts(beside / FACTS)
     family = _family(facts, saved.sizes)
     return _aside(out, lambda aside: _write_hf(aside, out, saved, family, facts, beside, dtype, shard_bytes))
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """What ``_write_beside`` wrote, or hands have changed since. Raises CheckpointError."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(ORIGINALS)
+        good = good and all(isinstance(pattern, str) for pattern in facts["absent"]) and "family" in facts
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
+    if not good:
+        raise CheckpointError(f"{path} is damaged: it names dtypes or tied tensors that are not known")
+    return dict(facts)
 
 
 def _family(facts: Mapping[str, Any], sizes: Sizes) -> Family:
@@ -201,7 +214,7 @@ def _write_hf(
     table = table_of(saved.sizes)
     saved.check(table, family)
     pieces = pieces_of(table, family)
-    carried = HfFolderOfOne(beside / CARRIED) if beside is not None and (beside / CARRIED).exists() else None
+    carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).exists() else None
     stored = {name: _DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
     plans: list[TensorPlan] = []
     for name, (spec, piece) in pieces.items():
@@ -211,10 +224,10 @@ def _write_hf(
     copies = {name: ORIGINALS[name][0] for name in facts.get("tied", ())}
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
     if carried is not None:
-        plans += [TensorPlan(name, *carried.describe(name)) for name in carried.names()]
+        plans += [TensorPlan(name, kept.dtype, kept.shape) for name, kept in carried.tensors.items()]
 
     def fetch(name: str) -> Tensor:
-        if carried is not None and name in carried.names():
+        if carried is not None and name in carried.tensors:
             return carried.whole(name)
         name = copies.get(name, name)
         spec, piece = pieces[name]
@@ -233,7 +246,7 @@ def _write_hf(
     if not (aside / "config.json").exists():
         config = config_of(family, saved.sizes, dtype or torch.float32)
         write_bytes(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    names = () if carried is None else tuple(carried.names())
+    names = () if carried is None else tuple(carried.tensors)
     return Converted(out, family.name, len(plans), total, names)
 
 
@@ -258,33 +271,6 @@ def _write_files(folder: Path, plans: list[TensorPlan], fetch: Callable[[str], T
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return total
-
-
-class HfFolderOfOne:
-    """The tensors of one safetensors file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with ShardFile(path) as file:
-            self._tensors = {name: file.describe(name) for name in file.names()}
-
-    def names(self) -> list[str]:
-        """All of them."""
-        return list(self._tensors)
-
-    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape."""
-        code, shape = self._tensors[name]
-        return _DTYPES[code], shape
-
-    def whole(self, name: str) -> Tensor:
-        """One of them."""
-        dtype, shape = self.describe(name)
-        out = torch.empty(shape, dtype=dtype)
-        if out.numel():
-            with ShardFile(self._path) as file:
-                file.read(name, Box.whole(shape), Box.whole(shape), out)
-        return out
 
 
 class _Saved:
