@@ -113,7 +113,7 @@ def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
     from megapar.training.build import make_corpus
 
     flags = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--train-iters", str(iterations)]
-    flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0"]
+    flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0", "--ep-degree", "1"]
     config = parse("moe", flags, {})
     outcome = train(config, f"file://{folder / 'meet'}")
     trained = statistics.median(record.tokens_per_second for record in outcome.records[2:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -41,6 +41,26 @@ class Box:
         offsets[dim] += start
         sizes[dim] = size
         return Box(tuple(offsets), tuple(sizes))
+
+    def slabs(self, numel: int, whole_from: int | None = None) -> Iterator[Box]:
+        """Consecutive pieces in row-major order, of at most ``numel`` elements where that is possible.
+
+        whole_from: this dim and those behind it are never cut.
+        """
+        dims = range(len(self.sizes) if whole_from is None else whole_from)
+        dim = next((dim for dim in dims if self.sizes[dim] > 1), None)
+        if dim is None or self.numel <= numel:
+            yield self
+            return
+        step = max(1, numel // prod(self.sizes[dim + 1 :]))
+        for start in range(0, self.sizes[dim], step):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[dim], sizes[dim] = self.offsets[dim] + start, min(step, self.sizes[dim] - start)
+            slab = Box(tuple(offsets), tuple(sizes))
+            if step == 1:  # one index may still be too large
+                yield from slab.slabs(numel, whole_from)
+            else:
+                yield slab
 
     def meet(self, other: Box) -> Box | None:
         """The common part of two boxes of one tensor, or None where there is none."""

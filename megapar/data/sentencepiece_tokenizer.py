@@ -110,7 +110,8 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        return cast("list[list[int]]", self._processor.encode(list(texts), num_threads=1))
+        # One call per text: a call for all of them starts a thread and is a few percent slower.
+        return [cast("list[int]", self._processor.encode(text)) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

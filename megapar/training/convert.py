@@ -1,11 +1,11 @@
-"""Models between Hugging Face folders and checkpoints: streamed, one tensor in memory at a time."""
+"""Models between Hugging Face folders and checkpoints: streamed, a few blocks of a tensor in memory at a time."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megapar.config.from_hf import BESIDE
 from megapar.config.published import Unsupported, architecture, flags_of, read_config
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import shard_file
 from megapar.core.checkpoint.layout import FILE_NAME, Layout, TensorEntry
 from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import (
@@ -114,10 +115,12 @@ def _write_checkpoint(
     rows = {f"model/{spec.name}": spec for spec in table}
     wide = torch.float64 if any(t.dtype == torch.float64 for t in weights.tensors.values()) else torch.float32
 
-    def fetch(name: str) -> Tensor:
-        target = torch.empty(rows[name].shape, dtype=wide)
-        weights.fill(target, rows[name], Box.whole(rows[name].shape), family)
-        return target
+    def fetch(name: str) -> Iterator[Tensor]:
+        spec = rows[name]
+        for slab in Box.whole(spec.shape).slabs(shard_file.BLOCK_BYTES // wide.itemsize):
+            target = torch.empty(slab.sizes, dtype=wide)
+            weights.fill(target, spec, slab, family)
+            yield target
 
     plans = file_order(TensorPlan(name, wide, spec.shape) for name, spec in rows.items())
     file = write_shards(folder / shard_name(0), plans, fetch)
@@ -226,17 +229,16 @@ def _write_hf(
     if carried is not None:
         plans += [TensorPlan(name, kept.dtype, kept.shape) for name, kept in carried.tensors.items()]
 
-    def fetch(name: str) -> Tensor:
+    def fetch(name: str) -> Iterator[Tensor]:
         if carried is not None and name in carried.tensors:
-            return carried.whole(name)
+            yield carried.whole(name)
+            return
         name = copies.get(name, name)
         spec, piece = pieces[name]
-        region = piece_box(spec, piece)
-        part = saved.read(spec, region)
         rotated = family.rotated_dim(spec, piece)
-        if rotated is not None:
-            part = to_halves(part, rotated)
-        return part.reshape(piece.hf_shape).to(by_name[name].dtype)
+        for slab in piece_box(spec, piece).slabs(shard_file.BLOCK_BYTES // torch.float32.itemsize, rotated):
+            part = saved.read(spec, slab)
+            yield (part if rotated is None else to_halves(part, rotated)).to(by_name[name].dtype)
 
     total = _write_files(aside, plans, fetch, shard_bytes)
     if beside is not None:
@@ -250,7 +252,9 @@ def _write_hf(
     return Converted(out, family.name, len(plans), total, names)
 
 
-def _write_files(folder: Path, plans: list[TensorPlan], fetch: Callable[[str], Tensor], shard_bytes: int) -> int:
+def _write_files(
+    folder: Path, plans: list[TensorPlan], fetch: Callable[[str], Iterator[Tensor]], shard_bytes: int
+) -> int:
     """Files of at most ``shard_bytes`` (or one tensor) with an index, as transformers names them; their bytes."""
     groups: list[list[TensorPlan]] = [[]]
     held = 0

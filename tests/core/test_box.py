@@ -35,3 +35,13 @@ def test_meet_is_the_common_part(shape: tuple[int, ...], data: st.DataObject) ->
     if common:
         values = np.arange(mask.size).reshape(shape)
         assert (values[a.slices][common.within(a)] == values[common.slices]).all()
+
+
+@given(SHAPES, st.integers(1, 60), st.data())
+def test_slabs_are_the_whole_in_order(shape: tuple[int, ...], numel: int, data: st.DataObject) -> None:
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    kept = data.draw(st.one_of(st.none(), st.integers(0, len(shape))))
+    slabs = list(Box.whole(shape).slabs(numel, kept))
+    assert np.concatenate([whole[slab.slices].ravel() for slab in slabs]).tolist() == whole.ravel().tolist()
+    least = 1 if kept is None else int(np.prod(shape[kept:]))
+    assert all(slab.numel <= max(numel, least) for slab in slabs)

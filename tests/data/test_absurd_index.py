@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -48,23 +51,37 @@ def indices(draw: st.DrawFn) -> bytes:
 def test_any_index_is_whole_or_refused(tmp_path: Path, index: bytes, data: bytes) -> None:
     (tmp_path / "a.idx").write_bytes(index)
     (tmp_path / "a.bin").write_bytes(data)
-    tracemalloc.start()
+    with _bounded_memory():
+        found = _opened(tmp_path / "a")
+        if isinstance(found, str):
+            assert str(tmp_path / "a") in found
+            return
+        rows = [found[number].tolist() for number in range(len(found))]
+        assert [len(row) for row in rows] == found.lengths.tolist()
+        assert sum(map(len, rows)) == len(found.tokens) == len(data) // found.dtype.itemsize
+        starts = [found.document_start(document) for document in range(found.documents + 1)]
+        assert starts == sorted(starts)
+
+
+def _opened(prefix: Path) -> IndexedDataset | str:
+    """The dataset, every entry and token of it checked, or why not."""
     try:
-        dataset = IndexedDataset(tmp_path / "a")
+        dataset = IndexedDataset(prefix)
         dataset.verify()
         dataset.check_ids(50)
     except DataError as error:
-        assert str(tmp_path / "a") in str(error)
-    else:
-        rows = [dataset[number].tolist() for number in range(len(dataset))]
-        assert [len(row) for row in rows] == dataset.lengths.tolist()
-        assert sum(map(len, rows)) == len(dataset.tokens) == len(data) // dataset.dtype.itemsize
-        starts = [dataset.document_start(document) for document in range(dataset.documents + 1)]
-        assert starts == sorted(starts)
+        return str(error)
+    return dataset
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY
     finally:
-        peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < MAX_MEMORY
 
 
 def test_an_index_of_exabytes_is_refused_by_its_size(tmp_path: Path) -> None:
@@ -78,14 +95,8 @@ def test_an_index_of_exabytes_is_refused_by_its_size(tmp_path: Path) -> None:
         index.write(HEADER.pack(MAGIC, 1, 5, 2**60, 2))
         index.truncate(1 << 40)
     (tmp_path / "b.bin").write_bytes(b"")
-    tracemalloc.start()
-    for name, sizes in (("a", f"1099511627776 bytes, where a.idx implies {2**63 + 16}"), ("b", "1099511627776 bytes")):
-        try:
-            IndexedDataset(tmp_path / name)
-        except DataError as error:
-            assert sizes in str(error)
-        else:
-            raise AssertionError(f"{name} was opened")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < MAX_MEMORY
+    with _bounded_memory():
+        with pytest.raises(DataError, match=f"a.bin: {2**40} bytes, where a.idx implies {2**63 + 16}"):
+            IndexedDataset(tmp_path / "a")
+        with pytest.raises(DataError, match=f"b.idx: {2**40} bytes, where {2**60} sequences"):
+            IndexedDataset(tmp_path / "b")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megapar.data.chunks import chunks_of
 from megapar.data.source import all_documents, open_sources, sources_hash
 from megapar.errors import DataError
 
@@ -109,3 +112,21 @@ def test_mock_is_not_mixed_with_text() -> None:
         open_sources(["builtin", "mock"])
     with pytest.raises(DataError, match="no data path"):
         open_sources([])
+
+
+def test_packages_that_are_not_installed_are_asked_for_where_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = "megapar.data, megapar.data.prepare, megapar.data.streaming, megapar.tools.data, megapar.trainer"
+    code = f"import sys; sys.modules |= dict.fromkeys(('datasets', 'pyarrow', 'transformers')); import {modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"a.parquet: parquet files need the package datasets"):
+        _read(path)
+    with pytest.raises(DataError, match=r"a.parquet: parquet files need the package pyarrow"):
+        chunks_of([str(path)], None, "train", "text")
+    with pytest.raises(DataError, match=r"rows: reading it needs the package datasets"):
+        chunks_of([], "rows", "train", "text")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -98,11 +98,14 @@ def file_order(plans: Iterable[TensorPlan]) -> list[TensorPlan]:
 def write_shards(
     path: Path,
     plans: Sequence[TensorPlan],
-    fetch: Callable[[str], Tensor],
+    fetch: Callable[[str], Tensor | Iterator[Tensor]],
     sync: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """A new file of tensors; ``plans`` in ``file_order``, ``fetch(name)`` is called for one at a time."""
+    """A new file of tensors; ``plans`` in ``file_order``, ``fetch(name)`` is called for one at a time.
+
+    fetch: gives the whole tensor, or consecutive pieces of it in row-major order.
+    """
     header: dict[str, Json] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for plan in plans:
@@ -114,14 +117,18 @@ def write_shards(
     file = HashedFile(path)
     file.write(len(text).to_bytes(8, "little") + text)
     for plan in plans:
-        _write_tensor(file, fetch(plan.name))
+        found = fetch(plan.name)
+        written = sum(_write_tensor(file, part) for part in ([found] if isinstance(found, Tensor) else found))
+        assert written == plan.num_bytes, f"{plan.name} has {written} bytes, {plan.num_bytes} were planned"
     return file.close(sync)
 
 
-def _write_tensor(file: HashedFile, tensor: Tensor) -> None:
+def _write_tensor(file: HashedFile, tensor: Tensor) -> int:
+    """Append its bytes; how many."""
     if tensor.numel():
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         file.write(data.numpy().data)
+    return tensor.nbytes
 
 
 class ShardFile:
