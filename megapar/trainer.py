@@ -118,9 +118,10 @@ class Trainer:
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
         self._load()
+        self.collate = build.make_collate(config, world, corpus)
         self.loader = Loader(
             corpus.train,
-            corpus.collate,
+            self.collate,
             micro_batch_size=config.training.micro_batch_size,
             data_rank=self.data.rank,
             data_ranks=self.data.size,
@@ -367,13 +368,14 @@ class Trainer:
         self._evaluation = evaluate(
             self.job.model,
             heldout,
-            self.corpus.collate,
+            self.collate,
             self.objective,
             num_samples=min(len(heldout), training.eval_iters * training.global_batch_size),
             micro_batch_size=training.micro_batch_size,
             data=self.data,
             device=self.world.device.torch_device,
             pp=self.world.axis("pp"),
+            cp=self.world.axis("cp"),
             forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
         )
         # What an evaluation sends and waits for is no step's.
@@ -450,6 +452,7 @@ class Trainer:
         return Monitor(
             self.data,
             self.world.axis("pp"),
+            self.world.axis("cp"),
             device,
             self.objective,
             loggers,

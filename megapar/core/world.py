@@ -157,9 +157,9 @@ class World:
         ranks = axis_ranks(self.grid, name, self.rank)
         if len(ranks) == 1:
             return Axis.single(name, self.rank)
-        # Data ranks exchange counts while gradients are being reduced, ep and sharding collectives overlap by design:
-        # these never share a communicator with another axis that has the same ranks.
-        key = (-1, *ranks) if name == "ep" else ranks
+        # Data ranks exchange counts while gradients are being reduced; experts' rows, keys and values, and sharding's
+        # segments overlap by design: these never share a communicator with another axis that has the same ranks.
+        key = (-1, *ranks) if name == "ep" else (-2, *ranks) if name == "cp" else ranks
         if key not in self._groups:
             self._groups[key] = self._make_group(name, ranks)
         return Axis(name, len(ranks), ranks.index(self.rank), self._groups[key], ranks, self.ledger)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 
-ENDS = "ends"
+# What the host reads stays there.
+ENDS, LENGTHS = "ends", "lengths"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class MicroBatch:
         ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
         masked_labels [M]; sop_labels [B].
         Both: valid [B, S] bool, only where some position is padding.
+        For a rank of cp S is its positions (``data.own``), but for ``ends``; beside valid there is lengths [B], the
+        valid positions of whole samples, and for a decoder tokens_ahead, labels_ahead [B, S] (``core.following``),
+        which a rank cannot know from its positions. What follows is always that of whole samples.
     counts: items of each loss term in it: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
         token is asked for and the one behind it too), {"lm": M, "sop": B} for ERNIE.
     valid_tokens: positions that are not padding. tokens: all positions, B * S.
@@ -38,9 +42,9 @@ class MicroBatch:
     tokens: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same with its tensors on ``device``, but for ``ends``, which the host reads."""
+        """The same with its tensors on ``device``, but for what the host reads."""
         moved = {
-            name: tensor if name == ENDS else tensor.to(device, non_blocking=non_blocking)
+            name: tensor if name in (ENDS, LENGTHS) else tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self.tensors.items()
         }
         return MicroBatch(moved, self.counts, self.valid_tokens, self.tokens)

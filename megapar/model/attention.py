@@ -1,7 +1,7 @@
 """Self-attention with grouped queries, on a fused query-key-value weight with a real group axis.
 
-Shape letters: B batch, S sequence, H hidden, G groups (key-value heads), Q query heads per group, D head size;
-/mp marks what is cut over the tensor parallel axis.
+Shape letters: B batch, S sequence (under context parallelism, this rank's share of it), H hidden, G groups (key-value
+heads), Q query heads per group, N query heads, D head size; /mp marks what is cut over the tensor parallel axis.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.context_parallel.blockwise import Work, attend_blockwise
+from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed import packed_attention_reference
 from megapar.core.selective import again
@@ -43,6 +46,7 @@ class Attention(nn.Module):
 
     x [B, S(/mp), H] -> qkv: column linear -> [B, S, G/mp, Q + 2, D] -> (norm, rope) -> softmax(q k^T) v
       -> [B, S, G Q D/mp] -> proj: row linear -> y [B, S(/mp), H]
+    Under context parallelism softmax(q k^T) v reaches all positions, as ``core.context_parallel`` has it.
     Backward mirrors it; q_norm and k_norm [D] see only this rank's heads: their gradients are partial over mp.
     """
 
@@ -53,11 +57,14 @@ class Attention(nn.Module):
         *,
         mp: Axis,
         sequence_parallel: bool,
+        cp: ContextParallel | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.sizes, self.mp = sizes, mp
+        self.sizes, self.mp, self.cp = sizes, mp, cp or ContextParallel()
+        # Each mp rank has other heads, each cp rank other positions or heads.
+        self.stream = self.cp.axis.rank * mp.size + mp.rank
         self.selective = False  # compute the core again instead of keeping what it keeps
         self.place = f"layers.{layer}.attention.weights"
         G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
@@ -85,9 +92,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]."""
-        inputs = (*self.heads(x, context.angles), context)
-        y: Tensor = self.proj(again(self._attend, *inputs) if self.selective else self._attend(*inputs))
-        return y
+        q, k, v = self.heads(x, context.angles)
+        if self.cp.deals_heads:
+            q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.traffic)
+        # Blocks of keys that other ranks send are not kept anyway; to compute again would be to send them again.
+        selective = self.selective and context.plan is None
+        y = again(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
+        if self.cp.deals_heads:
+            y = to_positions(y, self.cp.axis, self.cp.traffic)
+        out: Tensor = self.proj(y.flatten(2))
+        return out
 
     def heads(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S(/mp), H] to q [B, S, N, D], k and v [B, S, G, D]; angles: those of these positions."""
@@ -100,17 +114,20 @@ class Attention(nn.Module):
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N D]."""
+        """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N, D]."""
         flash, documents = self.sizes.flash, context.documents
         dropout = self.sizes.dropout if self.training else 0.0
         heads = tuple(x.transpose(1, 2) for x in (q, k, v))
-        # Each mp rank has other heads.
-        own = context.streams.drawing(q.device, self.place, self.mp.rank) if dropout else nullcontext()
+        own = context.streams.drawing(q.device, self.place, self.stream) if dropout else nullcontext()
         with own:
-            if documents is not None:
+            if context.plan is not None:
+                y = attend_blockwise(
+                    heads[0], heads[1], heads[2], Work(self.cp.transport, context.plan, flash, dropout)
+                )
+            elif documents is not None:
                 packed = op("packed_attention", q) if flash else packed_attention_reference
                 y = packed(*heads, documents=documents, dropout=dropout)
             else:
                 attention = op("attention", q) if flash else attention_reference
                 y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
-        return y.transpose(1, 2).flatten(2)
+        return y.transpose(1, 2)

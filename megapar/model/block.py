@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tickets import Traffic
 from megapar.model.ampipe import Sliced, run_sliced
 from megapar.model.attention import Attention, AttentionSizes
@@ -53,18 +54,26 @@ class DecoderBlock(nn.Module):
         ep: Axis,
         emp: Axis,
         sequence_parallel: bool,
+        cp: ContextParallel,
         traffic: Traffic | None,
         slicing: Slicing,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.drop = HiddenDropout(sizes.hidden_dropout, layer, mp.rank if sequence_parallel else 0)
+        share = cp.share(mp, sequence_parallel=sequence_parallel)
+        self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.attention = Attention(
-            decoder_attention(sizes), layer, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            decoder_attention(sizes),
+            layer,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            cp=cp,
+            dtype=dtype,
+            device=device,
         )
         self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.mlp: Mlp | None = None
@@ -79,6 +88,7 @@ class DecoderBlock(nn.Module):
                 emp=emp,
                 mp=mp,
                 sequence_parallel=sequence_parallel,
+                share=share,
                 traffic=traffic,
                 slicing=slicing,
                 dtype=dtype,
@@ -125,14 +135,22 @@ class ErnieBlock(nn.Module):
         *,
         mp: Axis,
         sequence_parallel: bool,
+        cp: ContextParallel,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.drop = HiddenDropout(sizes.hidden_dropout, layer, mp.rank if sequence_parallel else 0)
+        share = cp.share(mp, sequence_parallel=sequence_parallel)
+        self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention = Attention(
-            ernie_attention(sizes), layer, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            ernie_attention(sizes),
+            layer,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
+            cp=cp,
+            dtype=dtype,
+            device=device,
         )
         self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
         self.mlp = Mlp(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megapar.core.context_parallel.blockwise import Plan
 from megapar.core.device.packed import Documents
 from megapar.core.random import Streams
 from megapar.core.replay import Replay
@@ -15,12 +16,13 @@ from megapar.core.replay import Replay
 class Context:
     """Made once per forward. No pytree on purpose: hooks that copy or cast a module's arguments leave it alone.
 
-    valid: [B, S] bool, False at padding; None where there is none.
-    own_valid: the part of ``valid`` whose positions this rank's activations have (sequence parallelism cuts them).
+    valid: [B, S] bool, False at padding, of what attention sees; None where there is none.
+    own_valid: the positions that this rank's activations have (cp and sequence parallelism cut them).
     valid_tokens: non-padding tokens of the micro-batch, known on the host.
-    angles: (cos, sin) of rope, [B, S, D / 2] each, in the order of the positions; None without rope.
+    angles: (cos, sin) of rope, [B, S/cp, D / 2] each, in the order of the positions; None without rope.
     streams: where this micro-batch's dropout draws.
     documents: what attention stays inside of; None: the whole sample.
+    plan: what this rank computes of attention where keys come from other ranks of cp; it knows documents and padding.
     slices: of the sequence, where layers run slice by slice; own_slices: of this rank's activations.
     replay: of the recomputed unit that the layer is in; None: it is in none. closes_unit: it is the unit's last.
     """
@@ -31,6 +33,7 @@ class Context:
     angles: tuple[Tensor, Tensor] | None = None
     streams: Streams = field(default_factory=Streams.current)
     documents: Documents | None = None
+    plan: Plan | None = None
     slices: tuple[slice, ...] = ()
     own_slices: tuple[slice, ...] = ()
     replay: Replay | None = None

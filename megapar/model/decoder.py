@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import wide
 from megapar.core.device.packed import Documents
+from megapar.core.following import following
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
@@ -34,7 +36,7 @@ from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
-from megapar.model.mtp import Mtp, following
+from megapar.model.mtp import Mtp
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
@@ -99,8 +101,9 @@ class Decoder(nn.Module):
     """A decoder language model, dense or mixture of experts.
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``decoder_table(sizes)``. traffic: takes part in what the experts' layers
-    launch; by default each layer has its own. holding: what of the model this rank has in a pipeline; by default all.
+    names, global shapes and cuts are those of ``decoder_table(sizes)``. cp: how a sequence is shared by ranks, whose
+    batches then have their positions only. traffic: takes part in what the experts' layers launch; by default each
+    layer has its own. holding: what of the model this rank has in a pipeline; by default all.
     slicing: layers run slice by slice, as drawn in ``model.ampipe``. recompute: which layers keep only their input;
     None: none of them.
     """
@@ -118,6 +121,7 @@ class Decoder(nn.Module):
         ep: Axis,
         emp: Axis,
         sequence_parallel: bool = False,
+        cp: ContextParallel | None = None,
         traffic: Traffic | None = None,
         holding: Holding | None = None,
         slicing: Slicing | None = None,
@@ -128,13 +132,14 @@ class Decoder(nn.Module):
         held = holding or Holding.whole(sizes.num_layers)
         self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
+        self.cp = cp or ContextParallel()
         common: dict[str, Any] = {
             "mp": mp,
             "sequence_parallel": sequence_parallel,
             "dtype": dtype,
             "device": device,
         }
-        self.embedding = DecoderEmbedding(sizes, **common) if held.first else None
+        self.embedding = DecoderEmbedding(sizes, cp=self.cp, **common) if held.first else None
         if held.last and not held.first and (sizes.tie_embeddings or sizes.mtp_depth):
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **common))
         self.recompute: Recompute | None = None
@@ -147,6 +152,7 @@ class Decoder(nn.Module):
                 ep=ep,
                 emp=emp,
                 sequence_parallel=sequence_parallel,
+                cp=self.cp,
                 traffic=traffic,
                 slicing=self.slicing,
                 dtype=dtype,
@@ -154,7 +160,7 @@ class Decoder(nn.Module):
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:
-            self.mtp = Mtp(sizes, ep=ep, emp=emp, slicing=self.slicing, **common)
+            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, **common)
         norm, epsilon = sizes.normalization, sizes.layernorm_epsilon
         self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device) if held.last else None
         self.lm_head = LmHead(sizes, **common) if held.last else None
@@ -164,7 +170,9 @@ class Decoder(nn.Module):
 
         batch: tokens, labels (-100: no loss), positions [B, S] int64; valid [B, S] bool where some position is
         padding, which must stand behind the text of its sample; ends [documents] int64 on the host where attention
-        stays inside documents: the place behind each in B * S.
+        stays inside documents: the place behind each in B * S. Under context parallelism S is this rank's positions,
+        but for ``ends``, which are those of whole samples; valid_tokens must be given, of whole samples, too, and for
+        multi-token prediction tokens_ahead and labels_ahead [B, S] (``core.following``).
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
         x, stats, context = self._run(batch, valid_tokens)
@@ -266,9 +274,11 @@ class Decoder(nn.Module):
             return {"lm": self.lm_head((x, self._arrange(labels)), tied=word)[0]}
         assert word is not None
         assert self.final_norm is not None
-        tokens, asked = (self._arrange(data) for data in following(batch["tokens"], labels))
-        ahead = self.final_norm(self.mtp(x, tokens, word, context))
-        lm, mtp = self.lm_head((x, self._arrange(labels)), (ahead, asked), tied=word)
+        # Where ranks share a sequence what follows may be another's; then the data brings it.
+        ahead = (batch["tokens_ahead"], batch["labels_ahead"]) if self.cp.active else following(batch["tokens"], labels)
+        tokens, asked = (self._arrange(data) for data in ahead)
+        further = self.final_norm(self.mtp(x, tokens, word, context))
+        lm, mtp = self.lm_head((x, self._arrange(labels)), (further, asked), tied=word)
         return {"lm": lm, "mtp": mtp}
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
@@ -297,11 +307,14 @@ class Decoder(nn.Module):
             angles = rotary_angles(batch["positions"], sizes.head_dim, sizes.rope_theta, self.dtype)
         valid = batch.get("valid")
         if valid_tokens is None:
+            if self.cp.active:
+                raise ValueError("ranks that share sequences must be told how many valid tokens there are")
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
-        ends = batch.get("ends")
-        documents = None if ends is None else Documents.of(ends.tolist(), batch["tokens"].device)
-        context = Context(valid, own_valid, valid_tokens, angles, documents=documents)
+        ends = None if batch.get("ends") is None else batch["ends"].tolist()
+        plan = self.cp.plan(*batch["tokens"].shape, causal=True, ends=ends)
+        documents = None if ends is None or plan is not None else Documents.of(ends, batch["tokens"].device)
+        context = Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
         if not self.slicing.active:
             return context
         parts = self.mp.size if self.sequence_parallel else 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import own_piece
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, VocabularyEmbedding
 from megapar.model.norm import LayerNorm
@@ -30,11 +31,13 @@ class DecoderEmbedding(nn.Module):
         *,
         mp: Axis,
         sequence_parallel: bool,
+        cp: ContextParallel,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
         self.mp, self.sequence_parallel, self.dropout = mp, sequence_parallel, sizes.hidden_dropout
+        self.stream = cp.share(mp, sequence_parallel=sequence_parallel).rank
         H = sizes.hidden_size
         self.word = VocabularyEmbedding(
             sizes.vocab_size, H, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
@@ -48,7 +51,7 @@ class DecoderEmbedding(nn.Module):
         x = self.word(tokens)
         if self.position is not None:
             x = x + self.position(own_sequence(positions, self.mp, self.sequence_parallel))
-        return drop(x, self.dropout if self.training else 0.0, self.mp, self.sequence_parallel)
+        return drop(x, self.dropout if self.training else 0.0, self.stream)
 
 
 class TiedWord(nn.Module):
@@ -80,11 +83,13 @@ class ErnieEmbedding(nn.Module):
         *,
         mp: Axis,
         sequence_parallel: bool,
+        cp: ContextParallel,
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
         self.mp, self.sequence_parallel, self.dropout = mp, sequence_parallel, sizes.hidden_dropout
+        self.stream = cp.share(mp, sequence_parallel=sequence_parallel).rank
         H = sizes.hidden_size
         self.word = VocabularyEmbedding(
             sizes.vocab_size, H, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
@@ -99,12 +104,12 @@ class ErnieEmbedding(nn.Module):
         indices = (own_sequence(t, self.mp, self.sequence_parallel) for t in (token_types, positions, task_types))
         token_type, position, task_type = indices
         x = self.word(tokens) + self.token_type(token_type) + self.position(position) + self.task_type(task_type)
-        return drop(self.norm(x), self.dropout if self.training else 0.0, self.mp, self.sequence_parallel)
+        return drop(self.norm(x), self.dropout if self.training else 0.0, self.stream)
 
 
-def drop(x: Tensor, probability: float, mp: Axis, sequence_parallel: bool) -> Tensor:
-    """Dropout on the embedding's output [B, S(/mp), H]."""
-    return Streams.current().dropout(x, probability, "embedding", mp.rank if sequence_parallel else 0)
+def drop(x: Tensor, probability: float, rank: int) -> Tensor:
+    """Dropout on the embedding's output [B, S(/mp), H]. rank: this one's number among those with other positions."""
+    return Streams.current().dropout(x, probability, "embedding", rank)
 
 
 def own_sequence(x: Tensor, mp: Axis, sequence_parallel: bool) -> Tensor:

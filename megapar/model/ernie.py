@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import copy, gather
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import wide
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
@@ -100,8 +101,9 @@ class Ernie(nn.Module):
     """An ERNIE encoder with its heads.
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``ernie_table(sizes)``. holding: what of the model this rank has in a
-    pipeline; by default all. recompute: which layers keep only their input; None: none of them.
+    names, global shapes and cuts are those of ``ernie_table(sizes)``. cp: how a sequence is shared by ranks, whose
+    batches then have their positions only. holding: what of the model this rank has in a pipeline; by default all.
+    recompute: which layers keep only their input; None: none of them.
     """
 
     embedding: ErnieEmbedding | TiedWord | None
@@ -113,6 +115,7 @@ class Ernie(nn.Module):
         *,
         mp: Axis,
         sequence_parallel: bool = False,
+        cp: ContextParallel | None = None,
         holding: Holding | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
@@ -121,6 +124,7 @@ class Ernie(nn.Module):
         held = holding or Holding.whole(sizes.num_layers)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.recompute: Recompute | None = None
+        self.cp = cp or ContextParallel()
         H = sizes.hidden_size
         common: dict[str, Any] = {
             "mp": mp,
@@ -128,12 +132,12 @@ class Ernie(nn.Module):
             "dtype": dtype,
             "device": device,
         }
-        self.embedding = ErnieEmbedding(sizes, **common) if held.first else None
+        self.embedding = ErnieEmbedding(sizes, cp=self.cp, **common) if held.first else None
         if held.last and not held.first:
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, H, **common))
         self.layers = nn.ModuleDict()
         for layer in held.layers:
-            self.layers[str(layer)] = ErnieBlock(sizes, layer, **common)
+            self.layers[str(layer)] = ErnieBlock(sizes, layer, cp=self.cp, **common)
         sop = sizes.sop and held.last
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
         self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device) if held.last else None
@@ -143,7 +147,9 @@ class Ernie(nn.Module):
         """The loss terms of one micro-batch.
 
         batch: tokens, token_types, task_types, positions [B, S] int64; valid [B, S] bool where some position is
-        padding; masked_index [M] (into the flattened B * S), masked_labels [M]; sop_labels [B] with ``sop``.
+        padding; masked_index [M] (into the flattened B * S), masked_labels [M]; sop_labels [B] with ``sop``. Under
+        context parallelism S is this rank's positions; with valid come lengths [B] int64 on the host, the valid
+        positions of whole samples.
         valid_tokens is taken for the sake of one call for all models; nothing here depends on it.
         """
         return collect(self._sums(self._run(batch), batch, self.tied_weight), ())
@@ -208,7 +214,13 @@ class Ernie(nn.Module):
     def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
         valid = batch.get("valid")
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
-        context = Context(valid, own_valid, batch["tokens"].numel())
+        samples, length = batch["tokens"].shape
+        lengths = None if batch.get("lengths") is None else batch["lengths"].tolist()
+        plan = self.cp.plan(samples, length, causal=False, lengths=lengths)
+        if self.cp.deals_heads and valid is not None:
+            places = torch.arange(length * self.cp.axis.size, device=valid.device)
+            valid = places < batch["lengths"].to(valid.device, non_blocking=True)[:, None]
+        context = Context(valid, own_valid, batch["tokens"].numel(), plan=plan)
         y, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
         assert isinstance(y, Tensor)  # nothing is cut into slices here
         return y
@@ -222,5 +234,7 @@ class Ernie(nn.Module):
         rows = x.flatten(0, 1).index_select(0, batch["masked_index"])
         sums = {"lm": self.lm_head(rows, batch["masked_labels"], word)}
         if self.pooler is not None and self.sop_head is not None:
-            sums["sop"] = self.sop_head(self.pooler(x), batch["sop_labels"])
+            order = self.sop_head(self.pooler(x), batch["sop_labels"])
+            # The first position of a sample is on the first rank; what others make of theirs counts for nothing.
+            sums["sop"] = order if self.cp.axis.rank == 0 else 0.0 * order
         return sums

@@ -19,8 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.collectives import gather
+from megapar.core.context_parallel.share import Share
 from megapar.moe.sizes import MoeSizes
 
 
@@ -78,20 +77,27 @@ def keep_by_probability(
 
 
 def keep_by_probability_over(
-    axis: Axis, experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int | Tensor
+    share: Share,
+    own_length: int,
+    experts_Tk: Tensor,
+    valid_T: Tensor | None,
+    probs_TE: Tensor,
+    *,
+    capacity: int | Tensor,
 ) -> Tensor:
-    """``keep_by_probability`` of a micro-batch that is cut over an axis into pieces of T tokens, in token order.
+    """``keep_by_probability`` of a micro-batch that ranks share, each with T tokens, of ``own_length`` positions.
 
-    Returns what is kept of this rank's piece. One all-gather of [T, 2 k + 1].
+    Returns what is kept of this rank's tokens. All-gathers of [T, 2 k + 1].
     """
-    tokens, topk = experts_Tk.shape
+    topk = experts_Tk.shape[1]
     score_Tk = probs_TE.detach().gather(1, experts_Tk)
     ok_T1 = torch.ones_like(score_Tk[:, :1]) if valid_T is None else valid_T[:, None].to(score_Tk.dtype)
     # Experts travel as floating point numbers, exact below 2^24.
-    whole = gather(torch.cat([score_Tk, experts_Tk.to(score_Tk.dtype), ok_T1], dim=1), axis, 0)
+    whole = share.gather(torch.cat([score_Tk, experts_Tk.to(score_Tk.dtype), ok_T1], dim=1))
+    whole = share.in_order(whole, own_length)
     score_Tk, experts_Tk, ok_T = whole[:, :topk], whole[:, topk:-1].long(), whole[:, -1] > 0
     kept_Tk = _keep_by_score(experts_Tk, ok_T, score_Tk, probs_TE.shape[1], capacity)
-    return kept_Tk.narrow(0, axis.rank * tokens, tokens)
+    return share.own(kept_Tk, own_length)
 
 
 def _keep_by_score(

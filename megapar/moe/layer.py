@@ -6,12 +6,14 @@ P pieces of a micro-batch. Under sequence parallelism S is the sequence divided 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.context_parallel.share import Share
 from megapar.core.replay import Replay
 from megapar.core.tensor_parallel import piece_shape
 from megapar.core.tickets import Traffic
@@ -30,7 +32,7 @@ from megapar.moe.router import Router, Routing, gate_weights
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.sliced import Passage
 from megapar.moe.slicing import Slicing
-from megapar.moe.stats import MoeStats, RouterSums, gather_sums, router_losses, sequence_loss
+from megapar.moe.stats import MoeStats, RouterSums, count_pairs, gather_sums, router_losses, sequence_loss
 
 
 class MoeLayer(nn.Module):
@@ -60,6 +62,7 @@ class MoeLayer(nn.Module):
         emp: Axis | None = None,
         mp: Axis | None = None,
         sequence_parallel: bool = False,
+        share: Share | None = None,
         traffic: Traffic | None = None,
         slicing: Slicing | None = None,
         dtype: torch.dtype = torch.float32,
@@ -71,7 +74,8 @@ class MoeLayer(nn.Module):
         when ``sizes.shared_experts`` is not 0; in a recomputed unit it also takes ``closing``, as ``Mlp`` does.
         ep: experts are dealt out over it in contiguous chunks. emp: each expert's features are cut over it; all of
         mp, or one rank. Left out, an axis has one rank.
-        sequence_parallel: positions are cut over mp in contiguous chunks. traffic: takes part in what is launched.
+        sequence_parallel: positions are cut over mp in contiguous chunks. share: all ranks that have positions of one
+        micro-batch, those of cp too; by default what sequence_parallel says. traffic: takes part in what is launched.
         slicing: how ``passage`` cuts what travels.
         Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
         """
@@ -83,10 +87,12 @@ class MoeLayer(nn.Module):
             raise ValueError(f"shared_experts is {sizes.shared_experts}, but {given} was passed as shared")
         self.sizes, self.mp = sizes, mp
         self.cut = sequence_parallel and mp.size > 1
+        self.share = share or Share(mp=mp if self.cut else Axis.single("mp"))
+        self.parted = self.share.size > 1
         # Who is dropped is decided on this rank alone.
-        self.alone = not self.cut or sizes.capacity_scope == "rank"
+        self.alone = not self.parted or sizes.capacity_scope == "rank"
         self.even = sizes.has_capacity and self.alone and (ep.size > 1 or (self.cut and emp.size > 1))
-        self.router = Router(sizes, dtype=dtype, device=device, copies=mp.size if self.cut else 1)
+        self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size)
         self.experts = Experts(
             sizes.hidden_size,
             piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
@@ -129,22 +135,24 @@ class MoeLayer(nn.Module):
         Raises ValueError where the two contradict each other in a way the host can see.
         """
         batch, length, _ = x_BSH.shape
-        pieces = self.mp.size if self.cut else 1
-        tokens = _host_count(valid_BS, valid_tokens, batch * length * pieces)
+        tokens = _host_count(valid_BS, valid_tokens, batch * length * self.share.size)
         x_TH = x_BSH.flatten(0, 1)
         valid_T = None if valid_BS is None else valid_BS.flatten()
 
         routing = self.router(x_TH, valid_T, batch)
         sums, counts_PkE = routing.sums, routing.sums.counts[None]
-        if self.cut:
-            sums, counts_PkE = gather_sums(routing.sums, self.mp)
-        all_counts_PkE = counts_PkE
-        piece = self.mp.rank if self.cut else 0
         capacity: int | Tensor = self.sizes.capacity(tokens)
-        if self.cut and self.alone:
-            counts_PkE, piece = counts_PkE[piece : piece + 1], 0
-            capacity = capacity_on_device(self.sizes, counts_PkE[0, 0].sum())
-        kept_Tk = self.kept(routing, counts_PkE, valid_T, batch, capacity, piece)
+        own = counts_PkE
+        runs: tuple[tuple[int, int], ...] = ((0, length),)
+        if self.parted and (self.alone or not self.sizes.has_capacity):
+            sums, counts_PkE = gather_sums(routing.sums, self.share)
+            capacity = capacity_on_device(self.sizes, own[0, 0].sum()) if self.alone else capacity
+        elif self.parted:
+            runs, most, order = self.share.runs(length)
+            counts_RkE = self._counts_by_run(routing, valid_T, batch, [positions for _, positions in runs], most)
+            sums, counts_PkE = gather_sums(routing.sums, self.share, counts_RkE)
+            own = counts_PkE[list(order)]
+        kept_Tk = self.kept(routing, own, valid_T, batch, capacity, runs=runs)
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity, scaling=self.sizes.scaling)
 
         rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
@@ -152,7 +160,7 @@ class MoeLayer(nn.Module):
         y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent, closing).view_as(x_BSH)
         if self.shared is not None:
             y_BSH = y_BSH + (self.shared(x_BSH) if closing is None else self.shared(x_BSH, closing))
-        return y_BSH, self.stats(sums, all_counts_PkE, tokens, routing.orthogonal)
+        return y_BSH, self.stats(sums, counts_PkE, tokens, routing.orthogonal)
 
     def slice_by(self, slicing: Slicing) -> None:
         """How ``passage`` cuts what travels from now on."""
@@ -181,11 +189,13 @@ class MoeLayer(nn.Module):
         valid_T: Tensor | None,
         batch: int,
         capacity: int | Tensor,
-        piece: int,
+        piece: int = 0,
+        runs: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor | None:
         """[T, k] bool: pairs that reach an expert; None: all of them.
 
-        counts_PkE: of the pieces that share a capacity, in token order; these tokens are piece number ``piece``.
+        counts_PkE: of the pieces that share a capacity, in token order; these tokens are piece number ``piece``, or
+        where they are several pieces, ``runs`` (number, positions).
         """
         if not self.sizes.has_capacity:
             return None if valid_T is None else valid_T[:, None].expand_as(routing.experts)
@@ -198,11 +208,31 @@ class MoeLayer(nn.Module):
             if self.alone:
                 kept_Tk = keep_by_probability(experts_Tk, valid_by_position, probs_TE, capacity=capacity)
             else:
-                kept_Tk = keep_by_probability_over(self.mp, experts_Tk, valid_by_position, probs_TE, capacity=capacity)
-        else:
-            starts_kE = queue_starts(counts_PkE, piece, policy)
-            kept_Tk = keep_by_order(experts_Tk, valid_by_position, starts_kE, capacity=capacity, policy=policy)
-        return _by_sample(kept_Tk, batch)
+                length = len(experts_Tk) // batch
+                kept_Tk = keep_by_probability_over(
+                    *(self.share, length, experts_Tk, valid_by_position, probs_TE), capacity=capacity
+                )
+            return _by_sample(kept_Tk, batch)
+        kept, start = [], 0
+        for number, positions in runs or ((piece, len(experts_Tk) // batch),):
+            rows = slice(start * batch, (start + positions) * batch)
+            starts_kE = queue_starts(counts_PkE, number, policy)
+            valid_rows = None if valid_by_position is None else valid_by_position[rows]
+            kept.append(keep_by_order(experts_Tk[rows], valid_rows, starts_kE, capacity=capacity, policy=policy))
+            start += positions
+        return _by_sample(kept[0] if len(kept) == 1 else torch.cat(kept), batch)
+
+    def _counts_by_run(
+        self, routing: Routing, valid_T: Tensor | None, batch: int, positions: Sequence[int], most: int
+    ) -> Tensor:
+        """[most, k, E] pairs of each run of this rank's positions, zeros behind the last one."""
+        if most == 1:
+            return routing.sums.counts[None]
+        rows = [n * batch for n in positions]
+        experts = _by_position(routing.experts, batch).split(rows)
+        valid = [None] * len(rows) if valid_T is None else _by_position(valid_T[:, None], batch).split(rows)
+        counts = [count_pairs(e, v, self.sizes.num_experts) for e, v in zip(experts, valid, strict=True)]
+        return torch.stack(counts + [torch.zeros_like(counts[0])] * (most - len(counts)))
 
     def _room(self, positions: int, tokens: int, *, padded: bool) -> tuple[int, bool]:
         """Rows to make room for, and whether all are needed: exact when dropless, else what capacity lets through.
@@ -213,9 +243,9 @@ class MoeLayer(nn.Module):
         if self.even:
             # Padding may differ between the ranks of ep, the rows that they send each other may not.
             return sizes.num_experts * sizes.capacity(positions), False
-        pairs = (positions if self.cut else tokens) * sizes.topk
+        pairs = (positions if self.parted else tokens) * sizes.topk
         if not sizes.has_capacity:
-            return pairs, not (self.cut and padded)
+            return pairs, not (self.parted and padded)
         return min(pairs, sizes.num_experts * sizes.capacity(tokens)), False
 
     def stats(self, sums: RouterSums, counts_PkE: Tensor, tokens: int, orthogonal: Tensor | None = None) -> MoeStats:
@@ -230,7 +260,7 @@ class MoeLayer(nn.Module):
             return MoeStats(aux, z, sequence, orthogonal, load_E, load_E.new_zeros(()))
         # Every expert is as full as it can be, whatever the policy.
         over = load_E - sizes.capacity(tokens)
-        if self.cut and self.alone:
+        if self.parted and self.alone:
             over = counts_PkE.sum(1) - capacity_on_device(sizes, counts_PkE[:, 0].sum(1))[:, None]
         return MoeStats(aux, z, sequence, orthogonal, load_E, over.clamp(min=0).sum())
 

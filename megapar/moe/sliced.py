@@ -210,7 +210,7 @@ class Passage:
         layer, sums = self.layer, add_sums(self._sums)
         counts_PkE = sums.counts[None]
         if layer.cut:
-            sums, counts_PkE = gather_sums(sums, layer.mp)
+            sums, counts_PkE = gather_sums(sums, layer.share)
         stats = layer.stats(sums, counts_PkE, self.tokens, self._orthogonal)
         if not layer.sizes.has_capacity or layer.slicing.capacity == "global":
             return stats

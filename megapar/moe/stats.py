@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.collectives import gather
+from megapar.core.context_parallel.share import Share
 
 
 class MoeStats(NamedTuple):
@@ -102,20 +101,20 @@ def add_sums(parts: Sequence[RouterSums]) -> RouterSums:
     return RouterSums(*sums)
 
 
-def gather_sums(sums: RouterSums, axis: Axis) -> tuple[RouterSums, Tensor]:
-    """(sums of the whole, [size, k, E] counts of every piece) of a micro-batch that is cut over an axis.
+def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None) -> tuple[RouterSums, Tensor]:
+    """(sums of the whole, [ranks, k, E] counts of every rank) of a micro-batch that ranks share.
 
-    One all-gather. All ranks compute the same from the result, so each piece's gradient is whole where the piece was
-    made: the ranks' gradients of a replicated weight add up to the weight's.
+    counts_RkE: of this rank's runs of positions, as many on every rank; then [ranks * R, k, E] counts of every run are
+    returned. One all-gather for each axis that shares. All ranks compute the same from the result, so each piece's
+    gradient is whole where the piece was made: the ranks' gradients of a replicated weight add up to the weight's.
     """
-    shape = sums.counts.shape
+    counts = sums.counts[None] if counts_RkE is None else counts_RkE
     # Counts travel as floating point numbers, exact below 2^24 tokens in a micro-batch.
     by_sample = sums.by_sample.flatten()
-    own = torch.cat([sums.probs, sums.z[None], sums.counts.flatten().to(sums.probs.dtype), by_sample])
-    pieces = gather(own[None], axis, 0)
-    sizes = [shape[1], 1, sums.counts.numel(), by_sample.numel()]
-    probs, z, counts, by_sample = pieces.split(sizes, dim=1)
-    counts_PkE = counts.detach().long().unflatten(1, shape)
+    own = torch.cat([sums.probs, sums.z[None], counts.flatten().to(sums.probs.dtype), by_sample])
+    sizes = [len(sums.probs), 1, counts.numel(), by_sample.numel()]
+    probs, z, told, by_sample = share.gather(own[None]).split(sizes, dim=1)
+    counts_PkE = told.detach().long().unflatten(1, counts.shape).flatten(0, 1)
     whole = by_sample.sum(0).view_as(sums.by_sample)
     return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0), whole), counts_PkE
 

@@ -122,18 +122,6 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
-        id="boundaries-cp",
-        reads=("reset_attention_mask", "cp_degree"),
-        when=lambda f: f.cp_degree > 1,
-        requires=lambda f: not f.reset_attention_mask,
-        message="--reset-attention-mask needs whole sequences on a rank, which --cp-degree cuts",
-        fix="Leave one of them out.",
-        source=SOURCE,
-        passing="--reset-attention-mask",
-        failing="--world-size 2 --cp-degree 2 --reset-attention-mask",
-        models=MOE,
-    ),
-    Rule(
         id="boundaries-ampipe",
         reads=("reset_attention_mask", "ampipe_degree"),
         when=lambda f: f.ampipe_degree != 1,

@@ -47,7 +47,6 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    _later("cp_degree", "context parallelism", "--world-size 2 --cp-degree 2"),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
     _ahead("recompute_in_bubble", "in idle slots of the pipeline", "--recompute-in-bubble"),
     _later("ernie_model", "ERNIE 3.0", "--ernie-model ernie3", ERNIE),

@@ -14,6 +14,8 @@ from torch import nn
 from megapar.arguments import Config
 from megapar.core.adaptive import GIBIBYTE, Adaptive
 from megapar.core.axis import Axis
+from megapar.core.context_parallel.layout import Layout, choose_layout
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
 from megapar.core.kept import Keeper
 from megapar.core.loss_scale import LossScale
@@ -34,7 +36,9 @@ from megapar.core.tickets import Traffic
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.data import corpus
+from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
+from megapar.data.own import own_positions
 from megapar.model.attention import Attention
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
@@ -93,6 +97,22 @@ def make_corpus(config: Config) -> Corpus:
         skip_bad=data.on_bad_record == "skip",
         hf_dataset=data.hf_dataset,
     )
+
+
+def make_layout(config: Config) -> Layout:
+    """How the ranks of cp share a sequence."""
+    parallel = config.parallel
+    return choose_layout(
+        parallel.context_parallel_algo,
+        parallel.cp_degree,
+        causal=config.kind != "ernie",
+        length=config.model.seq_length,
+    )
+
+
+def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
+    """What makes micro-batches of this rank's positions from whole samples."""
+    return own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
 
 
 def make_objective(config: Config) -> Objective:
@@ -279,6 +299,9 @@ def _make_model(
     common: dict[str, Any] = {
         "mp": world.axis("mp"),
         "sequence_parallel": config.parallel.sequence_parallel,
+        "cp": ContextParallel(
+            world.axis("cp"), config.parallel.context_parallel_algo, make_layout(config), traffic=traffic
+        ),
         "holding": stages.holding(world.axis("pp").rank),
         "dtype": dtype,
         "device": torch.device("meta") if meta else world.device.torch_device,

@@ -27,14 +27,15 @@ def evaluate(
     data: Axis,
     device: torch.device,
     pp: Axis,
+    cp: Axis,
     forward: Callable[[dict[str, Tensor], int], Terms] | None = None,
 ) -> dict[str, float]:
     """Mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
     Micro-batch j is samples [j * micro_batch_size, ...) of the first ``num_samples`` (the last one may be smaller);
     data rank r of R runs j = r, R + r, ... Ranks that have none left repeat the first one uncounted, because the
-    others may need them in a collective. forward: how a pipeline over ``pp`` runs the model; its ranks add up their
-    terms.
+    others may need them in a collective. forward: how a pipeline over ``pp`` runs the model; its ranks, and those of
+    ``cp``, which share the samples, add up their terms.
     """
     run = model if forward is None else forward
     names = list(objective.weights)
@@ -54,9 +55,10 @@ def evaluate(
         model.train()
     if data.group is not None:
         dist.all_reduce(totals, group=data.group)
-    if pp.group is not None:
-        totals[1] *= pp.rank == 0  # every stage has read the same
-        dist.all_reduce(totals, group=pp.group)
+    for alike in (pp, cp):
+        if alike.group is not None:
+            totals[1] *= alike.rank == 0  # all of them have read the same
+            dist.all_reduce(totals, group=alike.group)
     sums, items = totals.tolist()
     means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)

@@ -66,6 +66,7 @@ class Monitor:
         self,
         data: Axis,
         pp: Axis,
+        cp: Axis,
         device: Device,
         objective: Objective,
         loggers: Sequence[Logger],
@@ -76,6 +77,7 @@ class Monitor:
     ) -> None:
         self._data = data
         self._pp = pp
+        self._cp = cp
         self._device = device
         self._objective = objective
         self._loggers = loggers
@@ -140,6 +142,9 @@ class Monitor:
         stacked = torch.stack(rows)
         if self._data.group is not None:
             dist.all_reduce(stacked, group=self._data.group)
+        if self._cp.group is not None:  # each has the losses of its positions, and the routing of the whole
+            stacked[:, len(self._steps[0].sums) :] *= self._cp.rank == 0
+            dist.all_reduce(stacked, group=self._cp.group)
         if self._pp.group is not None:  # every stage has the routing of its layers, the last one the losses
             dist.all_reduce(stacked, group=self._pp.group)
         norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)

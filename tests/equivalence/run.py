@@ -176,6 +176,8 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
 def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:
     """This rank's positions of choices recorded for a whole micro-batch, of the router's ``call``-th slice of it."""
     whole = experts.unflatten(0, (trainer.config.training.micro_batch_size, -1))
+    cp = trainer.world.axis("cp")
+    whole = whole[:, build.make_layout(trainer.config).positions(whole.shape[1], cp.rank)]
     slicing, mp = build.make_slicing(trainer.config), trainer.world.axis("mp")
     parts = mp.size if trainer.config.parallel.sequence_parallel else 1
     order, length = slicing.order(whole.shape[1], parts), whole.shape[1] // parts

@@ -55,7 +55,7 @@ class Row:
     @property
     def batch(self) -> int:
         """Samples of the global batch."""
-        flags = ("--mp-degree", "--pp-degree")
+        flags = ("--mp-degree", "--pp-degree", "--cp-degree")
         share = prod(int(self.layout[self.layout.index(flag) + 1]) for flag in flags if flag in self.layout)
         return self.world_size // share * self.micro_batch * self.accumulation
 
@@ -386,6 +386,63 @@ ROUTING_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*EP2, *_stages(2, "--hybrid-dp")[0], *MANY, *OFFLOAD), (*BALANCED_ROUTING, *CLIPPED)),
 )
 
+
+def _cp(degree: int, algorithm: str) -> tuple[str, ...]:
+    chosen = () if algorithm == "ring" else ("--context-parallel-algo", f"{algorithm}_cp_algo")
+    return ("--cp-degree", str(degree), *chosen)
+
+
+ALGORITHMS = ("ring", "ulysses", "allgather")
+SIX_HEADS = (
+    *("--num-attention-heads", "6", "--num-query-groups", "3", "--head-dim", "8"),
+    *("--seq-length", "24", "--ffn-hidden-size", "48"),
+)
+PROBS = (*DROPS, "--moe-drop-policy", "probs")
+CHOICE = (*DROPS, "--moe-drop-policy", "choice")
+
+
+def context_row(
+    algorithm: str, place: tuple[int, int, tuple[str, ...]], options: tuple[str, ...], again: tuple[str, ...]
+) -> Row:
+    """A sequence shared by the cp ranks of a place (ranks, cp, what is beside it); drops over two samples."""
+    layers = FOUR_LAYERS if "--pp-degree" in place[2] else ()
+    samples = 2 if "--moe-model-type" in options else 1
+    return Row("moe", place[0], (*_cp(place[1], algorithm), *place[2], *again), (*options, *layers), samples)
+
+
+# Every algorithm, layout beside it, kind of mask and of experts, with and without recompute.
+CONTEXT_FACTORS = (
+    ALGORITHMS,
+    (
+        (2, 2, (*EP2, "--sharding-stage", "2")),
+        (2, 2, ("--sharding-stage", "3")),
+        (4, 2, (*MP2, *SP)),
+        (4, 2, _stages(2)[2]),
+        (4, 2, (*EP2, "--sharding-degree", "1", "--hybrid-dp")),
+        (4, 4, ()),
+        (4, 4, (*EP4, "--sharding-stage", "2")),
+        (4, 2, ("--pp-degree", "2")),
+    ),
+    ((*BOUNDARIES, *UNTIED), DROPS, PROBS, (*QK_NORM, *CLIPPED)),
+    ((), _every(1)),
+)
+
+CONTEXT_ROWS: tuple[Row, ...] = (
+    *(context_row(*factors) for factors in pairwise(CONTEXT_FACTORS)),  # type: ignore[arg-type]
+    *(Row("ernie", 2, _cp(2, algorithm), (), 2) for algorithm in ALGORITHMS),
+    Row("ernie", 4, (*_cp(2, "ring"), *MP2, *SP, *_every(1)), CLIPPED),
+    Row("ernie", 4, (*_cp(4, "allgather"), "--sharding-stage", "3"), (), 2),
+    Row("ernie", 4, (*_cp(2, "ulysses"), "--pp-degree", "2"), accumulation=4),
+    Row("gpt", 4, (*_cp(2, "ring"), *MP2), (*BOUNDARIES[1:], *FOUR_GROUPS), 2),
+    Row("gpt", 2, (*_cp(2, "allgather"), *SELECTIVE), BOUNDARIES),
+    Row("gpt", 2, (*_cp(2, "ulysses"), *SELECTIVE), (*AHEAD, *BOUNDARIES)),
+    Row("moe", 4, (*_cp(2, "ring"), *MP2, *SP, *_every(1)), (*TODAY, *BOUNDARIES), 2),
+    Row("moe", 4, (*_cp(2, "allgather"), "--pp-degree", "2"), (*TODAY, *FOUR_LAYERS, *UNTIED), accumulation=4),
+    Row("moe", 4, (*_cp(2, "ring"), "--pp-degree", "2", *ZBV), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
+    Row("moe", 6, (*_cp(2, "ring"), "--mp-degree", "3", *SP), (*CHOICE, *APART, *SIX_HEADS), 2),
+    Row("moe", 8, (*_cp(2, "ring"), *EP4, *MP2, *SP, *EMP1, *_stages(2)[1]), (*DROPS, *BIASED, *APART), 2),
+)
+
 ROWS: tuple[Row, ...] = (
     *SHARDING_ROWS,
     *TENSOR_ROWS,
@@ -396,5 +453,6 @@ ROWS: tuple[Row, ...] = (
     *PACKING_ROWS,
     *AMPIPE_ROWS,
     *ROUTING_ROWS,
+    *CONTEXT_ROWS,
     Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

@@ -17,6 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from megapar.core.device.block import (
+    block_backward_cpu,
+    block_backward_cuda,
+    block_backward_reference,
+    block_cpu,
+    block_cuda,
+    block_reference,
+)
 from megapar.core.device.merged import MergedAttention
 from megapar.core.device.packed import (
     packed_attention_by_document,
@@ -139,6 +147,12 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": attention_slice_reference,
             "cpu": attention_slice_merged,
             "cuda": attention_slice_fused,
+        },
+        "attention_block": {"reference": block_reference, "cpu": block_cpu, "cuda": block_cuda},
+        "attention_block_backward": {
+            "reference": block_backward_reference,
+            "cpu": block_backward_cpu,
+            "cuda": block_backward_cuda,
         },
         "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused},
         "swiglu": {"reference": swiglu_reference},

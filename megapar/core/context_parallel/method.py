@@ -1,0 +1,68 @@
+"""How the layers of a model attend across the ranks of cp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megapar.core.axis import Axis
+from megapar.core.context_parallel.blockwise import Plan, Transport
+from megapar.core.context_parallel.gathered import Gathered, gathered_plan
+from megapar.core.context_parallel.layout import RING, ULYSSES, Layout
+from megapar.core.context_parallel.ring import Ring, ring_plan
+from megapar.core.context_parallel.share import Share
+from megapar.core.context_parallel.tiles import Sight
+from megapar.core.tickets import Traffic
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """axis: the ranks that share a sequence. algorithm: ring, ulysses or gathered (``layout``); layout: who holds what.
+
+    traffic: takes part in what is launched.
+    """
+
+    axis: Axis = field(default_factory=lambda: Axis.single("cp"))
+    algorithm: str = RING
+    layout: Layout = field(default_factory=Layout)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def active(self) -> bool:
+        """Whether sequences are shared at all."""
+        return self.axis.size > 1
+
+    @property
+    def deals_heads(self) -> bool:
+        """Attention sees whole sequences, of some heads."""
+        return self.active and self.algorithm == ULYSSES
+
+    @property
+    def transport(self) -> Transport:
+        """How keys and values come to the queries of other ranks."""
+        if self.algorithm == RING:
+            return Ring(self.axis, self.traffic)
+        return Gathered(self.axis, self.layout, self.traffic)
+
+    def share(self, mp: Axis, *, sequence_parallel: bool) -> Share:
+        """The ranks that have positions of one micro-batch."""
+        return Share.of(self.axis, self.layout, mp, sequence_parallel=sequence_parallel)
+
+    def plan(
+        self,
+        samples: int,
+        own_length: int,
+        *,
+        causal: bool,
+        ends: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Plan | None:
+        """The tiles of a micro-batch; None where attention sees whole sequences.
+
+        own_length: positions of this rank. ends, lengths: documents or padding of the whole, see ``Sight``.
+        """
+        if not self.active or self.deals_heads:
+            return None
+        sight = Sight.of(samples, own_length * self.axis.size, causal=causal, ends=ends, lengths=lengths)
+        make = ring_plan if self.algorithm == RING else gathered_plan
+        return make(self.layout, self.axis.rank, sight)

@@ -1,0 +1,70 @@
+"""Keys and values round a ring: each rank passes on what it has just received, while it computes with it.
+
+    cp 4, rank 0        own      block of 3      block of 2      block of 1
+    kv in flight       3 -> 0      2 -> 0          1 -> 0
+    backward            early    block of 3      block of 2      block of 1      late
+    dkv in flight                              3's to rank 1    2's to rank 1    1's to rank 1, own from rank 3
+
+The gradients of a block follow it round the ring and come home while their owner computes its last own tiles.
+Source: ring attention, arXiv 2310.01889; the order of the backward, which leaves no message uncovered, is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.core.axis import Axis
+from megapar.core.context_parallel.blockwise import Columns, Plan, See, SeeBack
+from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
+from megapar.core.tickets import Flight, SendReceive, Traffic
+
+
+def ring_plan(layout: Layout, rank: int, sight: Sight) -> Plan:
+    """Blocks arrive from the ranks before this one, the nearest first."""
+    own = own_tiles(layout, rank, sight)
+    sources = [(rank - step) % layout.size for step in range(1, layout.size)]
+    others = (tuple(tiles_between(layout, rank, source, sight)) for source in sources)
+    early, late = halves(own, len(layout.runs(sight.length, rank)[0]))
+    return Plan(tuple(own), tuple(early), tuple(late), tuple(others))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """cp ranks in a ring; of more than one."""
+
+    axis: Axis
+    traffic: Traffic
+
+    def forward(self, own: Columns, plan: Plan, see: See) -> None:
+        """One block per step, the next one on its way."""
+        flight = self._pass_on(own)
+        see(plan.own, own)
+        for step, tiles in enumerate(plan.others, start=1):
+            columns = Columns(self.traffic.land(flight))
+            if step < len(plan.others):
+                flight = self._pass_on(columns)
+            see(tiles, columns)
+
+    def backward(self, own: Columns, plan: Plan, see: SeeBack) -> Columns:
+        """The same round; each block's gradients one step behind it."""
+        flight, gradients = self._pass_on(own), own.zeros()
+        going: Flight | None = None
+        see(plan.early, own, gradients)
+        for step, tiles in enumerate(plan.others, start=1):
+            columns = Columns(self.traffic.land(flight))
+            if step < len(plan.others):
+                flight = self._pass_on(columns)
+            theirs = columns.zeros()
+            see(tiles, columns, theirs)
+            if going is not None:
+                theirs.message.add_(self.traffic.land(going))
+            going = self._pass_on(theirs)
+        see(plan.late, own, gradients)
+        assert going is not None
+        gradients.message.add_(self.traffic.land(going))
+        return gradients
+
+    def _pass_on(self, columns: Columns) -> Flight:
+        size, rank = self.axis.size, self.axis.rank
+        return self.traffic.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), columns.message)

@@ -1,0 +1,122 @@
+"""Attention of a block of queries to a block of keys, with the log-sum-exp of every row, forward and backward.
+
+Blocks of one row of the attention matrix are merged by their log-sum-exps, and so are their gradients: a block's
+backward with the merged output and log-sum-exp gives exactly that block's share (ring attention, arXiv 2310.01889).
+
+Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D head size. A causal block is square.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cuda_forward = torch.ops.aten._scaled_dot_product_flash_attention
+_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+class Block(NamedTuple):
+    """out [B, N, S, D] in q's dtype; lse [B, N, S] in max(fp32, dtype); drawn: what repeats the dropout."""
+
+    out: Tensor
+    lse: Tensor
+    drawn: tuple[Tensor, ...] = ()
+
+
+class BlockGradients(NamedTuple):
+    """Of q [B, N, S, D], of k and v [B, G, L, D]."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
+    """softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k and v [B, G, L, D]; the scores are held whole.
+
+    dropout: probability, on the weights; the log-sum-exp does not know of it.
+    """
+    k, v = (_repeated(x, q) for x in (k, v))
+    scores = _scores(q, k, causal=causal)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp().to(q.dtype)
+    if not dropout:
+        return Block(weights @ v, lse)
+    kept = F.dropout(torch.ones_like(weights), dropout)
+    return Block((weights * kept) @ v, lse, (kept,))
+
+
+def block_backward_reference(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+) -> BlockGradients:
+    """The block's share of the gradients. block: merged over the whole row, ``drawn`` as the forward gave it."""
+    k_N, v_N = (_repeated(x, q) for x in (k, v))
+    exact = block.lse.dtype
+    weights = (_scores(q, k_N, causal=causal) - block.lse.unsqueeze(-1)).exp()
+    grad_weights = (grad @ v_N.mT).to(exact)
+    given = weights
+    if block.drawn:
+        grad_weights, given = grad_weights * block.drawn[0], weights * block.drawn[0]
+    row = (grad.to(exact) * block.out.to(exact)).sum(-1, keepdim=True)
+    grad_scores = (weights * (grad_weights - row) * q.shape[-1] ** -0.5).to(q.dtype)
+    dk, dv = grad_scores.mT @ q, given.to(q.dtype).mT @ grad
+    return BlockGradients(grad_scores @ k_N, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
+
+
+def block_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
+    """``block_reference`` by the CPU's fused kernel, which knows no dropout."""
+    if dropout:
+        return block_reference(q, k, v, causal=causal, dropout=dropout)
+    return Block(*_cpu_forward(q, k, v, 0.0, causal))
+
+
+def block_backward_cpu(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+) -> BlockGradients:
+    """``block_backward_reference`` by the same kernel's backward."""
+    if dropout:
+        return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
+    return BlockGradients(*_cpu_backward(grad, q, k, v, block.out, block.lse, 0.0, causal))
+
+
+def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
+    """``block_reference`` by FlashAttention, which knows bf16, fp16 and head sizes that 8 divides."""
+    if not _flash_takes(q):
+        return block_reference(q, k, v, causal=causal, dropout=dropout)
+    out, lse, *_, seed, offset, _ = _cuda_forward(q, k, v, dropout, causal)
+    return Block(out, lse, (seed, offset))
+
+
+def block_backward_cuda(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+) -> BlockGradients:
+    """``block_backward_reference`` by FlashAttention's backward; ``drawn`` is its random state."""
+    if not _flash_takes(q):
+        return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
+    # Without starts of sequences (they are for uneven lengths) the kernel reads the lengths from the shapes.
+    lengths = (None, None, q.shape[2], k.shape[2])
+    merged = (block.out, block.lse, *lengths, dropout, causal, *block.drawn)
+    return BlockGradients(*_cuda_backward(grad, q, k, v, *merged))
+
+
+def _flash_takes(q: Tensor) -> bool:
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Key-value heads as often as query heads share them."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+    """[B, N, S, L] in max(fp32, dtype)."""
+    scores: Tensor = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    if causal:
+        unseen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    return scores

@@ -1,0 +1,117 @@
+"""The three algorithms on ranks: attention of the whole, and nothing is in flight afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.axis import Axis, Ledger
+from megapar.core.context_parallel.blockwise import Work, attend_blockwise
+from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.ops import attention_reference
+from megapar.core.device.packed import Documents, packed_attention_reference
+from megapar.core.tickets import Traffic
+from tests.support.ranks import run_ranks
+
+SAMPLES, LENGTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 8
+ENDS = (7, 16, 16 + 3, 32)
+
+
+class RecordedTraffic(Traffic):
+    """Notes launches and waits, and who is in flight while tiles are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def launch(self, exchange, x, aside=False):
+        self.order.append(f"{exchange.kind} ^")
+        return super().launch(exchange, x, aside)
+
+    def land(self, flight, metered=True):
+        self.order.append(f"{flight.exchange.kind} v")
+        return super().land(flight, metered)
+
+
+def draw():
+    generator = torch.Generator().manual_seed(5)
+    heads = (HEADS, GROUPS, GROUPS)
+    return [torch.randn(SAMPLES, LENGTH, n, SIZE, generator=generator, dtype=torch.float64) for n in heads]
+
+
+def attend(method, q, k, v, causal, ends):
+    """q, k, v [B, S/cp, heads, D] of this rank to y of the same."""
+    documents = None if ends is None else Documents.of(ends, torch.device("cpu"))
+    if method.deals_heads:
+        q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, method.axis, method.traffic))
+        if documents is None:
+            y = attention_reference(q, k, v, causal=causal)
+        else:
+            y = packed_attention_reference(q, k, v, documents=documents)
+        return to_positions(y.transpose(1, 2), method.axis, method.traffic)
+    plan = method.plan(*q.shape[:2], causal=causal, ends=ends)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    return attend_blockwise(*heads, Work(method.transport, plan, flash=False, dropout=0.0)).transpose(1, 2)
+
+
+def whole(causal, ends):
+    q, k, v = (x.requires_grad_() for x in draw())
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    if ends is not None:
+        y = packed_attention_reference(*heads, documents=Documents.of(ends, torch.device("cpu")))
+    else:
+        y = attention_reference(*heads, causal=causal)
+    y = y.transpose(1, 2)
+    return y, torch.autograd.grad(y.square().sum(), (q, k, v))
+
+
+def compare(rank, size, algorithm, causal, ends):
+    """(worst error, launches and waits of forward and backward, bytes sent)."""
+    layout = choose_layout(algorithm, size, causal=causal, length=LENGTH)
+    ledger, traffic = Ledger(), RecordedTraffic()
+    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)), ledger)
+    method = ContextParallel(axis, algorithm, layout, traffic)
+    own = layout.positions(LENGTH, rank)
+    q, k, v = (x[:, own].requires_grad_() for x in draw())
+    y = attend(method, q, k, v, causal, ends)
+    forward = list(traffic.order)
+    grads = torch.autograd.grad(y.square().sum(), (q, k, v))
+    traffic.check_settled()
+    want, want_grads = whole(causal, ends)
+    pairs = zip((y, *grads), (want, *want_grads), strict=True)
+    error = max(float((a - b[:, own]).abs().max().detach()) for a, b in pairs)
+    return error, forward, traffic.order[len(forward) :], dict(ledger)
+
+
+@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
+@pytest.mark.parametrize(("size", "causal", "ends"), [(2, True, None), (2, False, None), (4, True, ENDS)])
+def test_shared_attention_is_that_of_one_process(algorithm, size, causal, ends):
+    for error, *_ in run_ranks(size, compare, algorithm, causal, ends, backend="late"):
+        assert error < 1e-12
+
+
+def test_a_ring_passes_a_block_on_before_it_is_used():
+    """cp 4, as drawn in ``core.context_parallel.ring``: what flies at the end of a step is waited for in the next."""
+    for _, forward, backward, sent in run_ranks(4, compare, RING, True, None):
+        assert forward == ["send ^", "send v", "send ^", "send v", "send ^", "send v"]
+        keys, gradients = ["send v", "send ^"], ["send v", "send ^"]
+        assert backward == ["send ^", *keys, "send ^", *keys, *gradients, "send v", *gradients, "send v"]
+        block = 2 * SAMPLES * LENGTH // 4 * GROUPS * SIZE * 8  # keys and values in fp64
+        assert sent == {("cp", "send"): 3 * block * 3}
+
+
+def test_gathered_keys_and_dealt_heads_launch_once_each_way():
+    block = 2 * SAMPLES * LENGTH // 2 * GROUPS * SIZE * 8
+    for _, forward, backward, sent in run_ranks(2, compare, GATHERED, True, None):
+        assert Counter(forward) == {"all_gather ^": 1, "all_gather v": 1}
+        assert backward == ["all_gather ^", "all_gather v", "reduce_scatter ^", "reduce_scatter v"]
+        assert sent == {("cp", "all_gather"): 2 * block, ("cp", "reduce_scatter"): block}
+    for _, forward, backward, sent in run_ranks(2, compare, ULYSSES, True, None):
+        assert forward == backward == ["all_to_all ^", "all_to_all v"] * 2
+        heads = SAMPLES * LENGTH // 2 * SIZE * 8
+        assert sent == {("cp", "all_to_all"): 2 * (2 * HEADS + 2 * GROUPS) * heads // 2}

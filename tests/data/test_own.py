@@ -1,0 +1,58 @@
+"""Micro-batches cut down to a rank of cp: its positions, and what stays that of whole samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megapar.core.context_parallel.layout import Layout
+from megapar.data.batches import collate_decoder, collate_ernie
+from megapar.data.own import own_positions
+from megapar.data.samples import NO_LOSS
+
+ZIGZAG = Layout(2, zigzag=True)
+
+
+def decoder_sample(first: int) -> dict[str, np.ndarray]:
+    return {"tokens": np.arange(first, first + 8), "labels": np.arange(first + 1, first + 9), "ends": np.array([3, 8])}
+
+
+def ernie_sample(valid: int, masked: list[int]) -> dict[str, np.ndarray]:
+    labels = np.full(8, NO_LOSS)
+    labels[masked] = [100 + at for at in masked]
+    return {
+        "tokens": np.arange(8),
+        "token_types": np.arange(8) // 4,
+        "labels": labels,
+        "valid": np.arange(8) < valid,
+        "order": np.array(1),
+    }
+
+
+def test_a_decoder_batch_in_zigzag() -> None:
+    samples = [decoder_sample(0), decoder_sample(20)]
+    first, second = (own_positions(collate_decoder, ZIGZAG, rank)(samples) for rank in range(2))
+    assert first.tensors["tokens"].tolist() == [[0, 1, 6, 7], [20, 21, 26, 27]]
+    assert second.tensors["labels"].tolist() == [[3, 4, 5, 6], [23, 24, 25, 26]]
+    assert second.tensors["positions"].tolist() == [[2, 3, 4, 5]] * 2
+    for batch in (first, second):
+        assert batch.tensors["ends"].tolist() == [3, 8, 11, 16]
+        assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 16}, 16, 16)
+        assert "lengths" not in batch.tensors
+
+
+def test_masked_words_go_to_who_holds_them() -> None:
+    samples = [ernie_sample(8, [1, 5]), ernie_sample(6, [0, 3])]
+    first, second = (own_positions(collate_ernie, Layout(2), rank)(samples) for rank in range(2))
+    assert first.tensors["masked_index"].tolist() == [1, 4, 7]
+    assert first.tensors["masked_labels"].tolist() == [101, 100, 103]
+    assert second.tensors["masked_index"].tolist() == [1]
+    assert second.tensors["valid"].tolist() == [[True] * 4, [True, True, False, False]]
+    for batch in (first, second):
+        assert batch.tensors["lengths"].tolist() == [8, 6]
+        assert batch.counts == {"lm": 4, "sop": 2}
+        assert batch.to("meta").tensors["lengths"].device == torch.device("cpu")
+
+
+def test_one_rank_has_the_batch_as_it_is() -> None:
+    assert own_positions(collate_ernie, Layout(), 0) is collate_ernie

@@ -1,0 +1,54 @@
+"""Whole models whose sequences are shared by ranks: nobody sees what stands behind, or another document."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.axis import Axis
+from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.context_parallel.method import ContextParallel
+from tests.model.small import DENSE, build
+from tests.support.ranks import run_ranks
+
+LENGTH = 16
+
+
+def logits(model, layout, rank, tokens, ends):
+    """{position: logits} of this rank's positions."""
+    own = layout.positions(LENGTH, rank)
+    batch = {"tokens": tokens[:, own], "positions": torch.arange(LENGTH)[own][None]}
+    if ends is not None:
+        batch["ends"] = torch.tensor(ends)
+    with torch.no_grad():
+        x, _ = model._run(batch, tokens.numel())
+        y = model.lm_head.logits(x, model.tied_weight)
+    return {at: y[0, place] for place, at in enumerate(own)}
+
+
+def who_sees(rank, size, algorithm, ends):
+    """For each changed position, those of this rank's positions whose logits change."""
+    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)))
+    layout = choose_layout(algorithm, size, causal=True, length=LENGTH)
+    model = build(replace(DENSE, num_layers=3), dtype=torch.float64, cp=ContextParallel(axis, algorithm, layout))
+    tokens = torch.randint(67, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    before = logits(model, layout, rank, tokens, ends)
+    seen = {}
+    for changed in range(LENGTH):
+        other = tokens.clone()
+        other[0, changed] = (other[0, changed] + 1) % 67
+        after = logits(model, layout, rank, other, ends)
+        seen[changed] = {at for at in before if not torch.equal(before[at], after[at])}
+    return seen
+
+
+@pytest.mark.parametrize("ends", [None, (6, 7, 16)])
+@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
+def test_a_position_reaches_itself_and_what_follows_in_its_document(algorithm, ends):
+    found = run_ranks(2, who_sees, algorithm, ends)
+    for changed in range(LENGTH):
+        end = next(e for e in ends or (LENGTH,) if changed < e)
+        assert found[0][changed] | found[1][changed] == set(range(changed, end))

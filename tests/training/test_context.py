@@ -1,0 +1,47 @@
+"""Context parallelism in whole training runs: what is metered, dropout, evaluation, resuming on another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.training import run
+
+ALGORITHMS = {"megatron_cp_algo": "send", "ulysses_cp_algo": "all_to_all", "allgather_cp_algo": "all_gather"}
+CP = ("--cp-degree", "2", "--context-parallel-algo")
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), ALGORITHMS.items())
+def test_waits_for_keys_and_values_are_metered(algorithm: str, kind: str) -> None:
+    """A wait that found everything there is seconds of nearly nothing, but it was counted."""
+    record = run(2, "moe", *CP, algorithm, "--train-iters", "1").records[0]
+    assert record.exposed_seconds[f"cp/{kind}"] > 0.0
+    assert record.exposed_communication_seconds >= record.exposed_seconds[f"cp/{kind}"]
+    assert record.sent_bytes[f"cp/{kind}"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dropout_repeats_where_layers_are_computed_again(algorithm: str) -> None:
+    dropout = ("--attention-dropout", "0.2", "--hidden-dropout", "0.1", "--dtype", "fp64", "--train-iters", "3")
+    plain = run(2, "moe", *CP, algorithm, *dropout)
+    again = run(2, "moe", *CP, algorithm, *dropout, "--recompute-interval", "1")
+    without = run(2, "moe", *CP, algorithm, *dropout[4:])
+    losses, repeated, other = ([record.loss for record in one.records] for one in (plain, again, without))
+    assert losses == repeated
+    assert losses[0] != other[0]
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+def test_evaluation_and_a_checkpoint_on_another_layout(kind: str, tmp_path: Path) -> None:
+    """Four steps alone; or two on cp 2, and from its checkpoint two alone: the same losses, evaluation included."""
+    flags = ("--dtype", "fp64", "--eval-interval", "2", "--eval-iters", "1", "--lr-decay-iters", "4")
+    flags = (*flags, "--attention-dropout", "0", "--hidden-dropout", "0", "--train-iters")
+    alone = run(1, kind, *flags, "4")
+    folder = str(tmp_path / "checkpoint")
+    first = run(2, kind, *flags, "2", *CP, "megatron_cp_algo", "--save", folder)
+    second = run(1, kind, *flags, "4", "--load", folder)
+    got = [*first.records, *second.records]
+    for a, b in zip(got, alone.records, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-10)
+        assert a.eval_loss == pytest.approx(b.eval_loss, rel=1e-10) if b.eval_loss is not None else a.eval_loss is None
