@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
+from megapar.training.build import make_layout
 from megapar.training.sizes import outline
 from tests.equivalence.compare import differences
 from tests.equivalence.run import Trace, trace
 from tests.fuzz.case import Case
 from tests.fuzz.option import Option
-from tests.fuzz.oracle import trace_by_rank
+from tests.fuzz.oracle import Parts, trace_by_rank
 from tests.fuzz.table import OPTIONS
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -73,9 +74,9 @@ def _parsed(case: Case) -> Config | Outcome:
 
 
 @functools.lru_cache(maxsize=64)
-def reference(kind: str, flags: tuple[str, ...], parts: int) -> Trace:
-    """One process. parts: ranks that each count the capacity of their own positions."""
-    if parts > 1:
+def reference(kind: str, flags: tuple[str, ...], parts: Parts = ()) -> Trace:
+    """One process. parts: the positions of ranks that each count the capacity of their own; none: all together."""
+    if parts:
         result = run_ranks(1, trace_by_rank, kind, flags, STEPS, parts, group=False, timeout=TIMEOUT_SECONDS)[0]
     else:
         result = run_ranks(1, trace, kind, flags, STEPS, group=False, timeout=TIMEOUT_SECONDS)[0]
@@ -83,7 +84,13 @@ def reference(kind: str, flags: tuple[str, ...], parts: int) -> Trace:
     return result
 
 
-def _parts(config: Config) -> int:
-    """Parts of a micro-batch that count capacity apart."""
-    apart = config.moe.moe_capacity_scope == "rank" and config.parallel.sequence_parallel
-    return config.parallel.mp_degree if apart else 1
+def _parts(config: Config) -> Parts:
+    """The positions of ranks that count capacity apart."""
+    if config.moe.moe_capacity_scope != "rank":
+        return ()
+    layout, parallel = make_layout(config), config.parallel
+    ranks = [layout.positions(config.model.seq_length, rank) for rank in range(layout.size)]
+    cuts = parallel.mp_degree if parallel.sequence_parallel else 1
+    share = len(ranks[0]) // cuts
+    parts = tuple(tuple(held[cut * share : (cut + 1) * share]) for held in ranks for cut in range(cuts))
+    return parts if len(parts) > 1 else ()

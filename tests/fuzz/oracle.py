@@ -1,4 +1,4 @@
-"""What ``--moe-capacity-scope rank`` means under sequence parallelism, on one process and token by token.
+"""What ``--moe-capacity-scope rank`` means where ranks share a sequence, on one process and token by token.
 
 There every rank counts the capacity of its own positions, so that one process, whose part is the whole, gives other
 numbers. Here one process walks the queues of each rank's positions apart, in plain loops.
@@ -23,25 +23,30 @@ from megapar.moe.stats import MoeStats, RouterSums
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep
 
+# The positions of each rank, in rising order.
+Parts = tuple[tuple[int, ...], ...]
+
 
 def trace_by_rank(
-    rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], steps: int, parts: int
+    rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], steps: int, parts: Parts
 ) -> Trace | None:
-    """``tests.equivalence.run.trace`` of one process that drops as ``parts`` ranks with equal runs of positions do."""
+    """``tests.equivalence.run.trace`` of one process that drops as ranks with these positions each do."""
     with patch.object(block, "MoeLayer", _layer_of(parts)):
         return trace(rank, world_size, rendezvous, kind, flags, steps)
 
 
-def _layer_of(parts: int) -> type[MoeLayer]:
+def _layer_of(parts: Parts) -> type[MoeLayer]:
     class LayerByRank(MoeLayer):
         """Decides apart for each run of positions who is kept, makes room for every pair, counts drops one by one."""
 
-        def kept(self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, *capacity: Any) -> Tensor:
+        def kept(
+            self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, *capacity: Any, **runs: Any
+        ) -> Tensor:
             probs, experts = (x.detach().unflatten(0, (batch, -1)).tolist() for x in (routing.probs, routing.experts))
             text = torch.ones(len(routing.probs), dtype=torch.bool) if valid is None else valid.flatten()
             is_text = text.unflatten(0, (batch, -1)).tolist()
             kept = torch.zeros(batch, len(experts[0]), self.sizes.topk, dtype=torch.bool)
-            for positions in _runs(len(experts[0]), parts):
+            for positions in parts:
                 places = [(b, s) for s in positions for b in range(batch)]
                 pairs = keep(
                     [experts[b][s] for b, s in places],
@@ -58,15 +63,11 @@ def _layer_of(parts: int) -> type[MoeLayer]:
         def _room(self, positions: int, *args: Any, **options: Any) -> tuple[int, bool]:
             return positions * self.sizes.topk, False
 
-        def stats(self, sums: RouterSums, counts: Tensor, tokens: int) -> MoeStats:
+        def stats(self, sums: RouterSums, counts: Tensor, tokens: int, *more: Any) -> MoeStats:
             dropped = torch.tensor(tokens * self.sizes.topk - self.num_kept)
-            return super().stats(sums, counts, tokens)._replace(dropped=dropped)
+            return super().stats(sums, counts, tokens, *more)._replace(dropped=dropped)
 
     return LayerByRank
-
-
-def _runs(length: int, parts: int) -> list[range]:
-    return [range(part * length // parts, (part + 1) * length // parts) for part in range(parts)]
 
 
 def _capacity(sizes: MoeSizes, tokens: int) -> int:

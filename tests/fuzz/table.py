@@ -5,6 +5,7 @@ An option's values are those that are legal beside the rows above it; ``wild`` o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from megapar.rules.rule import divisors
@@ -30,8 +31,8 @@ FEW = 36  # tokens of a sample, at most about
 
 
 def _rest(d: Drawn) -> int:
-    """Ranks that pp and mp leave; without cp all of them read data of their own."""
-    return max(1, int(d.world_size // (d.pp_degree * d.mp_degree)))
+    """Ranks that read data of their own: those that pp, mp and cp leave."""
+    return max(1, int(d.world_size // (d.pp_degree * d.mp_degree * d.cp_degree)))
 
 
 def _sharding(d: Drawn) -> int:
@@ -43,7 +44,7 @@ def _emp(d: Drawn) -> int:
 
 
 def _ep_degrees(d: Drawn) -> list[int | None]:
-    room = _sharding(d) * (d.mp_degree if _emp(d) == 1 else 1)
+    room = _sharding(d) * d.cp_degree * (d.mp_degree if _emp(d) == 1 else 1)
     replicas = max(1, _rest(d) // _sharding(d))
     return [None, *sorted({*divisors(room), *(room * n for n in divisors(replicas))} - {1})]
 
@@ -73,6 +74,19 @@ def _mp(d: Drawn) -> int:
     return int(d.mp_degree)
 
 
+def _cp(d: Drawn) -> int:
+    return int(d.cp_degree)
+
+
+def _algorithms(d: Drawn) -> list[str | None]:
+    return [None, "ulysses_cp_algo", "allgather_cp_algo"]
+
+
+def _head_step(d: Drawn) -> int:
+    """What divides the heads: mp deals them out, and ulysses once more."""
+    return _mp(d) * (_cp(d) if d.context_parallel_algo == "ulysses_cp_algo" else 1)
+
+
 def _head_dims(d: Drawn) -> list[int | None]:
     odd = [5, 3] if d.position_embedding_type == "learned" else []
     return [None, None, 6, 16, *odd]
@@ -87,7 +101,8 @@ def _hidden_sizes(d: Drawn) -> list[int]:
 
 def _lengths(d: Drawn) -> list[int]:
     shortest = 6 if d.kind == "ernie" else 1
-    step = _mp(d) if d.sequence_parallel else 1
+    chunks = 2 * _cp(d) if _cp(d) > 1 and d.kind == "moe" and d.context_parallel_algo == "megatron_cp_algo" else _cp(d)
+    step = math.lcm(chunks, _cp(d) * (_mp(d) if d.sequence_parallel else 1))
     wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
     return [n for n in wanted if shortest <= n <= FEW] or [-(-shortest // step) * step]
 
@@ -140,8 +155,12 @@ def _rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
     return [None, None, None, (unit, unit, 2 * unit)] if not _pipelined(d) else [None]
 
 
-def _no_mp(d: Drawn) -> bool:
-    return _mp(d) == 1
+def _whole_heads(d: Drawn) -> bool:
+    return _mp(d) == _cp(d) == 1
+
+
+def _whole_sequences(d: Drawn) -> bool:
+    return not d.sequence_parallel and _cp(d) == 1
 
 
 def _pipelined(d: Drawn) -> bool:
@@ -189,9 +208,15 @@ def _whole_units(d: Drawn) -> bool:
 def _sliceable(d: Drawn) -> bool:
     """Masks of slices are not those of the whole, and ranks that count apart own other positions when sliced.
 
-    Slices go with no pipeline, nothing recomputed and no documents kept apart.
+    Slices go with no shared sequences, no pipeline, nothing recomputed and no documents kept apart.
     """
-    if _pipelined(d) or _whole_units(d) or d.recompute_granularity == "selective" or d.reset_attention_mask:
+    if (
+        _cp(d) > 1
+        or _pipelined(d)
+        or _whole_units(d)
+        or d.recompute_granularity == "selective"
+        or d.reset_attention_mask
+    ):
         return False
     by_rank = d.moe_capacity_scope == "rank" and bool(d.sequence_parallel)
     segments = d.sharding_stage == 3 and bool(d.sharding_segment_strategy)
@@ -257,6 +282,19 @@ LAYOUT = (
         wild=(2, 3, 4, 16),
         layout=True,
     ),
+    Option(
+        name="cp_degree",
+        values=lambda d: [None, None, *divisors(max(1, d.world_size // (d.pp_degree * d.mp_degree)))[1:]],
+        wild=(2, 3),
+        layout=True,
+    ),
+    Option(
+        name="context_parallel_algo",
+        values=_algorithms,
+        when=lambda d: _cp(d) > 1,
+        wild=("ulysses_cp_algo", "allgather_cp_algo"),
+        layout=True,
+    ),
     Option(name="hybrid_dp", values=(None, True), when=lambda d: _rest(d) > 1, wild=(True,), layout=True),
     Option(
         name="sharding_degree",
@@ -298,7 +336,7 @@ DECODER = (
     Option(name="num_layers", values=_layer_counts, wild=(1, 2), size=True),
     Option(name="pp_seg_method", values=_cuts, when=_pipelined, wild=("layer:Mlp", "layer:Conv", "0,1"), layout=True),
     Option(name="position_embedding_type", values=(None, "learned"), kinds=MOE),
-    Option(name="num_attention_heads", values=_multiples(_mp, 1, 2, 4, 3), wild=(1, 3, 5), size=True),
+    Option(name="num_attention_heads", values=_multiples(_head_step, 1, 2, 4, 3), wild=(1, 3, 5), size=True),
     Option(
         name="num_query_groups",
         values=lambda d: [None, *(n for n in divisors(d.num_attention_heads) if n % _mp(d) == 0)],
@@ -340,8 +378,8 @@ DECODER = (
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="use_flash_attn", values=(None, False)),
     # Masks of split heads and positions are not those of one process; those of replicated activations are.
-    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _no_mp(d) else (0.0,)),
-    Option(name="hidden_dropout", values=lambda d: (0.0,) if d.sequence_parallel else (0.0, 0.0, 0.1, 0.5)),
+    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _whole_heads(d) else (0.0,)),
+    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _whole_sequences(d) else (0.0,)),
 )
 
 EXPERTS = (
@@ -536,8 +574,6 @@ SLICES = (
 )
 
 LATER = (
-    Option(name="cp_degree", wild=(2,), layout=True),
-    Option(name="context_parallel_algo", wild=("ulysses_cp_algo",), layout=True),
     Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
     Option(name="multi_latent_attention", wild=(True,), kinds=MOE),
 )

@@ -13,6 +13,7 @@ from tests.fuzz.case import Case, case_of
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
 from tests.fuzz.fuzzer import Fuzzer, Tally
 from tests.fuzz.option import Option, spell_all
+from tests.fuzz.oracle import Parts
 from tests.fuzz.regressions import REGRESSIONS, Regression
 from tests.fuzz.table import OPTIONS
 
@@ -108,18 +109,22 @@ def test_a_wrong_number_a_late_error_and_a_needless_refusal_are_seen() -> None:
     assert check(Case("moe", 2, (("mp_degree", 3),), wild=("mp_degree",))).kind == REFUSED
 
 
-def test_capacity_per_rank_is_held_to_the_oracle() -> None:
-    """Under sequence parallelism it differs from one process, which counts over the whole micro-batch."""
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [("--mp-degree 2 --sequence-parallel", ((0, 1), (2, 3))), ("--cp-degree 2", ((0, 3), (1, 2)))],
+)
+def test_capacity_per_rank_is_held_to_the_oracle(layout: str, parts: Parts) -> None:
+    """Where ranks share a sequence it differs from one process, which counts over the whole micro-batch."""
     line = (
         f"{SMALL} --init-std 0.5 --num-experts 4 --moe-router-topk 2 --moe-model-type deepspeed_moe "
-        "--moe-capacity-factor 0.5 --moe-min-capacity 1 --micro-batch-size 3 --mp-degree 2 --sequence-parallel"
+        f"--moe-capacity-factor 0.5 --moe-min-capacity 1 --micro-batch-size 3 {layout}"
     )
     for policy in ("token", "choice", "probs"):
         case = case_of("moe", 2, f"{line} --moe-drop-policy {policy} --moe-capacity-scope rank")
         outcome = check(case)
         assert outcome.kind == EQUAL, outcome.text
-        together, apart = (reference("moe", tuple(case.reference_flags(3)), parts) for parts in (1, 2))
-        assert differences(together, apart) != []
+        flags = tuple(case.reference_flags(3))
+        assert differences(reference("moe", flags), reference("moe", flags, parts)) != []
 
 
 def test_rules_that_refuse_are_rows() -> None:
