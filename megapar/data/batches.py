@@ -29,8 +29,8 @@ class MicroBatch:
         masked_labels [M]; sop_labels [B].
         Both: valid [B, S] bool, only where some position is padding.
         For a rank of cp S is its positions (``data.own``), but for ``ends``; beside valid there is lengths [B], the
-        valid positions of whole samples, and for a decoder tokens_ahead, labels_ahead [B, S] (``core.following``),
-        which a rank cannot know from its positions. What follows is always that of whole samples.
+        valid positions of whole samples, and for a decoder tokens_ahead, labels_ahead [B, S], those of the
+        position behind each, which a rank cannot know from its own. What follows is always that of whole samples.
     counts: items of each loss term in it: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
         token is asked for and the one behind it too), {"lm": M, "sop": B} for ERNIE.
     valid_tokens: positions that are not padding. tokens: all positions, B * S.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from megapar.core.context_parallel.layout import Layout
-from megapar.core.following import following
-from megapar.data.batches import LENGTHS, Collate, MicroBatch
+from typing import TYPE_CHECKING
 
-AHEAD = ("tokens_ahead", "labels_ahead")
-_BY_POSITION = ("tokens", "labels", "positions", "token_types", "task_types", "valid")
+from megapar.core.context_parallel.layout import Layout
+from megapar.data.batches import LENGTHS, Collate, MicroBatch
+from megapar.data.samples import NO_LOSS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BY_POSITION = ("tokens", "labels", "positions", "token_types", "task_types", "valid", "tokens_ahead", "labels_ahead")
 
 
 def own_positions(collate: Collate, layout: Layout, rank: int) -> Collate:
@@ -20,12 +24,11 @@ def _cut(batch: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
     import torch
 
     whole = {name: tensor.numpy() for name, tensor in batch.tensors.items()}
+    if "labels" in whole:
+        whole["tokens_ahead"], whole["labels_ahead"] = ahead(whole["tokens"], whole["labels"])
     length = whole["tokens"].shape[1]
     own = np.array(layout.positions(length, rank), dtype=np.int64)
     arrays = {name: array[:, own] if name in _BY_POSITION else array for name, array in whole.items()}
-    if "labels" in whole:
-        ahead = following(batch.tensors["tokens"], batch.tensors["labels"])
-        arrays |= {name: x.numpy()[:, own] for name, x in zip(AHEAD, ahead, strict=True)}
     if "valid" in whole:
         arrays[LENGTHS] = whole["valid"].sum(1)
     if "masked_index" in whole:
@@ -37,3 +40,14 @@ def _cut(batch: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
         arrays["masked_labels"] = whole["masked_labels"][here]
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     return MicroBatch(tensors, batch.counts, batch.valid_tokens, batch.tokens)
+
+
+def ahead(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(token t + 1, label of t + 1) at every position t of [B, S]: what multi-token prediction reads and is asked for.
+
+    Nothing is asked for where t has no label. (The model does the same where it has whole sequences.)
+    """
+    import numpy as np
+
+    after = np.concatenate((labels[:, 1:], np.full_like(labels[:, :1], NO_LOSS)), axis=1)
+    return np.concatenate((tokens[:, 1:], tokens[:, -1:]), axis=1), np.where(labels == NO_LOSS, NO_LOSS, after)

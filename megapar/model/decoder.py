@@ -19,7 +19,6 @@ from megapar.core.collectives import all_gather, copy
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import wide
 from megapar.core.device.packed import Documents
-from megapar.core.following import following
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
@@ -36,7 +35,7 @@ from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
-from megapar.model.mtp import Mtp
+from megapar.model.mtp import Mtp, following
 from megapar.model.norm import make_norm
 from megapar.model.rotary import rotary_angles
 from megapar.model.sizes import DecoderSizes
@@ -172,7 +171,7 @@ class Decoder(nn.Module):
         padding, which must stand behind the text of its sample; ends [documents] int64 on the host where attention
         stays inside documents: the place behind each in B * S. Under context parallelism S is this rank's positions,
         but for ``ends``, which are those of whole samples; valid_tokens must be given, of whole samples, too, and for
-        multi-token prediction tokens_ahead and labels_ahead [B, S] (``core.following``).
+        multi-token prediction tokens_ahead and labels_ahead [B, S] (``model.mtp.following``).
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
         x, stats, context = self._run(batch, valid_tokens)

@@ -27,6 +27,8 @@ from megapar.model.norm import make_norm
 from megapar.model.sizes import DecoderSizes
 from megapar.moe.slicing import Slicing
 
+NO_LOSS = -100
+
 
 class Mtp(nn.Module):
     """hidden [B, S(/mp), H], tokens t + 1 [B, S] -> [B, S(/mp), H].
@@ -71,8 +73,19 @@ class Mtp(nn.Module):
         )
 
     def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> Tensor:
-        """What the final norm and the head make predictions of. tokens: of ``core.following``."""
+        """What the final norm and the head make predictions of. tokens: of ``following``."""
         embedded = look_up(tokens, word, self.start, self.mp, sequence_parallel=self.sequence_parallel)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         x, _ = self.block(self.proj(both), context)
         return join(x, context) if isinstance(x, Sliced) else x
+
+
+def following(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(token t + 1, label of t + 1) at every position t of [B, S].
+
+    Nothing is asked for where t or t + 1 has no label, so that nothing is predicted across a border that the labels
+    respect, and at the last position, whose next token nobody knows (nothing before it sees what stands there).
+    """
+    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], NO_LOSS)), dim=1)
+    asked = torch.where(labels == NO_LOSS, NO_LOSS, after)
+    return torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1), asked

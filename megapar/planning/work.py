@@ -10,10 +10,12 @@ H hidden, N query heads, G key-value heads, D head size, F MLP width, E experts,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megapar.core.context_parallel.layout import RING, ULYSSES
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.sizes import MoeSizes
 from megapar.planning.layout import Layout
@@ -252,8 +254,15 @@ class Work:
             core += self._scores_kept(t, N, G, D, length, rope)
         scores = 2.0 * t * scored * length * (0.5 if causal else 1.0)
         selective = a.config.recompute.recompute_granularity == "selective"
-        kept_core = e * t * width_out if selective else core
+        cp, algorithm = a.config.grid.cp, a.config.parallel.context_parallel_algo
+        blockwise = cp > 1 and algorithm != ULYSSES
+        kept_core = e * t * width_out if selective and not blockwise else core
         backward_core = e * t * (width_qkv + width_out) + (core - kept_core)
+        if blockwise:  # sums in fp32; columns and their gradients, of two ranks at a time or of all
+            columns = 2 * t * G * D * (e + a.wide)
+            backward_core += a.wide * t * width_out + columns * (2 if algorithm == RING else cp + 1)
+        elif cp > 1:
+            kept_core += e * t * width_out  # what attention keeps is not what travels
         # ERNIE normalises behind the sum: its norm keeps the sum, and its output is the next half's input.
         norm = Part("norm", self._norm_kept(), moved=3 * x, transient=(a.wide + e) * 2 * s * H)
         return [
@@ -266,7 +275,14 @@ class Work:
                 messages=self._column(e * t * H),
                 transient=e * t * width_qkv + 2 * x,
             ),
-            Part("core", kept_core, scores=scores, moved=core + kept_qkv, transient=backward_core),
+            Part(
+                "core",
+                kept_core,
+                scores=scores,
+                moved=core + kept_qkv,
+                messages=self._context(t * N * D, t * G * D),
+                transient=backward_core,
+            ),
             Part(
                 "proj",
                 self._dropped(x),
@@ -410,6 +426,27 @@ class Work:
         n = self.layout.config.grid.size(axis)
         factor = {"all_reduce": 2.0, "all_to_all": 1.0}.get(kind, 1.0) * (n - 1) / n
         return Message(axis, kind, whole * factor, phase, hidden)
+
+    def _context(self, queries: float, keys: float) -> tuple[Message, ...]:
+        """Of attention whose sequences cp ranks share; queries, keys: elements of them on this rank."""
+        cp, e, w = self.layout.config.grid.cp, self.layout.item, self.layout.wide
+        if cp == 1:
+            return ()
+        algorithm = self.layout.config.parallel.context_parallel_algo
+        if algorithm == ULYSSES:
+            groups = keys / queries * self.layout.sizes.num_attention_heads / self._mp
+            copies = cp // math.gcd(cp, round(groups))
+            heads = e * (2 * queries + 2 * keys * copies)
+            return tuple(self._message("cp", "all_to_all", heads, phase) for phase in ("forward", "backward"))
+        both, others = 2 * keys, cp - 1
+        if algorithm == RING:
+            sent = ((e, "forward"), (e, "backward"), (w, "backward"))
+            return tuple(Message("cp", "send", others * both * size, phase, True) for size, phase in sent)
+        return (
+            self._message("cp", "all_gather", cp * both * e, "forward", hidden=True),
+            self._message("cp", "all_gather", cp * both * e, "backward", hidden=True),
+            self._message("cp", "reduce_scatter", cp * both * w, "backward", hidden=True),
+        )
 
     def _column(self, whole: float) -> tuple[Message, ...]:
         """Of a layer cut along its out features, ``whole``: its input [t, H]."""

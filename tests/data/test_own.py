@@ -7,8 +7,9 @@ import torch
 
 from megapar.core.context_parallel.layout import Layout
 from megapar.data.batches import collate_decoder, collate_ernie
-from megapar.data.own import own_positions
+from megapar.data.own import ahead, own_positions
 from megapar.data.samples import NO_LOSS
+from megapar.model.mtp import following
 
 ZIGZAG = Layout(2, zigzag=True)
 
@@ -56,3 +57,13 @@ def test_masked_words_go_to_who_holds_them() -> None:
 
 def test_one_rank_has_the_batch_as_it_is() -> None:
     assert own_positions(collate_ernie, Layout(), 0) is collate_ernie
+
+
+def test_what_stands_ahead_is_what_the_model_takes_from_whole_sequences() -> None:
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 50, (3, 8))
+    labels = np.where(generator.random((3, 8)) < 0.3, NO_LOSS, tokens + 1)
+    for ours, theirs in zip(
+        ahead(tokens, labels), following(torch.from_numpy(tokens), torch.from_numpy(labels)), strict=True
+    ):
+        assert ours.tolist() == theirs.tolist()

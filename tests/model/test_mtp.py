@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megapar.core.following import following
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
-from megapar.model.mtp import Mtp
+from megapar.model.mtp import Mtp, following
 from megapar.model.rotary import rotary_angles
 from tests.model.small import DENSE, batch_for, build
 

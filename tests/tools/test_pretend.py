@@ -10,6 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megapar.arguments import parse
 from megapar.core.sharding.part import Part
+from megapar.planning.devices import device_kind
+from megapar.planning.layout import Layout
+from megapar.planning.traffic import stage_traffic
+from megapar.planning.work import Work
 from megapar.tools.pretend import pretend
 from tests.support.ranks import run_ranks
 
@@ -94,3 +98,29 @@ def test_stages_of_a_large_pipeline_send_activations_gradients_and_the_tied_embe
     tied = 128 // 2 * 64 // 4 * 4  # this rank's shard of this mp rank's vocabulary, in fp32
     assert [stage for stage, _ in results] == [0, 1, 3]
     assert [sent["pp/send"] for _, sent in results] == [activations + tied, 2 * activations, activations + tied]
+
+
+CONTEXT = (
+    *("--cp-degree", "8", "--mp-degree", "2", "--sequence-parallel", "--num-experts", "0", "--num-layers", "2"),
+    *("--hidden-size", "64", "--num-attention-heads", "16", "--num-query-groups", "4", "--seq-length", "64"),
+    *("--vocab-size", "128", "--micro-batch-size", "2", "--data-path", "mock", "--device", "cpu"),
+    *("--gradient-merge-acc-step", "3", "--reset-attention-mask"),
+)
+BY_ALGORITHM = {"megatron_cp_algo": 1, "ulysses_cp_algo": 1, "allgather_cp_algo": 2}  # kinds of messages
+
+
+def shared_as(rank: int, world_size: int, rendezvous: str, algorithm: str) -> tuple[dict[str, int], dict[str, float]]:
+    """Bytes sent of one step that shares sequences, and what a plan says of them."""
+    flags = (*CONTEXT, "--context-parallel-algo", algorithm, "--dtype", "bf16")
+    config = parse("moe", flags, {"WORLD_SIZE": "32", "RANK": "11"})
+    with pretend(config, 11) as trainer:
+        sent = trainer.step().sent_bytes
+    return sent, stage_traffic(Work(Layout(config, device_kind("cpu"))), 0)
+
+
+@pytest.mark.parametrize("algorithm", BY_ALGORITHM)
+def test_shared_sequences_send_what_a_plan_says(algorithm: str) -> None:
+    sent, planned = run_ranks(1, shared_as, algorithm, group=False, timeout=120)[0]
+    ours = {name: amount for name, amount in sent.items() if name.startswith("cp/")}
+    assert len(ours) == BY_ALGORITHM[algorithm]
+    assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}

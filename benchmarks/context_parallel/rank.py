@@ -1,0 +1,121 @@
+"""One of the ranks that share a sequence, or the one process that has it whole: attention forward and backward.
+
+Requests: an algorithm of ``--context-parallel-algo``, or "in_order" (the ring without its zig-zag); behind a space
+``alone`` (the same computation, and messages that arrive at once without their data) or ``waiting`` (every message
+waited for where it is launched). "whole": torch's attention of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend "fake" known)
+
+from benchmarks.support.contest import Figures, serve
+from megapar.core.axis import Axis
+from megapar.core.context_parallel.blockwise import Work, attend_blockwise
+from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.layout import RING, Layout, choose_layout
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.tickets import Exchange, Flight, Traffic
+
+HEADS, GROUPS, SIZE = 8, 4, 64
+
+
+class WaitingTraffic(Traffic):
+    """Nothing flies while anything is computed."""
+
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
+        """Launch, and wait at once."""
+        flight = super().launch(exchange, x, aside)
+        if flight.work is not None:
+            self.meter.wait(flight.work, flight.kind)
+        return flight
+
+
+class Attention:
+    """One layer's attention to one sequence; ranks: that share it."""
+
+    def __init__(self, rank: int, ranks: int, length: int, device: torch.device) -> None:
+        self.rank, self.ranks, self.length, self.device = rank, ranks, length, device
+        self.groups = {"link": dist.group.WORLD, "alone": None}
+        if ranks > 1:
+            self.groups["alone"] = dist.new_group(list(range(ranks)), backend="fake")
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        heads = (HEADS, GROUPS, GROUPS)
+        self.qkv = [torch.randn(1, length, n, SIZE, generator=generator).to(device, dtype) for n in heads]
+
+    def __call__(self, request: str) -> Figures:
+        """Seconds of forward and backward, and of it the seconds of waiting for messages."""
+        algorithm, _, way = request.partition(" ")
+        traffic = WaitingTraffic() if way == "waiting" else Traffic()
+        if algorithm == "whole":
+            own = [x.detach().requires_grad_() for x in self.qkv]
+        else:
+            group = self.groups["alone" if way == "alone" else "link"]
+            axis = Axis("cp", self.ranks, self.rank, group, tuple(range(self.ranks)))
+            name = RING if algorithm == "in_order" else algorithm
+            layout = choose_layout(name, self.ranks, causal=True, length=self.length)
+            layout = Layout(self.ranks) if algorithm == "in_order" else layout
+            method = ContextParallel(axis, name, layout, traffic)
+            places = torch.tensor(layout.positions(self.length, self.rank), device=self.device)
+            own = [x[:, places].requires_grad_() for x in self.qkv]
+        if self.ranks > 1:
+            dist.barrier()
+        self._synchronize()
+        start = time.perf_counter()
+        y = _whole(*own) if algorithm == "whole" else _shared(method, *own)
+        y.backward(torch.ones_like(y))
+        self._synchronize()
+        return {"seconds": time.perf_counter() - start, "waited": sum(traffic.meter.take().seconds().values())}
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[1, S, heads, D] each."""
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _shared(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[1, S / cp, heads, D] each."""
+    if method.deals_heads:
+        y = _whole(*to_heads(q, k, v, method.axis, method.traffic))
+        return to_positions(y, method.axis, method.traffic)
+    plan = method.plan(*q.shape[:2], causal=True)
+    assert plan is not None
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    return attend_blockwise(*heads, Work(method.transport, plan, flash=True, dropout=0.0)).transpose(1, 2)
+
+
+def main() -> None:
+    """Join the others and serve turns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--rendezvous")
+    parser.add_argument("--device")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device, options.rank) if options.device == "cuda" else torch.device("cpu")
+    if options.ranks > 1:
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        dist.init_process_group(backend, options.rendezvous, rank=options.rank, world_size=options.ranks)
+    serve(Attention(options.rank, options.ranks, options.length, device))
+
+
+if __name__ == "__main__":
+    main()
