@@ -76,11 +76,11 @@ def all_to_all(
 def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> list[dist.Work]:
     """``sent`` to rank ``to`` of the axis and ``received`` from rank ``source``; None: nobody. Always asynchronous."""
     calls = []
+    if source is not None:  # first, as above
+        calls.append(dist.P2POp(dist.irecv, received, axis.ranks[source], group=axis.group))
     if to is not None:
         axis.count("send", sent.nbytes)
         calls.append(dist.P2POp(dist.isend, sent, axis.ranks[to], group=axis.group))
-    if source is not None:
-        calls.append(dist.P2POp(dist.irecv, received, axis.ranks[source], group=axis.group))
     return dist.batch_isend_irecv(calls) if calls else []
 
 
