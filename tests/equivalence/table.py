@@ -415,7 +415,6 @@ CONTEXT_FACTORS = (
     ALGORITHMS,
     (
         (2, 2, (*EP2, "--sharding-stage", "2")),
-        (2, 2, ("--sharding-stage", "3")),
         (4, 2, (*MP2, *SP)),
         (4, 2, _stages(2)[2]),
         (4, 2, (*EP2, "--sharding-degree", "1", "--hybrid-dp")),
@@ -423,7 +422,7 @@ CONTEXT_FACTORS = (
         (4, 4, (*EP4, "--sharding-stage", "2")),
         (4, 2, ("--pp-degree", "2")),
     ),
-    ((*BOUNDARIES, *UNTIED), DROPS, PROBS, (*QK_NORM, *CLIPPED)),
+    ((*BOUNDARIES, *UNTIED), PROBS, (*DROPS, *QK_NORM, *CLIPPED)),
     ((), _every(1)),
 )
 
