@@ -25,7 +25,10 @@ from megapar.core.device.pick import pick
 from megapar.core.memory import MemoryTracker
 from megapar.core.meter import WaitMeter
 from megapar.core.world import World
-from megapar.data.batches import MicroBatch
+from megapar.data.batches import Collate, MicroBatch
+from megapar.data.corpus import Corpus
+from megapar.data.own import own_positions
+from megapar.data.samples import Sample
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.trainer import Trainer
 from megapar.training import build
@@ -66,6 +69,7 @@ def pretend(config: Config, rank: int, tracker: MemoryTracker | None = None) -> 
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             # Initial values are not looked at either, and drawing them would take most of the time.
             stack.enter_context(patch.object(build, "fill"))
+            stack.enter_context(patch.object(build, "make_collate", _make_real))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", lambda _, told: told.numbers))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
@@ -80,6 +84,17 @@ def pretend(config: Config, rank: int, tracker: MemoryTracker | None = None) -> 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _make_real(config: Config, world: World, corpus: Corpus) -> Collate:
+    """Samples are real, and the host reads them: they become fake on their way to the device."""
+    collate = own_positions(corpus.collate, build.make_layout(config), world.axis("cp").rank)
+
+    def made(samples: Sequence[Sample]) -> MicroBatch:
+        with unset_fake_temporarily():
+            return collate(samples)
+
+    return made
 
 
 _announce, _mesh = ExpertParallelDispatcher.announce, World.mesh

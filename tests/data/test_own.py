@@ -12,6 +12,7 @@ from megapar.data.samples import NO_LOSS
 from megapar.model.mtp import following
 
 ZIGZAG = Layout(2, zigzag=True)
+WHOLE = {"lm": 16, "mtp": 14, "sequences": 2}
 
 
 def decoder_sample(first: int) -> dict[str, np.ndarray]:
@@ -38,7 +39,7 @@ def test_a_decoder_batch_in_zigzag() -> None:
     assert second.tensors["positions"].tolist() == [[2, 3, 4, 5]] * 2
     for batch in (first, second):
         assert batch.tensors["ends"].tolist() == [3, 8, 11, 16]
-        assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 16}, 16, 16)
+        assert (batch.counts, batch.valid_tokens, batch.tokens) == (WHOLE, 16, 16)
         assert "lengths" not in batch.tensors
 
 
