@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.recompute.curves_rank import SETTLED
@@ -29,9 +30,9 @@ LAYOUTS = {
 }
 WAYS = {"none": (), "recompute": ("--recompute-interval", "1")}
 REDUCED = (
-    *("--num-layers", "4", "--hidden-size", "192", "--num-attention-heads", "6", "--ffn-hidden-size", "768"),
-    *("--seq-length", "64", "--max-position-embeddings", "64", "--vocab-size", "1024"),
-    *("--micro-batch-size", "2", "--global-batch-size", "16", "--lr", "1e-3", "--min-lr", "1e-4"),
+    *("--num-layers", "4", "--hidden-size", "96", "--num-attention-heads", "4", "--ffn-hidden-size", "384"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--vocab-size", "512"),
+    *("--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "2e-3", "--min-lr", "2e-4"),
     *("--lr-warmup-iters", "5"),
 )
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +42,7 @@ DRAWN = ("bf16", "fp16")
 def main() -> None:
     """Train; keep, compare and draw this and what earlier calls have left in ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", default=["fp64", "bf16", "fp16"])
+    parser.add_argument("--dtypes", nargs="*", default=["fp64", "bf16", "fp16"], help="none: only draw")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
@@ -52,10 +53,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"curves-{options.device}.json"
     runs: dict[str, dict[str, Figures]] = json.loads(path.read_text())["runs"] if path.exists() else {}
-    for layout in options.layouts:
-        runs |= _train(layout, options.dtypes, options.steps, options.device)
-        path.write_text(json.dumps({"machine": machine(options.device), "runs": runs}, sort_keys=True) + "\n")
-    print(f"{machine(options.device)}; GPT-117M reduced to 4 layers of 192\n")
+    for layout in options.layouts if options.dtypes else ():
+        for name, ways in _train(layout, options.dtypes, options.steps, options.device):
+            runs[name] = ways
+            path.write_text(json.dumps({"machine": machine(options.device), "runs": runs}, sort_keys=True) + "\n")
+    print(f"{machine(options.device)}; GPT-117M reduced to 4 layers of 96\n")
     held = "resident: last / tenth step" if options.device == "cpu" else "reserved / allocated"
     header = ("run", "steps", "first loss", "last, none", "last, recompute", "losses that differ")
     print_table((*header, f"{held}, none", "recompute"), [_row(name, runs[name]) for name in sorted(runs)])
@@ -83,8 +85,8 @@ def _row(name: str, ways: dict[str, Figures]) -> tuple[str, ...]:
     return (name, str(len(plain)), *losses, f"{differ} of {len(plain)}", *ratios)
 
 
-def _train(layout: str, dtypes: list[str], steps: int, device: str) -> dict[str, dict[str, Figures]]:
-    """Every dtype with and without recompute on one layout, in the same processes: run -> way -> its figures."""
+def _train(layout: str, dtypes: list[str], steps: int, device: str) -> Iterator[tuple[str, dict[str, Figures]]]:
+    """Every dtype with and without recompute on one layout, in the same processes: run, way -> its figures."""
     world_size, flags = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "-m", "benchmarks.recompute.curves_rank", "--device", device, "--steps", str(steps)]
@@ -92,12 +94,9 @@ def _train(layout: str, dtypes: list[str], steps: int, device: str) -> dict[str,
         places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size))
         shared = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
         with Contest({"ranks": [Rank(argv, {**place, **shared}) for place in places]}) as contest:
-            return {
-                f"{layout}, {dtype}": {
-                    way: contest.turn("ranks", " ".join((dtype, *more))) for way, more in WAYS.items()
-                }
-                for dtype in dtypes
-            }
+            for dtype in dtypes:
+                ways = {way: contest.turn("ranks", " ".join((dtype, *more))) for way, more in WAYS.items()}
+                yield f"{layout}, {dtype}", ways
 
 
 def _losses(figures: Figures) -> list[float]:

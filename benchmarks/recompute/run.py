@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.recompute.rank import WAYS
-from benchmarks.support.contest import Contest, Rank, median
+from benchmarks.support.contest import Contest, Rank, paired
 from benchmarks.support.table import machine, print_json, print_table
 
 MEGABYTE = 1e6
@@ -43,8 +43,6 @@ def main() -> None:
         with Contest({"ranks": ranks}) as contest:
             times = contest.rounds(options.rounds, {way: ("ranks", f"time {way}") for way in ways})
             memory = {way: contest.turn("ranks", f"memory {way}") for way in ways}
-    seconds = {way: median(figures) for way, figures in times.items()}
-    busy = {way: median(figures, "cpu_seconds") for way, figures in times.items()}
     print(f"{machine(options.device)}; mp {options.mp}, pp {options.pp}; medians of {options.rounds} rounds\n")
     rows = [
         (
@@ -52,17 +50,15 @@ def main() -> None:
             f"{memory[way]['device'] / MEGABYTE:.1f}",
             f"{memory[way]['device'] / memory['none']['device']:.2f}",
             f"{memory[way]['host'] / MEGABYTE:.1f}",
-            f"{seconds['none'] / seconds[way]:.2f}",
-            f"{seconds['recompute'] / seconds[way]:.2f}",
-            f"{busy[way] / busy['none']:.2f}",
+            f"{paired(times[way], times['none']):.2f}",
+            f"{paired(times[way], times['recompute']):.2f}",
+            f"{paired(times[way], times['none'], 'cpu_seconds'):.2f}",
         )
         for way in ways
     ]
-    header = ("", "device MB", "of none", "host MB", "tokens/s of none", "tokens/s of recompute", "CPU time of none")
-    print_table(header, rows)
+    print_table(("", "device MB", "of none", "host MB", "time of none", "of recompute", "CPU time of none"), rows)
     result: dict[str, object] = {"benchmark": "recompute", "machine": machine(options.device)}
-    result |= {"mp": options.mp, "pp": options.pp, "seconds": seconds, "cpu_seconds": busy, "memory_bytes": memory}
-    result["rounds"] = {way: [figures["seconds"] for figures in rounds] for way, rounds in times.items()}
+    result |= {"mp": options.mp, "pp": options.pp, "rounds": times, "memory_bytes": memory}
     print_json(result)
 
 

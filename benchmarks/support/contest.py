@@ -98,6 +98,14 @@ def median(rounds: Sequence[Figures], key: str = "seconds") -> float:
     return statistics.median(figures[key] for figures in rounds)
 
 
+def paired(rounds: Sequence[Figures], others: Sequence[Figures], key: str = "seconds") -> float:
+    """The median over rounds of a figure in proportion to another entry's in the same round.
+
+    Where the machine's speed drifts between rounds this is steadier than the ratio of two medians.
+    """
+    return statistics.median(mine[key] / theirs[key] for mine, theirs in zip(rounds, others, strict=True))
+
+
 def serve(work: Callable[[str], Figures]) -> None:
     """Answer requests until the parent closes the line; never returns."""
     for line in sys.stdin:
