@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapar.errors import Complaint
-from megapar.rules import ampipe, data, layout, model, not_built, pipeline, training
+from megapar.rules import ampipe, data, ernie3, layout, model, not_built, pipeline, progressive, training
 from megapar.rules.rule import DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
 
 __all__ = ["DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
@@ -19,6 +19,8 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *pipeline.RULES,
     *ampipe.RULES,
+    *ernie3.RULES,
+    *progressive.RULES,
     *not_built.RULES,
 )
 

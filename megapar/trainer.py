@@ -34,6 +34,7 @@ from megapar.data.batches import Loader, MicroBatch
 from megapar.data.corpus import Corpus
 from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
+from megapar.model.ernie import Ernie
 from megapar.model.flops import flops_per_token
 from megapar.model.terms import Terms
 from megapar.training import build, degree, export, facts, state
@@ -114,6 +115,7 @@ class Trainer:
         self.objective = build.make_objective(config)
         self.learning_rate = build.make_learning_rate(config)
         self.batch_size = build.make_batch_size(config)
+        self.progressive = build.make_progressive(config)
         self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
@@ -214,9 +216,9 @@ class Trainer:
         """
         start = time.perf_counter()
         job, progress = self.job, self.progress
-        global_batch = self.batch_size.at(progress.consumed_samples)
+        global_batch, length = self._grow()
         share = global_batch // (self.config.training.micro_batch_size * self.data.size)
-        batches = self.loader.step(progress.consumed_samples, share)
+        batches = self.loader.step(progress.consumed_samples, share, length)
         denominators = Denominators(batches, share * self.data.size, self.data, job.meter)
         with record_function("megapar: forward and backward"):
             totals = self._forward_backward(batches, denominators)
@@ -255,6 +257,15 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=job.meter.take() if job.metered else None,
         )
+
+    def _grow(self) -> tuple[int, int | None]:
+        """Samples of this step, and their length where that grows; dropout grows with it."""
+        if self.progressive is None:
+            return self.batch_size.at(self.progress.consumed_samples), None
+        iteration = self.progress.iteration
+        assert isinstance(self.job.model, Ernie)
+        self.job.model.scale_dropout(self.progressive.share(iteration))
+        return self.progressive.batch_at(iteration), self.progressive.length_at(iteration)
 
     def _forward_backward(self, batches: Sequence[MicroBatch], denominators: Denominators) -> _Totals:
         """Every micro-batch of this rank forward and backward; the sums of their terms."""

@@ -67,7 +67,12 @@ def test_presets_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "total", "active"),
-    [("ernie-4.5-300b-a47b", 2016, 299.5e9, 47.9e9), ("ernie-4.5-21b-a3b", 8, 21.8e9, 3.35e9)],
+    [
+        ("ernie-4.5-300b-a47b", 2016, 299.5e9, 47.9e9),
+        ("ernie-4.5-21b-a3b", 8, 21.8e9, 3.35e9),
+        ("ernie-3.0-10b", 384, 10e9, 10e9),
+        ("ernie-3.0-titan-260b", 1920, 260.9e9, 260.9e9),
+    ],
 )
 def test_counts_of_published_models_are_printed(name: str, ranks: int, total: float, active: float) -> None:
     config = load(FOLDER / f"{name}.yaml")

@@ -23,7 +23,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
             continue
         for _, item in blend:
             yield from _data(name, item)
-    for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file"):
+    for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
         first_run = name == "load" and path == values.get("save")

@@ -85,6 +85,23 @@ class Model:
     type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, models=ERNIE)
     task_type_vocab_size: int = flag(3, "rows of the task type embedding", low=1, models=ERNIE)
     sop_loss_weight: float = flag(1.0, "weight of the sentence order loss", low=0, models=ERNIE)
+    task_num_layers: int = flag(12, "layers of each task branch of ERNIE 3.0", unit="layers", low=1, models=ERNIE)
+    task_hidden_size: int = flag(768, "features of a token in the task branches", unit="features", low=1, models=ERNIE)
+    task_num_attention_heads: int = flag(12, "heads of the task branches", unit="heads", low=1, models=ERNIE)
+    task_ffn_hidden_size: int = flag(
+        None,
+        "intermediate features of the task branches' MLPs",
+        unit="features",
+        low=1,
+        models=ERNIE,
+        derived="4 x task-hidden-size",
+    )
+    generation_segments: int = flag(
+        1, "segments of a generation sample, each with a memory of the one before", unit="segments", low=1, models=ERNIE
+    )
+    memory_length: int = flag(
+        128, "positions of the segment before that a segment sees", unit="tokens", low=1, models=ERNIE
+    )
     mtp_depth: int = flag(
         0,
         "multi-token prediction blocks, which predict the token after the next; 0: off",

@@ -61,6 +61,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("ffn_hidden_size", ("hidden_size", "activation"), _ffn),
     Derivation("moe_ffn_hidden_size", ("ffn_hidden_size",), lambda ffn: ffn),
     Derivation("moe_router_group_topk", ("moe_router_num_groups",), lambda groups: groups),
+    Derivation("task_ffn_hidden_size", ("task_hidden_size",), lambda hidden: 4 * hidden),
     Derivation("max_position_embeddings", ("seq_length",), lambda length: length),
     Derivation("gradient_merge_acc_step", ("global_batch_size", "micro_batch_size", "data_ranks"), _steps),
     Derivation(

@@ -49,6 +49,10 @@ class Training:
     progressive_iters: int = flag(
         0, "steps over which length, batch, lr and dropout grow; 0: off", unit="steps", low=0, models=ERNIE
     )
+    progressive_batch_multiple: int = flag(
+        1, "micro-batches of all data ranks together that the batch grows by", unit="micro-batches", low=1, models=ERNIE
+    )
+    progressive_length_multiple: int = flag(8, "tokens that the length grows by", unit="tokens", low=6, models=ERNIE)
     fp8: bool = flag(False, "linear layers in fp8")
     compile: bool = flag(False, "torch.compile of the functions between collectives")
 
@@ -104,6 +108,12 @@ class Data:
     )
     phrase_file: str | None = flag(None, "lexicon of phrases that are masked whole", models=ERNIE)
     entity_file: str | None = flag(None, "lexicon of named entities that are masked whole", models=ERNIE)
+    triples_file: str | None = flag(
+        None, "HEAD, RELATION, TAIL and SENTENCE on a line, with tabs between them, for knowledge_text", models=ERNIE
+    )
+    sentence_reorder_pieces: int = flag(
+        3, "parts that sentence_reorder cuts a piece into, at most", unit="parts", low=2, high=6, models=ERNIE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

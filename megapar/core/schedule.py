@@ -56,3 +56,36 @@ class BatchSize:
             return self.final
         steps = (self.final - self.start) // self.increment
         return min(self.final, self.start + self.increment * (consumed_samples * steps // self.ramp_samples))
+
+
+@dataclass(frozen=True)
+class Progressive:
+    """Length, batch, learning rate and dropout grow together over the first ``iters`` optimizer steps.
+
+    length: final tokens of a sample, reached in multiples of ``length_step``. batch: final samples of a step, reached
+    in multiples of ``batch_step``. Everything follows from the iteration.
+    Source: ERNIE 3.0 (arXiv 2107.02137), section 3.3.
+    """
+
+    iters: int
+    length: int
+    length_step: int
+    batch: int
+    batch_step: int
+
+    def share(self, iteration: int) -> float:
+        """Of the final values, in (0, 1]: of the learning rate and of dropout. iteration: counted from 0."""
+        return min(1.0, (iteration + 1) / self.iters)
+
+    def length_at(self, iteration: int) -> int:
+        """Tokens of a sample, at least one ``length_step``."""
+        return self._grown(self.length, self.length_step, iteration)
+
+    def batch_at(self, iteration: int) -> int:
+        """Samples of the global batch, at least one ``batch_step``."""
+        return self._grown(self.batch, self.batch_step, iteration)
+
+    def _grown(self, final: int, step: int, iteration: int) -> int:
+        if iteration + 1 >= self.iters:
+            return final
+        return max(step, final * (iteration + 1) // self.iters // step * step)

@@ -26,7 +26,7 @@ class MicroBatch:
         Decoder: tokens, labels (NO_LOSS: none), positions [B, S]; ends [documents], only where attention stays inside
         documents: the place behind each, flat into B * S, ascending, a sample's last one at its end.
         ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
-        masked_labels [M]; sop_labels [B].
+        masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
         Both: valid [B, S] bool, only where some position is padding.
         For a rank of cp S is its positions (``data.own``), but for ``ends``; beside valid there is lengths [B], the
         valid positions of whole samples, and for a decoder tokens_ahead, labels_ahead [B, S], those of the
@@ -67,7 +67,7 @@ def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
         arrays[ENDS] = np.concatenate([sample["ends"] + i * tokens.shape[1] for i, sample in enumerate(samples)])
     asked = labels != NO_LOSS
     twice = asked[:, :-1] & asked[:, 1:]
-    return _batch(arrays, valid, {"lm": int(asked.sum()), "mtp": int(twice.sum()), "sequences": len(samples)})
+    return micro_batch(arrays, valid, {"lm": int(asked.sum()), "mtp": int(twice.sum()), "sequences": len(samples)})
 
 
 def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
@@ -85,10 +85,11 @@ def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
         "masked_labels": labels[masked],
         "sop_labels": stacked["order"],
     }
-    return _batch(arrays, valid, {"lm": len(masked), "sop": len(samples)})
+    return micro_batch(arrays, valid, {"lm": len(masked), "sop": len(samples)})
 
 
-def _batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, int]) -> MicroBatch:
+def micro_batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, int]) -> MicroBatch:
+    """Arrays as tensors; ``valid`` [B, S] is one of them only where some position is padding."""
     import numpy as np
     import torch
 
@@ -104,6 +105,7 @@ def _batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, i
 class _Request(NamedTuple):
     consumed_samples: int
     num_micro_batches: int
+    length: int | None
 
 
 class Loader:
@@ -144,9 +146,12 @@ class Loader:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="megapar-loader") if prefetch else None
         self._ahead: tuple[_Request, Future[list[MicroBatch]]] | None = None
 
-    def step(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatch]:
-        """This rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples."""
-        request = _Request(consumed_samples, num_micro_batches)
+    def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
+        """This rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples.
+
+        length: samples are drawn whatever it is, and cropped to it; None leaves them whole.
+        """
+        request = _Request(consumed_samples, num_micro_batches, length)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == request:
             batches = ahead[1].result()
@@ -156,7 +161,7 @@ class Loader:
             batches = self._made(request)
         if self._worker is not None:
             global_batch = num_micro_batches * self._ranks * self._size
-            following = _Request(consumed_samples + global_batch, num_micro_batches)
+            following = _Request(consumed_samples + global_batch, num_micro_batches, length)
             self._ahead = following, self._worker.submit(self._made, following)
         return batches
 
@@ -165,10 +170,20 @@ class Loader:
             request.consumed_samples + (k * self._ranks + self._rank) * self._size
             for k in range(request.num_micro_batches)
         )
-        return [self._collate([self._samples[start + i] for i in range(self._size)]) for start in starts]
+        return [
+            self._collate([_cropped(self._samples[start + i], request.length) for i in range(self._size)])
+            for start in starts
+        ]
 
     def close(self) -> None:
         """End the thread; what it was making is dropped. Steps asked for later are made without it."""
         worker, self._worker, self._ahead = self._worker, None, None
         if worker is not None:
             worker.shutdown(wait=True, cancel_futures=True)
+
+
+def _cropped(sample: Sample, length: int | None) -> Sample:
+    """The first ``length`` positions of everything that has positions."""
+    if length is None:
+        return sample
+    return {name: array[:length] if array.ndim else array for name, array in sample.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Pi
 from megapar.data.source import MOCK, BadRecords, Source, all_documents, sources_hash
 from megapar.data.store import Split, TokenStore
 from megapar.data.streaming import open_dataset, row_windows
+from megapar.data.tasks.build import TaskData
+from megapar.data.tasks.samples import collate_tasks
 from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import Complaint, ConfigError, DataError
 
@@ -119,6 +122,7 @@ def build(
     packing: Packing | None = None,
     skip_bad: bool = False,
     hf_dataset: str | None = None,
+    tasks: TaskData | None = None,
 ) -> Corpus:
     """Open, check, tokenise and cut a corpus; the slow parts are made once and kept in the cache folder.
 
@@ -129,6 +133,7 @@ def build(
     tokenizer_model: a sentencepiece model, a tokenizer.json or a Hugging Face folder; without it one of
     vocab_size ids is trained on the training documents. seq_length: S. seed: of order and masks.
     packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
+    tasks: the objectives of ERNIE 3.0 in place of masked words and sentence order.
     hf_dataset: a ``datasets`` source in place of data_path, streamed (a decoder's only).
     Any number of processes may call this at once. Raises DataError for what is wrong with the data and
     ConfigError where the tokenizer has more ids than ``vocab_size``.
@@ -141,7 +146,7 @@ def build(
     if kind == ERNIE and seq_length < SHORTEST_SEQUENCE:
         raise DataError(f"sentence pairs need a --seq-length of at least {SHORTEST_SEQUENCE}, not {seq_length}")
     halves = Split.parse(split or DEFAULT_SPLIT)
-    cut = _Cut(kind, seq_length, packing, seed, mlm_probability)
+    cut = _Cut(kind, seq_length, packing, seed, mlm_probability, tasks, halves)
     if hf_dataset is not None:
         return _streamed(hf_dataset, halves, tokenizer_model, vocab_size, cut)
     if _is_mock(data_path, eval_data_path):
@@ -262,6 +267,8 @@ class _Cut:
     packing: Packing
     seed: int
     mlm_probability: float
+    tasks: TaskData | None
+    split: Split
 
     def pieces(self, side: Side, *, held_out: bool) -> Pieces:
         """What the samples of one side are made from."""
@@ -299,6 +306,9 @@ class _Cut:
         notes: tuple[str, ...] = (),
     ) -> Corpus:
         """Samples of both sides, and all around them."""
+        if self.tasks is not None:
+            sides = self.tasks.sides(train, heldout, tokenizer, self.seq_length, self.seed, self.split)  # type: ignore[arg-type]
+            return Corpus(*sides, tokenizer, vocab_size, partial(collate_tasks, names=self.tasks.names), stores, notes)
         held_out = None if heldout is None else self._samples(heldout, tokenizer, None)
         collate = collate_ernie if self.kind == ERNIE else collate_decoder
         samples = self._samples(train, tokenizer, self.seed)

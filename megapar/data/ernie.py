@@ -36,6 +36,10 @@ class Spans:
     def __len__(self) -> int:
         return self._counts.total
 
+    def document(self, number: int) -> int:
+        """The number of the document that a span is from."""
+        return self._counts.find(number)[0]
+
     def __getitem__(self, number: int) -> np.ndarray:
         import numpy as np
 

@@ -77,6 +77,12 @@ class Blend:
         part = bisect_right(self._starts, number) - 1
         return self._parts[part][number - self._starts[part]]
 
+    def document(self, number: int) -> int:
+        """Which document a piece is from, where the parts know; counted by part first."""
+        part = bisect_right(self._starts, number) - 1
+        own: int = self._parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
+        return part << 48 | own
+
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """See samples.Ordered."""
         if self._weights is None:

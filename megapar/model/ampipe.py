@@ -133,7 +133,7 @@ class CausalSlices:
             q, *pieces = attention.heads(x_BsH, here)
             k, v = self._append(pieces, place)
         form = op("attention_slice", q) if attention.sizes.flash else attention_slice_reference
-        dropout = attention.sizes.dropout if attention.training else 0.0
+        dropout = attention.dropout if attention.training else 0.0
         streams, name = self._context.streams, self._context.place(attention.place, number)
         with streams.drawing(q.device, name, attention.mp.rank) if dropout else nullcontext():
             y = form(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout=dropout)

@@ -65,6 +65,7 @@ class Attention(nn.Module):
         self.sizes, self.mp, self.cp = sizes, mp, cp or ContextParallel()
         # Each mp rank has other heads, each cp rank other positions or heads.
         self.stream = self.cp.axis.rank * mp.size + mp.rank
+        self.dropout = sizes.dropout  # on the weights
         self.selective = False  # compute the core again instead of keeping what it keeps
         self.place = f"layers.{layer}.attention.weights"
         G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
@@ -116,7 +117,7 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N, D]."""
         flash, documents = self.sizes.flash, context.documents
-        dropout = self.sizes.dropout if self.training else 0.0
+        dropout = self.dropout if self.training else 0.0
         heads = tuple(x.transpose(1, 2) for x in (q, k, v))
         own = context.streams.drawing(q.device, self.place, self.stream) if dropout else nullcontext()
         with own:

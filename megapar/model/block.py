@@ -29,13 +29,14 @@ class HiddenDropout(nn.Module):
     def __init__(self, probability: float, layer: int, rank: int) -> None:
         super().__init__()
         self.probability, self.layer, self.rank = probability, layer, rank
+        self.share = 1.0  # of the probability, where it grows
 
     def forward(self, x: Tensor, context: Context, half: str, number: int = 0) -> Tensor:
         """[B, S(/mp), H] to the same; half: attention or mlp; number: of the slice, where x is one of several."""
         if not self.training:
             return x
         place = context.place(f"layers.{self.layer}.{half}", number)
-        return context.streams.dropout(x, self.probability, place, self.rank)
+        return context.streams.dropout(x, self.probability * self.share, place, self.rank)
 
 
 class DecoderBlock(nn.Module):
@@ -140,6 +141,7 @@ class ErnieBlock(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
+        self.cut = sequence_parallel and mp.size > 1  # its activations have some positions only
         share = cp.share(mp, sequence_parallel=sequence_parallel)
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon

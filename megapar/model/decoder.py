@@ -202,6 +202,10 @@ class Decoder(nn.Module):
         word = self.tied_weight if tied_weight is None else tied_weight
         return None, collect(self._sums(self.final_norm(x), batch, context, word), stats)
 
+    def width_into(self, chunk: Chunk) -> int:
+        """Features of what a chunk takes from the one before it."""
+        return self.sizes.hidden_size
+
     @property
     def load_rows(self) -> list[int]:
         """Which rows of a load [L, E] of the whole model belong to layers that are here."""

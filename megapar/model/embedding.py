@@ -98,13 +98,15 @@ class ErnieEmbedding(nn.Module):
         self.token_type = Embedding(sizes.type_vocab_size, H, dtype=dtype, device=device)
         self.task_type = Embedding(sizes.task_type_vocab_size, H, dtype=dtype, device=device)
         self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device)
+        self.share = 1.0  # of the dropout, where it grows
 
     def forward(self, tokens: Tensor, token_types: Tensor, task_types: Tensor, positions: Tensor) -> Tensor:
         """[B, S] int64 each to [B, S(/mp), H]."""
         indices = (own_sequence(t, self.mp, self.sequence_parallel) for t in (token_types, positions, task_types))
         token_type, position, task_type = indices
         x = self.word(tokens) + self.token_type(token_type) + self.position(position) + self.task_type(task_type)
-        return drop(self.norm(x), self.dropout if self.training else 0.0, self.stream)
+        dropout = self.dropout * self.share if self.training else 0.0
+        return drop(self.norm(x), dropout, self.stream)
 
 
 def drop(x: Tensor, probability: float, rank: int) -> Tensor:

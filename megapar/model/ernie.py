@@ -28,7 +28,8 @@ from megapar.core.tensor_parallel import (
     parameter,
     vocabulary_range,
 )
-from megapar.model.block import ErnieBlock
+from megapar.model.attention import Attention
+from megapar.model.block import ErnieBlock, HiddenDropout
 from megapar.model.context import Context
 from megapar.model.embedding import ErnieEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
@@ -66,21 +67,30 @@ class SentenceOrderHead(nn.Module):
 class MaskedLmHead(nn.Module):
     """Cross-entropy of masked words; the decoder is the word embedding [V/mp, H], which comes with the call.
 
-    rows [M, H] -> transform [H, H] -> gelu -> norm -> @ w [V/mp, H]^T + bias [V/mp] -> in chunks -> scalar sum
+    rows [M, I] -> transform [H, I] -> gelu -> norm -> @ w [V/mp, H]^T + bias [V/mp] -> in chunks -> scalar sum
     transform and norm do the same on every mp rank; dgrad: all-reduce over mp behind the norm; wgrad: dw and dbias of
     this rank's vocabulary, whole on their rank.
     """
 
-    def __init__(self, sizes: ErnieSizes, *, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        sizes: ErnieSizes,
+        *,
+        features: int | None = None,
+        mp: Axis,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        """features: I of the rows, by default H."""
         super().__init__()
         H = sizes.hidden_size
         self.vocab_size, self.mp = sizes.vocab_size, mp
-        self.transform = Linear(H, H, dtype=dtype, device=device)
+        self.transform = Linear(features or H, H, dtype=dtype, device=device)
         self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device)
         self.bias = parameter((vocabulary_range(sizes.vocab_size, mp)[1],), dtype, device)
 
     def forward(self, rows: Tensor, labels: Tensor, word: Tensor) -> Tensor:
-        """[M, H], labels [M] and the word embedding to the sum of cross-entropies in max(fp32, dtype)."""
+        """[M, I], labels [M] and the word embedding to the sum of cross-entropies in max(fp32, dtype)."""
         hidden = copy(self._transformed(rows), self.mp)
         return linear_cross_entropy(
             hidden, local(word), local(self.bias), labels, vocab_size=self.vocab_size, mp=self.mp
@@ -137,11 +147,18 @@ class Ernie(nn.Module):
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, H, **common))
         self.layers = nn.ModuleDict()
         for layer in held.layers:
-            self.layers[str(layer)] = ErnieBlock(sizes, layer, cp=self.cp, **common)
-        sop = sizes.sop and held.last
-        self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
-        self.lm_head = MaskedLmHead(sizes, mp=mp, dtype=dtype, device=device) if held.last else None
-        self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sop else None
+            self.layers[str(layer)] = self._layer(layer, cp=self.cp, **common)
+        self._make_heads(held, mp=mp, dtype=dtype, device=device)
+
+    def _layer(self, layer: int, **common: Any) -> nn.Module:
+        return ErnieBlock(self.sizes, layer, **common)
+
+    def _make_heads(self, held: Holding, **common: Any) -> None:
+        H, sop = self.sizes.hidden_size, self.sizes.sop and held.last
+        plain = {name: common[name] for name in ("dtype", "device")}
+        self.pooler = Pooler(H, H, **plain) if sop else None
+        self.lm_head = MaskedLmHead(self.sizes, **common) if held.last else None
+        self.sop_head = SentenceOrderHead(H, **plain) if sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """The loss terms of one micro-batch.
@@ -152,7 +169,8 @@ class Ernie(nn.Module):
         positions of whole samples.
         valid_tokens is taken for the sake of one call for all models; nothing here depends on it.
         """
-        return collect(self._sums(self._run(batch), batch, self.tied_weight), ())
+        x = self._run(batch)
+        return collect(self._sums(x, batch, self.tied_weight), (), x.new_zeros((), dtype=wide(x.dtype)))
 
     def run_chunk(
         self,
@@ -171,10 +189,11 @@ class Ernie(nn.Module):
             x = self._embed(batch)
         assert x is not None
         x = self._run_layers(x, batch, map(str, chunk.layers))
+        like = x.new_zeros((), dtype=wide(x.dtype))
         if not chunk.last:
-            return x, collect({}, (), x.new_zeros((), dtype=wide(x.dtype)))
+            return x, collect({}, (), like)
         word = self.tied_weight if tied_weight is None else tied_weight
-        return None, collect(self._sums(self._leave(x), batch, word), ())
+        return None, collect(self._sums(self._leave(x), batch, word), (), like)
 
     def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """(masked-word logits [B, S, V] of every position, sentence-order logits [B, 2] or None); for inspection."""
@@ -184,6 +203,18 @@ class Ernie(nn.Module):
         if self.pooler is not None and self.sop_head is not None:
             order = self.sop_head.logits(self.pooler(x))
         return self.lm_head.logits(x, self.tied_weight), order
+
+    def scale_dropout(self, share: float) -> None:
+        """Drop with this share of all probabilities from the next forward on."""
+        for module in self.modules():
+            if isinstance(module, HiddenDropout | ErnieEmbedding):
+                module.share = share
+            elif isinstance(module, Attention):
+                module.dropout = module.sizes.dropout * share
+
+    def width_into(self, chunk: Chunk) -> int:
+        """Features of what a chunk takes from the one before it."""
+        return self.sizes.hidden_size
 
     @property
     def tied_weight(self) -> Tensor:

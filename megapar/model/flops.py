@@ -8,9 +8,9 @@ causal half as Megatron-LM counts it since 2025.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.moe.sizes import MoeSizes
 
 FORWARD_AND_BACKWARD = 3
@@ -22,6 +22,8 @@ def step_flops(sizes: DecoderSizes | ErnieSizes, sequences: int, seq_length: int
     predicted: masked positions in all of them, for ERNIE, whose vocabulary head runs only there (default: 15 %).
     A decoder's head runs everywhere.
     """
+    if isinstance(sizes, Ernie3Sizes):
+        return FORWARD_AND_BACKWARD * sequences * sum(_scaled(layer_flops(sizes), seq_length, sizes.seq_length))
     if isinstance(sizes, ErnieSizes):
         masked = sequences * seq_length * 15 // 100 if predicted is None else predicted
         return FORWARD_AND_BACKWARD * (sequences * _ernie(sizes, seq_length) + masked * _ernie_word(sizes))
@@ -31,12 +33,28 @@ def step_flops(sizes: DecoderSizes | ErnieSizes, sequences: int, seq_length: int
 def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
     """Forward FLOPs of one sequence: of the embedding, of every layer, of the head (masked words: 15 %)."""
     length = sizes.seq_length
+    if isinstance(sizes, Ernie3Sizes):
+        universal, branch = (_ernie(replace(one, num_layers=1, sop=False), length) for one in _modules(sizes))
+        first = 2 * sizes.hidden_size * sizes.task_hidden_size * length
+        blocks = [universal] * sizes.num_layers + [branch + first] + [branch] * (sizes.task_layers - 1)
+        return [0, *blocks, length * 15 // 100 * _ernie_word(sizes)]
     if isinstance(sizes, ErnieSizes):
         one = replace(sizes, num_layers=1, sop=False)
         head = _ernie(replace(sizes, num_layers=0), length) + length * 15 // 100 * _ernie_word(sizes)
         return [0, *[_ernie(one, length)] * sizes.num_layers, head]
     layers = (length * _decoder_layer(sizes, sizes.moe_at(layer), length) for layer in range(sizes.num_layers))
     return [0, *layers, length * _decoder_head(sizes, length)]
+
+
+def _modules(sizes: Ernie3Sizes) -> tuple[ErnieSizes, ErnieSizes]:
+    """The universal module and one branch, each as an encoder."""
+    kept = {item.name: getattr(sizes, item.name) for item in fields(ErnieSizes)}
+    return ErnieSizes(**kept), sizes.branch
+
+
+def _scaled(costs: list[int], length: int, whole: int) -> list[int]:
+    """Costs of a sequence of ``whole`` tokens as those of ``length`` tokens."""
+    return [cost * length // whole for cost in costs]
 
 
 def flops_per_token(sizes: DecoderSizes | ErnieSizes, seq_length: int) -> float:

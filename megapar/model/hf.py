@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError
-from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ INDEX = "model.safetensors.index.json"
 
 def not_exportable(sizes: DecoderSizes | ErnieSizes) -> str | None:
     """Why the model has no Hugging Face form; None where it has one."""
+    if isinstance(sizes, Ernie3Sizes):
+        return "ERNIE 3.0 has no Hugging Face form"
     if isinstance(sizes, ErnieSizes):
         return None if sizes.sop else "ErnieForPreTraining has a sentence-order head and this model has none"
     wanted = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megapar.moe.sizes import MoeSizes
+from megapar.rules.tasks import CLASSES, DISTANCES, GENERATION, REORDER, TASKS, reorder_classes
 
 NORMALIZATIONS = ("rmsnorm", "layernorm")
 POSITION_EMBEDDINGS = ("rope", "learned")
@@ -69,6 +70,11 @@ class DecoderSizes:
             raise ValueError(f"mtp_depth is {self.mtp_depth}; there is at most one block")
 
     @property
+    def num_blocks(self) -> int:
+        """Layers one behind the other."""
+        return self.num_layers
+
+    @property
     def queries_per_group(self) -> int:
         """Query heads that share one key-value head."""
         return self.num_attention_heads // self.num_query_groups
@@ -123,9 +129,75 @@ class ErnieSizes:
             )
 
     @property
+    def num_blocks(self) -> int:
+        """Layers one behind the other."""
+        return self.num_layers
+
+    @property
     def head_dim(self) -> int:
         """Features of an attention head."""
         return self.hidden_size // self.num_attention_heads
+
+
+@dataclass(frozen=True)
+class Ernie3Sizes(ErnieSizes):
+    """ERNIE 3.0: ``num_layers`` universal layers, then ``task_layers`` in each of two branches.
+
+    task_hidden_size, task_heads, task_ffn_hidden_size: of both branches. segments: that a generation sample is cut
+    into; memory: positions of the segment before that a segment sees. tasks: those that are trained, by name.
+    reorder_pieces: most parts of sentence reordering.
+    """
+
+    sop: bool = False
+    task_layers: int = 12
+    task_hidden_size: int = 768
+    task_heads: int = 12
+    task_ffn_hidden_size: int = 3072
+    segments: int = 1
+    memory: int = 128
+    tasks: tuple[str, ...] = TASKS
+    reorder_pieces: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task_hidden_size % self.task_heads:
+            raise ValueError(f"task_hidden_size ({self.task_hidden_size}) is no multiple of task_heads")
+        if self.task_type_vocab_size < len(TASKS):
+            raise ValueError(f"task_type_vocab_size is {self.task_type_vocab_size}; there are {len(TASKS)} tasks")
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers one behind the other: a branch layer is one of both branches together."""
+        return self.num_layers + self.task_layers
+
+    @property
+    def branch(self) -> ErnieSizes:
+        """The numbers of a layer in a branch."""
+        return ErnieSizes(
+            self.task_layers,
+            self.task_hidden_size,
+            self.task_heads,
+            self.task_ffn_hidden_size,
+            self.vocab_size,
+            self.seq_length,
+            self.max_position_embeddings,
+            layernorm_epsilon=self.layernorm_epsilon,
+            attention_dropout=self.attention_dropout,
+            hidden_dropout=self.hidden_dropout,
+            init_std=self.init_std,
+            use_flash_attn=self.use_flash_attn,
+        )
+
+    @property
+    def word_branches(self) -> tuple[str, ...]:
+        """Branches with a head over the vocabulary."""
+        generates = set(GENERATION) & set(self.tasks)
+        understands = set(self.tasks) - set(CLASSES) - set(GENERATION)
+        return ("understanding",) * bool(understands) + ("generation",) * bool(generates)
+
+    def classes(self, task: str) -> int:
+        """Classes of a task that asks for one."""
+        return reorder_classes(self.reorder_pieces) if task == REORDER else DISTANCES
 
 
 def _choose(field: str, value: str, legal: tuple[str, ...]) -> None:

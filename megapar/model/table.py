@@ -14,10 +14,12 @@ from math import prod
 
 from megapar.core.box import Box
 from megapar.core.pipeline.stages import Stages
-from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.moe.sizes import MoeSizes
+from megapar.rules.tasks import CLASSES
 
 ALL = slice(None)
+BRANCHES = ("understanding", "generation")  # of ERNIE 3.0
 
 
 SOP = ("pooler.", "sop_head.")
@@ -77,6 +79,8 @@ class ParameterSpec:
 
 def table_of(sizes: DecoderSizes | ErnieSizes) -> tuple[ParameterSpec, ...]:
     """The table of either model."""
+    if isinstance(sizes, Ernie3Sizes):
+        return ernie3_table(sizes)
     return ernie_table(sizes) if isinstance(sizes, ErnieSizes) else decoder_table(sizes)
 
 
@@ -104,6 +108,37 @@ def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
 
 def ernie_table(sizes: ErnieSizes) -> tuple[ParameterSpec, ...]:
     """The table of an ERNIE encoder; Hugging Face names are those of ErnieForPreTraining."""
+    rows = _ernie_embedding(sizes)
+    for layer in range(sizes.num_layers):
+        rows += _ernie_layer(sizes, f"layers.{layer}", f"ernie.encoder.layer.{layer}", f"layers.{layer}")
+    return (*rows, *_ernie_head(sizes))
+
+
+def ernie3_table(sizes: Ernie3Sizes) -> tuple[ParameterSpec, ...]:
+    """The table of ERNIE 3.0, which has no Hugging Face form."""
+    H, h, rows = sizes.hidden_size, sizes.task_hidden_size, _ernie_embedding(sizes)
+    for layer in range(sizes.num_blocks):
+        unit = f"layers.{layer}"
+        if layer < sizes.num_layers:
+            rows += _ernie_layer(sizes, unit, unit, unit)
+            continue
+        for branch in BRANCHES:
+            if layer == sizes.num_layers:
+                name = f"{unit}.{branch}_proj"
+                rows.append(_weight(f"{name}.weight", (h, H), "", unit, mp_partial="sp"))
+                rows.append(_offset(f"{name}.bias", (h,), "", unit, mp_partial="sp"))
+            rows += _ernie_layer(sizes.branch, f"{unit}.{branch}", f"{unit}.{branch}", unit)
+    for branch in sizes.word_branches:
+        rows += _word_head(f"heads.{branch}", (H, h), sizes.vocab_size, f"heads.{branch}")
+    asked = [task for task in CLASSES if task in sizes.tasks]
+    if asked:
+        rows += _plain("heads.pooler", (h, h), "heads.pooler")
+    for task in asked:
+        rows += _plain(f"heads.{task}", (sizes.classes(task), h), f"heads.{task}")
+    return tuple(rows)
+
+
+def _ernie_embedding(sizes: ErnieSizes) -> list[ParameterSpec]:
     V, H, hf = sizes.vocab_size, sizes.hidden_size, "ernie.embeddings"
     rows = [_weight("embedding.word.weight", (V, H), f"{hf}.word_embeddings.weight", "embedding", axes=(("mp", 0),))]
     for name, count in (
@@ -113,10 +148,7 @@ def ernie_table(sizes: ErnieSizes) -> tuple[ParameterSpec, ...]:
     ):
         hf_name = f"{hf}.{name}_embeddings.weight"
         rows.append(_weight(f"embedding.{name}.weight", (count, H), hf_name, "embedding", mp_partial="sp"))
-    rows += _norm("embedding.norm", H, f"{hf}.LayerNorm", "embedding")
-    for layer in range(sizes.num_layers):
-        rows += _ernie_layer(sizes, layer)
-    return (*rows, *_ernie_head(sizes))
+    return rows + _norm("embedding.norm", H, f"{hf}.LayerNorm", "embedding")
 
 
 def parameter_counts(sizes: DecoderSizes | ErnieSizes) -> tuple[int, int]:
@@ -179,17 +211,16 @@ def _mtp(sizes: DecoderSizes) -> list[ParameterSpec]:
     ]
 
 
-def _ernie_layer(sizes: ErnieSizes, layer: int) -> list[ParameterSpec]:
+def _ernie_layer(sizes: ErnieSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
     H, D, F, heads = sizes.hidden_size, sizes.head_dim, sizes.ffn_hidden_size, sizes.num_attention_heads
-    unit, hf = f"layers.{layer}", f"ernie.encoder.layer.{layer}"
     names = tuple(f"{hf}.attention.self.{kind}" for kind in ("query", "key", "value"))
     return [
-        *_qkv(f"{unit}.attention.qkv", (heads, 1, D, H), names, unit, bias=True),
-        *_row(f"{unit}.attention.proj", (H, heads * D), f"{hf}.attention.output.dense", unit, bias=True),
-        *_norm(f"{unit}.attention_norm", H, f"{hf}.attention.output.LayerNorm", unit),
-        *_column(f"{unit}.mlp.up", (F, H), f"{hf}.intermediate.dense", unit, bias=True),
-        *_row(f"{unit}.mlp.down", (H, F), f"{hf}.output.dense", unit, bias=True),
-        *_norm(f"{unit}.mlp_norm", H, f"{hf}.output.LayerNorm", unit),
+        *_qkv(f"{name}.attention.qkv", (heads, 1, D, H), names, unit, bias=True),
+        *_row(f"{name}.attention.proj", (H, heads * D), f"{hf}.attention.output.dense", unit, bias=True),
+        *_norm(f"{name}.attention_norm", H, f"{hf}.attention.output.LayerNorm", unit),
+        *_column(f"{name}.mlp.up", (F, H), f"{hf}.intermediate.dense", unit, bias=True),
+        *_row(f"{name}.mlp.down", (H, F), f"{hf}.output.dense", unit, bias=True),
+        *_norm(f"{name}.mlp_norm", H, f"{hf}.output.LayerNorm", unit),
     ]
 
 
@@ -198,11 +229,18 @@ def _ernie_head(sizes: ErnieSizes) -> list[ParameterSpec]:
     H, rows, hf = sizes.hidden_size, [], "cls.predictions"
     if sizes.sop:
         rows += _plain("pooler", (H, H), "ernie.pooler.dense")
-    rows += _plain("lm_head.transform", (H, H), f"{hf}.transform.dense")
-    rows += [replace(r, mp_partial="never") for r in _norm("lm_head.norm", H, f"{hf}.transform.LayerNorm", "head")]
-    rows.append(_offset("lm_head.bias", (sizes.vocab_size,), f"{hf}.bias", "head", axes=(("mp", 0),)))
+    rows += _word_head("lm_head", (H, H), sizes.vocab_size, hf)
     if sizes.sop:
         rows += _plain("sop_head", (2, H), "cls.seq_relationship")
+    return rows
+
+
+def _word_head(name: str, shape: tuple[int, int], vocab_size: int, hf: str) -> list[ParameterSpec]:
+    """A transform of shape [H, features], a norm and the vocabulary's bias; the decoder is the word embedding."""
+    rows = _plain(f"{name}.transform", shape, f"{hf}.transform.dense")
+    norm = _norm(f"{name}.norm", shape[0], f"{hf}.transform.LayerNorm", "head")
+    rows += [replace(row, mp_partial="never") for row in norm]
+    rows.append(_offset(f"{name}.bias", (vocab_size,), f"{hf}.bias", "head", axes=(("mp", 0),)))
     return rows
 
 

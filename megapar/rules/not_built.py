@@ -80,11 +80,6 @@ RULES: tuple[Rule, ...] = (
     ),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
     _ahead("recompute_in_bubble", "in idle slots of the pipeline", "--recompute-in-bubble"),
-    _later("ernie_model", "ERNIE 3.0", "--ernie-model ernie3", ERNIE),
-    _later("ernie_tasks", "the objectives of ERNIE 3.0", "--ernie-tasks document_lm:1.0", ERNIE),
-    _later("phrase_file", "knowledge masking", "--phrase-file phrases.txt", ERNIE),
-    _later("entity_file", "knowledge masking", "--entity-file entities.txt", ERNIE),
-    _later("progressive_iters", "progressive learning", "--progressive-iters 100", ERNIE),
     Rule(
         id="not-built-multi-latent-attention",
         reads=("multi_latent_attention", "changed"),

@@ -26,7 +26,7 @@ from megapar.core.overlap import Overlap
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
 from megapar.core.recompute import Block, Choice, Interval, Recompute
-from megapar.core.schedule import BatchSize, LearningRate
+from megapar.core.schedule import BatchSize, LearningRate, Progressive
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
@@ -39,15 +39,18 @@ from megapar.data import corpus
 from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
+from megapar.data.tasks.build import TaskData
 from megapar.model.attention import Attention
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
+from megapar.model.ernie3 import Ernie3
 from megapar.model.initialize import fill
 from megapar.model.mlp import Mlp
-from megapar.model.sizes import ErnieSizes
+from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.moe.experts import Experts
 from megapar.moe.slicing import Slicing
+from megapar.rules.tasks import CLASSES, accuracy_of, tasks_of
 from megapar.training.objective import Objective
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.profile import Profile
@@ -96,6 +99,22 @@ def make_corpus(config: Config) -> Corpus:
         packing=corpus.Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
         skip_bad=data.on_bad_record == "skip",
         hf_dataset=data.hf_dataset,
+        tasks=_task_data(config),
+    )
+
+
+def _task_data(config: Config) -> TaskData | None:
+    """What the objectives of ERNIE 3.0 are made from; None for other models."""
+    if config.kind != "ernie" or config.model.ernie_model != "ernie3":
+        return None
+    data = config.data
+    return TaskData(
+        data.ernie_tasks,
+        data.phrase_file,
+        data.entity_file,
+        data.triples_file,
+        data.sentence_reorder_pieces,
+        data.mlm_probability,
     )
 
 
@@ -117,6 +136,12 @@ def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
 
 def make_objective(config: Config) -> Objective:
     """The weights of the loss terms."""
+    if config.kind == "ernie" and config.model.ernie_model == "ernie3":
+        names = tasks_of(config.data.ernie_tasks)
+        # Every task has its own denominator, so its share of the samples alone would not weigh it.
+        weights = {name: float(weight) for name, weight in names.items()}
+        # A right answer is counted and not learned from.
+        return Objective({**weights, **{accuracy_of(name): 0.0 for name in names if name in CLASSES}})
     if config.kind == "ernie":
         return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
     weights = {"lm": 1.0}
@@ -172,9 +197,23 @@ def make_learning_rate(config: Config) -> LearningRate:
         peak=optimizer.lr,
         floor=optimizer.min_lr,
         style=optimizer.lr_decay_style,
-        warmup_iters=optimizer.lr_warmup_iters,
+        warmup_iters=config.training.progressive_iters or optimizer.lr_warmup_iters,
         decay_iters=optimizer.lr_decay_iters,
         wsd_decay_iters=optimizer.lr_wsd_decay_iters,
+    )
+
+
+def make_progressive(config: Config) -> Progressive | None:
+    """What grows over the first steps; None: everything is as large from the start."""
+    training = config.training
+    if not training.progressive_iters:
+        return None
+    return Progressive(
+        iters=training.progressive_iters,
+        length=config.model.seq_length,
+        length_step=training.progressive_length_multiple,
+        batch=training.global_batch_size,
+        batch_step=training.micro_batch_size * training.progressive_batch_multiple,
     )
 
 
@@ -307,7 +346,9 @@ def _make_model(
         "device": torch.device("meta") if meta else world.device.torch_device,
     }
     model: Model
-    if isinstance(sizes, ErnieSizes):
+    if isinstance(sizes, Ernie3Sizes):
+        model = Ernie3(sizes, **common)
+    elif isinstance(sizes, ErnieSizes):
         model = Ernie(sizes, **common)
     else:
         slicing = make_slicing(config)

@@ -81,6 +81,8 @@ class TensorBoardLogger:
             "experts/dropped_tokens": record.dropped_tokens,
             "precision/loss_scale": record.loss_scale,
             "precision/skipped": float(record.skipped),
+            **{f"tasks/{name}": value for name, value in record.tasks.items()},
+            **{f"evaluation_tasks/{name}": value for name, value in record.eval_tasks.items()},
             **{f"sent_bytes/{name}": amount for name, amount in record.sent_bytes.items()},
             **{f"exposed_seconds/{name}": seconds for name, seconds in record.exposed_seconds.items()},
         }

@@ -19,6 +19,7 @@ from megapar.core.device.base import Device
 from megapar.core.meter import Waits
 from megapar.errors import TrainingError
 from megapar.model.terms import ROUTING
+from megapar.rules.tasks import CLASSES, TASKS
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
 
@@ -172,7 +173,9 @@ class Monitor:
             iteration=step.iteration,
             consumed_samples=step.consumed_samples,
             consumed_tokens=step.consumed_tokens,
-            lm_loss=means["lm"],
+            lm_loss=_per_word(step, row, names),
+            tasks={name: mean for name, mean in means.items() if name.removesuffix("_accuracy") in TASKS},
+            eval_tasks={name: mean for name, mean in evaluation.items() if name.removesuffix("_accuracy") in TASKS},
             sop_loss=means.get("sop"),
             mtp_loss=means.get("mtp"),
             **{f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING},
@@ -193,6 +196,12 @@ class Monitor:
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
             expert_load=_percentiles(row[loads:-1], layers, experts),
         )
+
+
+def _per_word(step: Step, row: list[float], names: Sequence[str]) -> float:
+    """Cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
+    words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
+    return sum(row[names.index(name)] for name in words) / max(1, sum(step.items[name] for name in words))
 
 
 def _wide(value: Tensor) -> Tensor:

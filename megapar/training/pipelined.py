@@ -106,7 +106,9 @@ class PipelinedModel:
 
     def whole(self, chunk: Chunk, terms: Terms) -> Terms:
         """Terms of a chunk as those of the whole model, with zeros for what other chunks compute."""
-        sums = terms.sums or {name: torch.zeros_like(terms.aux.detach()) for name in self._objective.weights}
+        zero = torch.zeros_like(terms.aux.detach())
+        # In one order on every rank: they are added up over the stages.
+        sums = {name: terms.sums.get(name, zero) for name in self._objective.weights}
         load = terms.load
         if isinstance(self.model, Decoder) and self.model.sizes.moe is not None:
             moe = self.model.sizes.moe_layers
@@ -116,12 +118,13 @@ class PipelinedModel:
                 load[rows] = terms.load
         return terms._replace(sums=sums, load=load)
 
-    def empty(self, batch: MicroBatch) -> Tensor:
-        """Room for the activations between two chunks: [B, S(/mp), H]."""
+    def empty(self, batch: MicroBatch, chunk: int) -> Tensor:
+        """Room for the activations between a chunk and the one before it: [B, S(/mp), H]."""
         model, (samples, length) = self.model, batch.tensors["tokens"].shape
         if model.sequence_parallel:
             length //= model.mp.size
-        return torch.empty(samples, length, model.sizes.hidden_size, dtype=model.dtype, device=self._device)
+        width = model.width_into(self.stages.chunks[chunk])
+        return torch.empty(samples, length, width, dtype=model.dtype, device=self._device)
 
 
 class _Work:
@@ -143,9 +146,9 @@ class _Work:
         self._loss_of = loss_of
         self.before_backward = before_backward
 
-    def empty(self, micro_batch: int) -> Tensor:
-        """Room for what the chunk before sends."""
-        return self._pipelined.empty(self._batches[micro_batch])
+    def empty(self, micro_batch: int, chunk: int) -> Tensor:
+        """Room for what the chunk before ``chunk`` sends."""
+        return self._pipelined.empty(self._batches[micro_batch], chunk)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """One chunk of one micro-batch."""

@@ -13,8 +13,10 @@ class Record:
     dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
     time spent waiting for collectives (the host on a CPU, the stream on an accelerator); None where it is not metered.
     exposed_seconds: "axis/collective" -> the same by kind. skipped: the gradients overflowed in fp16 and
-    nothing was changed. sent_bytes: "axis/collective" -> what the reporting rank sent in the step. expert_load:
-    percentiles of an expert's share of the routed pairs, times the number of experts, per mixture-of-experts layer.
+    nothing was changed. tasks, eval_tasks: loss of every ERNIE 3.0 task, and accuracy where it asks for a class;
+    lm_loss is per predicted token of all tasks then. sent_bytes: "axis/collective" -> what the reporting rank sent in
+    the step. expert_load: percentiles of an expert's share of the routed pairs, times the number of experts, per
+    mixture-of-experts layer.
     """
 
     iteration: int
@@ -45,12 +47,17 @@ class Record:
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None
     eval_mtp_loss: float | None = None
+    tasks: dict[str, float] = field(default_factory=dict)
+    eval_tasks: dict[str, float] = field(default_factory=dict)
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """As ``--metrics-jsonl`` writes it: evaluated losses only where there are any, no expert load."""
         values = asdict(self)
         del values["expert_load"]
+        for name in ("tasks", "eval_tasks"):
+            if not values[name]:
+                del values[name]
         return {name: value for name, value in values.items() if value is not None or not name.startswith("eval_")}
 
 

@@ -8,9 +8,10 @@ from megapar.arguments import Config
 from megapar.core.sharding.cut import Described, local_box
 from megapar.core.sharding.plan import MEGABYTE, PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
 from megapar.errors import Complaint, ConfigError
-from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.model.table import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
+from megapar.rules.tasks import tasks_of
 from megapar.training.stages import Sizes as Sizes
 from megapar.training.stages import outline as pipeline_outline
 
@@ -29,10 +30,19 @@ def make_sizes(config: Config) -> Sizes:
         )
     }
     if config.kind == "ernie":
-        return ErnieSizes(
+        common |= {name: getattr(model, name) for name in ("type_vocab_size", "task_type_vocab_size")}
+        if model.ernie_model == "ernie":
+            return ErnieSizes(**common)
+        return Ernie3Sizes(
             **common,
-            type_vocab_size=model.type_vocab_size,
-            task_type_vocab_size=model.task_type_vocab_size,
+            task_layers=model.task_num_layers,
+            task_hidden_size=model.task_hidden_size,
+            task_heads=model.task_num_attention_heads,
+            task_ffn_hidden_size=model.task_ffn_hidden_size,
+            segments=model.generation_segments,
+            memory=model.memory_length,
+            tasks=tuple(tasks_of(config.data.ernie_tasks)),
+            reorder_pieces=config.data.sentence_reorder_pieces,
         )
     return DecoderSizes(
         **common,

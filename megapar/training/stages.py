@@ -7,7 +7,7 @@ from megapar.core.pipeline.schedule import ZERO_BUBBLE, style_of
 from megapar.core.pipeline.stages import CutError, PipelineLayers, Stages
 from megapar.errors import Complaint, ConfigError
 from megapar.model.flops import layer_flops
-from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 
 Sizes = DecoderSizes | ErnieSizes
 
@@ -21,6 +21,9 @@ def pipeline_layers(sizes: Sizes) -> PipelineLayers:
     """The model as a list of layers: class names, with what is inside a block, and model FLOPs as costs."""
     if isinstance(sizes, ErnieSizes):
         names = ["ErnieEmbedding", *["ErnieBlock(Mlp)"] * sizes.num_layers, "ErnieHead"]
+        if isinstance(sizes, Ernie3Sizes):
+            names = ["ErnieEmbedding", *["UniversalBlock(Mlp)"] * sizes.num_layers]
+            names += [*["BranchLayer(ErnieBlock, Mlp)"] * sizes.task_layers, "TaskHeads"]
     else:
         moe = set(sizes.moe_layers)
         inner = ["MoeLayer" if layer in moe else "Mlp" for layer in range(sizes.num_layers)]
@@ -32,12 +35,12 @@ def make_stages(config: Config, sizes: Sizes) -> Stages:
     """The chunks of ``--pp-seg-method``. Raises ConfigError where the model cannot be cut so."""
     pp, vpp = config.grid.pp, config.pipeline.vpp_degree
     if pp == 1:
-        return Stages.single(sizes.num_layers)
+        return Stages.single(sizes.num_blocks)
     try:
         starts = pipeline_layers(sizes).starts(pp * vpp, config.pipeline.pp_seg_method)
     except CutError as error:
         raise ConfigError([Complaint("pp-seg-method", f"--pp-seg-method: {error}.")]) from error
-    return Stages.of(starts, sizes.num_layers, pp, style_of(effective_schedule(config), vpp))
+    return Stages.of(starts, sizes.num_blocks, pp, style_of(effective_schedule(config), vpp))
 
 
 def outline(config: Config, sizes: Sizes) -> str:

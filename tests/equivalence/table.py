@@ -27,6 +27,14 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--seq-length", "32", "--vocab-size", "101", "--init-std", "0.1"),
         *("--attention-dropout", "0", "--hidden-dropout", "0"),
     ),
+    "ernie3": (
+        *("--ernie-model", "ernie3", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+        *("--ffn-hidden-size", "64", "--seq-length", "32", "--vocab-size", "101", "--init-std", "0.1"),
+        *("--task-num-layers", "2", "--task-hidden-size", "24", "--task-num-attention-heads", "4"),
+        *("--task-type-vocab-size", "5", "--attention-dropout", "0", "--hidden-dropout", "0"),
+        *("--ernie-tasks", "knowledge_mlm:1,document_lm:1,sentence_reorder:0.5,sentence_distance:1,knowledge_text:1"),
+        *("--generation-segments", "2", "--memory-length", "8"),
+    ),
 }
 
 
@@ -62,7 +70,7 @@ class Row:
     @property
     def kind(self) -> str:
         """Which script trains it: moe or ernie."""
-        return "ernie" if self.model == "ernie" else "moe"
+        return "ernie" if self.model.startswith("ernie") else "moe"
 
     @property
     def overlaps(self) -> bool:
@@ -373,6 +381,24 @@ BALANCED_ROUTING = (
 AHEAD = ("--mtp-depth", "1")
 TODAY = (*ROUTED, *BALANCED_ROUTING, *AHEAD, *QK_NORM)
 
+WORDS_ONLY = ("--ernie-tasks", "document_lm:1,knowledge_mlm:0.5")
+
+GROWING = ("--progressive-iters", "3", "--progressive-length-multiple", "8")
+
+ERNIE3_ROWS: tuple[Row, ...] = (
+    Row("ernie3", 2, _stages(2)[1], CLIPPED, 3),
+    Row("ernie3", 2, _stages(2)[2], (), 1, 3),
+    Row("ernie3", 2, (*MP2, *SP), ("--generation-segments", "4"), 3),
+    Row("ernie3", 2, (*MP2, *_every(2)), HIDDEN_DROPOUT, 3),
+    Row("ernie3", 2, ("--pp-degree", "2", *_every(1)), CLIPPED, 2, 4),
+    Row("ernie3", 4, ("--pp-degree", "2", *INTERLEAVED, *MP2, *SP), FOUR_LAYERS, 3, 4),
+    Row("ernie3", 4, (*MP2, *SP, *_stages(2)[2], *SELECTIVE), WORDS_ONLY, 2),
+    Row("ernie3", 4, ("--pp-degree", "2", *_stages(2)[0], *MANY, *OFFLOAD), (), 2, 4),
+    Row("ernie3", 2, (*MP2, *SP), GROWING, 2),
+    Row("ernie3", 2, (*_stages(2)[1], *_every(2)), (*GROWING, "--progressive-batch-multiple", "2"), 1, 2),
+    Row("ernie", 4, (*MP2, *_stages(2)[2]), (*GROWING, "--progressive-batch-multiple", "2")),
+)
+
 ROUTING_ROWS: tuple[Row, ...] = (
     Row("moe", 2, (*_stages(2)[1], *EP2), TODAY, 2),
     Row("moe", 2, (*MP2, *SP), (*TODAY, *UNTIED), 2),
@@ -453,5 +479,6 @@ ROWS: tuple[Row, ...] = (
     *AMPIPE_ROWS,
     *ROUTING_ROWS,
     *CONTEXT_ROWS,
+    *ERNIE3_ROWS,
     Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

@@ -99,8 +99,21 @@ def _hidden_sizes(d: Drawn) -> list[int]:
     return even if d.position_embedding_type == "rope" else [*even, d.num_attention_heads * 5]
 
 
+def _branched(d: Drawn) -> bool:
+    return bool(d.ernie_model == "ernie3")
+
+
+def _lanes(d: Drawn) -> int:
+    """Ranks that share a sequence."""
+    return _mp(d) if d.sequence_parallel else 1
+
+
+def _growing(d: Drawn) -> bool:
+    return bool(d.progressive_iters)
+
+
 def _lengths(d: Drawn) -> list[int]:
-    shortest = 6 if d.kind == "ernie" else 1
+    shortest = (12 if _branched(d) else 6) if d.kind == "ernie" else 1
     chunks = 2 * _cp(d) if _cp(d) > 1 and d.kind == "moe" and d.context_parallel_algo == "megatron_cp_algo" else _cp(d)
     step = math.lcm(chunks, _cp(d) * (_mp(d) if d.sequence_parallel else 1))
     wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
@@ -148,6 +161,12 @@ def _global_batches(d: Drawn) -> list[int | None]:
     if d.gradient_merge_acc_step is not None:
         return [None, _unit(d) * d.gradient_merge_acc_step]
     return [_unit(d) * n for n in (*_steps(d), *([] if _pipelined(d) else [4]))]
+
+
+def _paces(d: Drawn) -> list[int]:
+    """Steps in which lengths may grow."""
+    segments = int(d.generation_segments or 1)
+    return [n for n in divisors(d.seq_length) if n >= 6 and n % (segments * _lanes(d)) == 0][:2]
 
 
 def _rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
@@ -255,6 +274,7 @@ ORDERS = (
 )
 
 LAYOUT = (
+    Option(name="ernie_model", values=(None, "ernie3"), kinds=ERNIE),
     Option(
         name="pp_degree",
         values=lambda d: [None, None, *(n for n in divisors(d.world_size)[1:] if n <= 4)],
@@ -263,14 +283,14 @@ LAYOUT = (
     ),
     Option(
         name="pp_schedule",
-        values=(None, "gpipe", "interleaved", "zero_bubble"),
+        values=lambda d: (None, "gpipe", "interleaved", *(() if _branched(d) else ("zero_bubble",))),
         when=_pipelined,
         wild=("gpipe", "interleaved"),
         layout=True,
     ),
     Option(
         name="use_nanopipe",
-        values=lambda d: [None, True] if d.pp_schedule == "1f1b" else [None],
+        values=lambda d: [None, True] if d.pp_schedule == "1f1b" and not _branched(d) else [None],
         when=_pipelined,
         wild=(True,),
         layout=True,
@@ -287,6 +307,7 @@ LAYOUT = (
         values=lambda d: [None, None, *divisors(max(1, d.world_size // (d.pp_degree * d.mp_degree)))[1:]],
         wild=(2, 3),
         layout=True,
+        when=lambda d: not _branched(d),
     ),
     Option(
         name="context_parallel_algo",
@@ -470,8 +491,57 @@ SEGMENTS = (
 
 ENCODER = (
     Option(name="type_vocab_size", values=(None, 4), wild=(1,), kinds=ERNIE),
-    Option(name="task_type_vocab_size", values=(None, 1, 5), kinds=ERNIE),
-    Option(name="sop_loss_weight", values=(None, 0.5, 0.0), kinds=ERNIE),
+    Option(
+        name="task_type_vocab_size", values=lambda d: (5, 7) if _branched(d) else (None, 1, 5), wild=(2,), kinds=ERNIE
+    ),
+    Option(
+        name="sop_loss_weight",
+        values=(None, 0.5, 0.0),
+        when=lambda d: not _branched(d),
+        wild=(0.5,),
+        kinds=ERNIE,
+    ),
+    Option(
+        name="ernie_tasks",
+        values=(
+            "knowledge_mlm:1,document_lm:1,sentence_reorder:1,sentence_distance:1,knowledge_text:1",
+            "knowledge_mlm:1,document_lm:2",
+            "document_lm:1,sentence_distance:0.5",
+        ),
+        when=_branched,
+        wild=("document_lm:1", "poetry:1"),
+        kinds=ERNIE,
+    ),
+    Option(name="task_num_layers", values=(2, 1), when=_branched, size=True, kinds=ERNIE),
+    Option(
+        name="task_num_attention_heads", values=_multiples(_mp, 1, 2), when=_branched, wild=(3,), size=True, kinds=ERNIE
+    ),
+    Option(
+        name="task_hidden_size",
+        values=lambda d: [d.task_num_attention_heads * 4, d.task_num_attention_heads * 6],
+        when=_branched,
+        wild=(7,),
+        size=True,
+        kinds=ERNIE,
+    ),
+    Option(
+        name="task_ffn_hidden_size", values=_multiples(_mp, 8, 3), when=_branched, wild=(5,), size=True, kinds=ERNIE
+    ),
+    Option(name="sentence_reorder_pieces", values=(None, 2), when=_branched, wild=(4,), kinds=ERNIE),
+    Option(
+        name="generation_segments",
+        values=lambda d: [None, *(n for n in (2, 3) if d.seq_length % (n * _lanes(d)) == 0)],
+        when=_branched,
+        wild=(2, 5),
+        kinds=ERNIE,
+    ),
+    Option(
+        name="memory_length",
+        values=lambda d: [n for n in (4, 1, 128) if n <= d.seq_length // d.generation_segments],
+        when=lambda d: _branched(d) and d.generation_segments > 1,
+        wild=(3,),
+        kinds=ERNIE,
+    ),
     Option(name="mlm_probability", values=(None, 0.5, 0.01), kinds=ERNIE),
 )
 
@@ -481,9 +551,18 @@ TRAINING = (
     Option(name="gradient_merge_acc_step", values=lambda d: [None, *_steps(d)], wild=(1, 3), layout=True),
     Option(name="global_batch_size", values=_global_batches, wild=(7, 10), layout=True, size=True),
     Option(
+        name="progressive_iters",
+        values=(None, None, 2, 3),
+        when=lambda d: not _pipelined(d) and _cp(d) == 1 and bool(_paces(d)),
+        wild=(2,),
+        kinds=ERNIE,
+    ),
+    Option(name="progressive_batch_multiple", values=lambda d: [_rest(d)], when=_growing, wild=(1, 3), kinds=ERNIE),
+    Option(name="progressive_length_multiple", values=_paces, when=_growing, wild=(7,), kinds=ERNIE),
+    Option(
         name="rampup_batch_size",
         values=_rampups,
-        when=lambda d: d.gradient_merge_acc_step is None,
+        when=lambda d: d.gradient_merge_acc_step is None and not _growing(d),
         wild=((2, 2, 4), (1, 3, 5)),
         size=True,
     ),
@@ -491,7 +570,7 @@ TRAINING = (
     Option(name="weight_decay", values=(None, 0.0, 0.5)),
     Option(name="adam_beta1", values=(None, 0.5)),
     Option(name="lr_decay_style", values=(None, "constant", "linear", "wsd")),
-    Option(name="lr_warmup_iters", values=(None, 1), wild=(10,)),
+    Option(name="lr_warmup_iters", values=(None, 1), when=lambda d: not _growing(d), wild=(10,)),
     Option(name="min_lr", values=(None, 0.001), wild=(1.0,)),
 )
 

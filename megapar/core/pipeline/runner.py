@@ -32,8 +32,8 @@ Place = tuple[int, int]  # chunk, micro-batch
 class Work(Protocol):
     """What is computed; the pipeline only moves activations and gradients."""
 
-    def empty(self, micro_batch: int) -> Tensor:
-        """Room for the activations between two chunks."""
+    def empty(self, micro_batch: int, chunk: int) -> Tensor:
+        """Room for the activations between ``chunk`` and the one before it."""
         ...
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -136,7 +136,8 @@ class Runner:
         self._settle(4 * self._schedule.num_chunks)
 
     def _receive(self, action: Action) -> None:
-        buffer = self._work.empty(action.micro_batch)
+        into = action.chunk if action.kind == kinds.RECV_F else action.chunk + 1
+        buffer = self._work.empty(action.micro_batch, into)
         source = action.chunk + (-1 if action.kind == kinds.RECV_F else 1)
         work = transport.receive(buffer, self._pp, self._schedule.rank_of(source))
         self._received[action.kind, (action.chunk, action.micro_batch)] = (buffer, work)
@@ -159,7 +160,7 @@ def run_forward(stages: Stages, pp: Axis, work: Work, micro_batch: int = 0) -> N
     x: Tensor | None = None
     for chunk in stages.on(pp.rank):
         if not chunk.first and x is None:
-            x = work.empty(micro_batch)
+            x = work.empty(micro_batch, chunk.index)
             transport.receive(x, pp, stages.chunks[chunk.index - 1].rank).wait()
         y, _ = work.forward(chunk.index, micro_batch, x)
         x = y

@@ -1,0 +1,99 @@
+"""The samples of a mixture of tasks, of both sides of a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megapar.data.samples import PieceOrder, Samples, order_of
+from megapar.data.store import Split
+from megapar.data.tasks.document_lm import DocumentLm
+from megapar.data.tasks.frame import Documents, Frame, Task
+from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
+from megapar.data.tasks.knowledge_text import KnowledgeText, RandomTriples, Triples, read_triples
+from megapar.data.tasks.lexicon import Lexicon
+from megapar.data.tasks.samples import TaskSamples
+from megapar.data.tasks.sentence_distance import SentenceDistance
+from megapar.data.tasks.sentence_reorder import SentenceReorder
+from megapar.data.tokenizer import Tokenizer
+from megapar.errors import DataError
+from megapar.rules.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, REORDER, tasks_of
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """What ``--ernie-tasks`` and its lexicons ask for. mixture: as ``rules.tasks.tasks_of`` reads it."""
+
+    mixture: str | None = None
+    phrase_file: str | None = None
+    entity_file: str | None = None
+    triples_file: str | None = None
+    reorder_pieces: int = 3
+    mlm_probability: float = 0.15
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks, in the order of TASKS."""
+        return tuple(tasks_of(self.mixture))
+
+    def sides(
+        self,
+        train: Documents,
+        heldout: Documents | None,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        seed: int,
+        split: Split,
+    ) -> tuple[Samples, Samples | None]:
+        """Samples to train on, and held-out ones where documents are held out. Raises DataError."""
+        lexicon = Lexicon.read([path for path in (self.phrase_file, self.entity_file) if path], tokenizer)
+        frame, triples = Frame.of(tokenizer, seq_length), self._triples(tokenizer, seq_length, seed, split)
+        one = _Side(self, train, frame, lexicon, triples[0], seed)
+        if heldout is None:
+            return one.samples(), None
+        if triples[1] is not None and not len(triples[1]):
+            raise DataError(f"{self.triples_file}: no triple is held out; give more of them, or another --split")
+        return one.samples(), replace(one, pieces=heldout, triples=triples[1], seed=None).samples()
+
+    def _triples(
+        self, tokenizer: Tokenizer, seq_length: int, seed: int, split: Split
+    ) -> tuple[Triples | None, Triples | None]:
+        if KNOWLEDGE_TEXT not in self.names:
+            return None, None
+        if self.triples_file:
+            return read_triples(self.triples_file, tokenizer, split)
+        ids, longest = tokenizer.ordinary_ids, max(1, seq_length // 2)
+        return RandomTriples(ids, seed, "train", longest), RandomTriples(ids, 0, "heldout", longest)
+
+
+@dataclass(frozen=True)
+class _Side:
+    data: TaskData
+    pieces: Documents
+    frame: Frame
+    lexicon: Lexicon
+    triples: Triples | None
+    seed: int | None
+
+    def samples(self) -> TaskSamples:
+        tasks = [self._task(name) for name in self.data.names]
+        orders = [self._order(task) for task in tasks]
+        return TaskSamples(tasks, tasks_of(self.data.mixture), orders, self.seed, len(self.pieces))
+
+    def _order(self, task: Task) -> PieceOrder:
+        pieces = self.triples if isinstance(task, KnowledgeText) else self.pieces
+        assert pieces is not None
+        return order_of(pieces, self.seed, f"tasks/{task.name}")  # type: ignore[arg-type]
+
+    def _task(self, name: str) -> Task:
+        pieces, frame, probability = self.pieces, self.frame, self.data.mlm_probability
+        if name == KNOWLEDGE_MLM:
+            return KnowledgeMlm(pieces, frame, self.lexicon, probability)
+        if name == DOCUMENT_LM:
+            return DocumentLm(pieces, frame)
+        if name == REORDER:
+            return SentenceReorder(pieces, frame, self.data.reorder_pieces)
+        if name == DISTANCE:
+            return SentenceDistance(pieces, frame)
+        if self.triples is None:
+            raise DataError(f"{KNOWLEDGE_TEXT} needs triples")
+        return KnowledgeText(self.triples, frame, probability)

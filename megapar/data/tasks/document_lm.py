@@ -1,0 +1,30 @@
+"""Document language model: every next token of a piece, left to right, in the generation branch.
+
+Items: predicted tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.data.draws import Draws
+from megapar.data.samples import NO_LOSS, Pieces, Sample
+from megapar.data.tasks.frame import Frame
+from megapar.rules.tasks import DOCUMENT_LM
+
+
+@dataclass(frozen=True)
+class DocumentLm:
+    """pieces: of at most S - 2 ids."""
+
+    pieces: Pieces
+    frame: Frame
+    name: str = DOCUMENT_LM
+
+    def make(self, number: int, draws: Draws) -> Sample:
+        """[CLS] a b c [SEP], asked for a b c [SEP] and nothing."""
+        ids = self.pieces[number]
+        sample = self.frame.sample((ids, None))
+        sample["labels"][: len(ids) + 1] = sample["tokens"][1 : len(ids) + 2]
+        sample["labels"][len(ids) + 1 :] = NO_LOSS
+        return sample

@@ -1,0 +1,32 @@
+"""Knowledge-masked language model: words, phrases and named entities are masked whole and asked for.
+
+Items: masked tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.data.draws import Draws
+from megapar.data.ernie import mask_words
+from megapar.data.samples import Pieces, Sample
+from megapar.data.tasks.frame import Frame
+from megapar.data.tasks.lexicon import Lexicon
+from megapar.rules.tasks import KNOWLEDGE_MLM
+
+
+@dataclass(frozen=True)
+class KnowledgeMlm:
+    """pieces: of at most S - 2 ids. lexicon: what is a unit beside words. probability: of a unit to be masked."""
+
+    pieces: Pieces
+    frame: Frame
+    lexicon: Lexicon
+    probability: float
+    name: str = KNOWLEDGE_MLM
+
+    def make(self, number: int, draws: Draws) -> Sample:
+        """A piece with units masked, replaced or kept (80 / 10 / 10)."""
+        ids, frame = self.pieces[number], self.frame
+        units = self.lexicon.unit_starts(ids, frame.marks.word_starts(ids))
+        return frame.sample(mask_words(ids, units, self.probability, frame.mask, frame.ordinary, draws))

@@ -1,0 +1,77 @@
+"""Samples of several tasks under one numbering; each belongs to one task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from megapar.data.batches import MicroBatch, micro_batch
+from megapar.data.draws import Draws
+from megapar.data.mixture import Shares
+from megapar.data.samples import NO_LOSS, PieceOrder, Sample
+from megapar.data.tasks.frame import Task
+from megapar.rules.tasks import CLASSES, GENERATION, TASKS, accuracy_of
+
+
+class TaskSamples:
+    """Sample ``number`` depends on (seed, number) and nothing else.
+
+    Of the first n numbers every task has its share, evenly spread (mixture.Shares); a task takes its own pieces in an
+    order of its own. To what its task makes, a sample adds ``task``, the number of its task in TASKS.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        weights: Mapping[str, Fraction],
+        orders: Sequence[PieceOrder],
+        seed: int | None,
+        length: int,
+    ) -> None:
+        """orders: of each task's pieces. seed: None for the fixed held-out ones. length: samples of one epoch."""
+        self._tasks, self._orders, self._seed, self._length = tuple(tasks), tuple(orders), seed, length
+        self._shares = Shares([weights[task.name] for task in tasks])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Sample:
+        import numpy as np
+
+        which, own = self._shares.find(number)
+        task = self._tasks[which]
+        draws = Draws(0, f"heldout/{task.name}", own) if self._seed is None else Draws(self._seed, task.name, own)
+        sample = task.make(self._orders[which][own], draws)
+        return {**sample, "task": np.array(TASKS.index(task.name), dtype=np.int64)}
+
+
+def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
+    """Samples as one micro-batch. names: the tasks of the run; those that no sample has get items of length 0.
+
+    Beside what every ERNIE batch has: understanding, generation [rows]: which samples run through which branch; of
+    each task NAME: NAME_index (positions flat in B * S, or samples where it asks for a class) and NAME_labels.
+    """
+    import numpy as np
+
+    stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    rows, length = stacked["tokens"].shape
+    kinds, labels = stacked["task"], stacked["labels"]
+    generation = np.isin(kinds, [TASKS.index(name) for name in GENERATION])
+    arrays = {
+        "tokens": stacked["tokens"],
+        "token_types": stacked["token_types"],
+        "task_types": np.broadcast_to(kinds[:, None], (rows, length)),
+        "understanding": np.flatnonzero(~generation),
+        "generation": np.flatnonzero(generation),
+    }
+    counts = {}
+    for name in names:
+        mine = kinds == TASKS.index(name)
+        asked = stacked["label"] != NO_LOSS if name in CLASSES else labels != NO_LOSS
+        index = np.flatnonzero(asked & (mine if name in CLASSES else mine[:, None]))
+        arrays[f"{name}_index"] = index
+        arrays[f"{name}_labels"] = (stacked["label"] if name in CLASSES else labels.reshape(-1))[index]
+        counts[name] = len(index)
+        if name in CLASSES:
+            counts[accuracy_of(name)] = len(index)
+    return micro_batch(arrays, stacked["valid"], counts)

@@ -1,0 +1,56 @@
+"""Sentence reordering: a piece in 1 to m parts, permuted; which permutation it was is one class.
+
+    class   0 | 1 2 | 3 4 5 6 7 8 | ..        permutations of 1, of 2, of 3 parts, in lexicographic order
+
+Items: samples. Metric: accuracy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import factorial
+
+from megapar.data.draws import Draws
+from megapar.data.samples import Pieces, Sample
+from megapar.data.tasks.frame import Frame, cut_evenly
+from megapar.rules.tasks import REORDER, reorder_classes
+
+
+@dataclass(frozen=True)
+class SentenceReorder:
+    """pieces: of at most S - 2 ids. most: parts, m."""
+
+    pieces: Pieces
+    frame: Frame
+    most: int
+    name: str = REORDER
+
+    def make(self, number: int, draws: Draws) -> Sample:
+        """The permuted piece and its class."""
+        import numpy as np
+
+        ids = self.pieces[number]
+        count = min(1 + draws.integer(self.most), len(ids))
+        order = permutation(draws.integer(factorial(count)), count)
+        parts = cut_evenly(self.frame.marks.word_starts(ids), count)
+        shown = np.concatenate([ids[parts[place]] for place in order])
+        return self.frame.sample((shown, None), label=class_of(order))
+
+
+def permutation(rank: int, count: int) -> tuple[int, ...]:
+    """The permutation of 0 .. count - 1 with this place in lexicographic order."""
+    left, found = list(range(count)), []
+    for size in range(count, 0, -1):
+        place, rank = divmod(rank, factorial(size - 1))
+        found.append(left.pop(place))
+    return tuple(found)
+
+
+def class_of(order: Sequence[int]) -> int:
+    """The class of a permutation: those of fewer parts come first."""
+    left, rank = sorted(order), 0
+    for place in order:
+        rank = rank * len(left) + left.index(place)
+        left.remove(place)
+    return reorder_classes(len(order) - 1) + rank

@@ -1,0 +1,228 @@
+"""ERNIE 3.0: a universal module that two task branches share, understanding and generation.
+
+    embedding -> universal layers -> understanding layers -> masked words, classes
+                                  \\> generation layers    -> next words
+
+A sample belongs to one task: it runs the universal layers with that task's attention, then its branch only. A layer of
+the branches is one of both: ``layers.N`` with N behind the universal ones.
+Source: ERNIE 3.0 (arXiv 2107.02137), sections 3.1 and 3.2.
+
+Shape letters: B samples, S sequence, H hidden of the universal module, h of the branches, V vocabulary, M positions;
+S is cut over mp under sequence parallelism, written S(/mp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapar.core.axis import Axis
+from megapar.core.collectives import gather
+from megapar.core.device.ops import wide
+from megapar.core.pipeline.stages import Chunk, Holding
+from megapar.core.tensor_parallel import SEQUENCE_DIM, Linear, local, parameter
+from megapar.model.block import ErnieBlock
+from megapar.model.context import Context
+from megapar.model.embedding import ErnieEmbedding
+from megapar.model.ernie import Ernie, MaskedLmHead, Pooler
+from megapar.model.recurrence import Rows, generate, understand
+from megapar.model.sizes import Ernie3Sizes
+from megapar.model.stack import run_layers
+from megapar.moe.slicing import Slicing
+from megapar.moe.stats import MoeStats
+from megapar.rules.tasks import CLASSES, GENERATION, accuracy_of
+
+
+class UniversalBlock(ErnieBlock):
+    """A layer of the universal module: each sample with the attention of its task. x [B, S(/mp), H] throughout."""
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
+        assert isinstance(context, Rows)
+        done = []
+        for rows, run in ((context.understanding, understand), (context.generation, generate)):
+            if rows is not None and len(rows):
+                done.append(run(self, x.index_select(0, rows), rows, context))
+        return _together(done, context), None
+
+
+class BranchLayer(nn.Module):
+    """A layer of both branches: each sample through its own. x [B, S(/mp), h], of the first one [B, S(/mp), H].
+
+    Ledger: understanding.*, generation.* as in ``ErnieBlock``; of the first layer understanding_proj, generation_proj
+    [h, H], whole on every mp rank, partial gradients under sequence parallelism.
+    """
+
+    def __init__(self, sizes: Ernie3Sizes, layer: int, **common: Any) -> None:
+        super().__init__()
+        self.understanding = ErnieBlock(sizes.branch, layer, **common)
+        self.generation = ErnieBlock(sizes.branch, layer, **common)
+        plain = {name: common[name] for name in ("dtype", "device")}
+        shape = (sizes.hidden_size, sizes.task_hidden_size)
+        first = layer == sizes.num_layers
+        self.understanding_proj = Linear(*shape, **plain) if first else None
+        self.generation_proj = Linear(*shape, **plain) if first else None
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """[B, S(/mp), H or h] to [B, S(/mp), h]; no statistics."""
+        assert isinstance(context, Rows)
+        done: list[Tensor] = []
+        idle: list[Tensor] = []
+        branches = (
+            (context.understanding, understand, self.understanding, self.understanding_proj),
+            (context.generation, generate, self.generation, self.generation_proj),
+        )
+        for rows, run, block, proj in branches:
+            assert rows is not None
+            # A branch without samples runs the first one for nothing: every rank gathers and reduces every parameter.
+            here = rows if len(rows) else rows.new_zeros(1)
+            own = x.index_select(0, here)
+            y = run(block, own if proj is None else proj(own), here, context)
+            (done if len(rows) else idle).append(y)
+        out = _together(done, context)
+        for y in idle:
+            out = out + 0.0 * y.sum()
+        return out, None
+
+
+class ClassHead(nn.Module):
+    """Cross-entropy and right answers of one class per sample: pooled [M, h] -> two sums. Whole on every rank."""
+
+    def __init__(self, features: int, classes: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = parameter((classes, features), dtype, device)
+        self.bias = parameter((classes,), dtype, device)
+
+    def forward(self, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, h] and labels [M] to the sum of cross-entropies and the right answers, max(fp32, dtype)."""
+        logits = F.linear(pooled, local(self.weight), local(self.bias)).to(wide(pooled.dtype))
+        right = (logits.detach().argmax(1) == labels).sum().to(logits.dtype)
+        return F.cross_entropy(logits, labels, reduction="sum"), right
+
+
+class TaskHeads(nn.Module):
+    """The heads of all tasks of the run; their vocabulary is the word embedding, which comes with the call."""
+
+    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.tasks = sizes.tasks
+        h, plain = sizes.task_hidden_size, {"dtype": dtype, "device": device}
+        for branch in sizes.word_branches:
+            self.add_module(branch, MaskedLmHead(sizes, features=h, mp=mp, **plain))  # type: ignore[arg-type]
+        self.pooler = Pooler(h, h, **plain) if set(CLASSES) & set(sizes.tasks) else None  # type: ignore[arg-type]
+        for task in CLASSES:
+            if task in sizes.tasks:
+                self.add_module(task, ClassHead(h, sizes.classes(task), **plain))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
+        """[B, S, h], whole on every mp rank, and a micro-batch to the sums of all tasks and their right answers."""
+        rows, sums = x.flatten(0, 1), {}
+        for task in self.tasks:
+            index, labels = batch[f"{task}_index"], batch[f"{task}_labels"]
+            if task in CLASSES:
+                assert self.pooler is not None
+                pooled = self.pooler(x.index_select(0, index))
+                sums[task], sums[accuracy_of(task)] = self.get_submodule(task)(pooled, labels)
+            else:
+                branch = "generation" if task in GENERATION else "understanding"
+                sums[task] = self.get_submodule(branch)(rows.index_select(0, index), labels, word)
+        return sums
+
+
+class Ernie3(Ernie):
+    """ERNIE 3.0 with the heads of its tasks.
+
+    Layers live in ``layers``, keyed by their number: universal ones, then those of the branches. Names, global shapes
+    and cuts are those of ``ernie3_table(sizes)``. holding, recompute: as for ``Ernie``.
+    """
+
+    sizes: Ernie3Sizes
+
+    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, holding: Holding | None = None, **common: Any) -> None:
+        held = holding or Holding.whole(sizes.num_blocks)
+        super().__init__(sizes, mp=mp, holding=held, **common)
+        self.segments = Slicing(degree=sizes.segments)
+
+    def _layer(self, layer: int, **common: Any) -> nn.Module:
+        if layer < self.sizes.num_layers:
+            return UniversalBlock(self.sizes, layer, **common)
+        return BranchLayer(self.sizes, layer, **common)
+
+    def _make_heads(self, held: Holding, **common: Any) -> None:
+        self.lm_head = self.pooler = self.sop_head = None
+        self.heads = TaskHeads(self.sizes, **common) if held.last else None
+
+    def units(self) -> dict[str, tuple[nn.Module, ...]]:
+        """See ``Ernie.units``."""
+        units: dict[str, tuple[nn.Module, ...]] = {}
+        if isinstance(self.embedding, ErnieEmbedding):
+            units["embedding"] = (self.embedding,)
+        elif self.embedding is not None and self.heads is not None:
+            units["embedding"] = (self.heads,)  # whose call takes the copy of the weight
+        units |= {f"layers.{name}": (layer,) for name, layer in self.layers.items()}
+        return units if self.heads is None else {**units, "head": (self.heads,)}
+
+    def width_into(self, chunk: Chunk) -> int:
+        """Features of what a chunk takes from the one before it."""
+        return self.sizes.hidden_size if chunk.layers.start <= self.sizes.num_layers else self.sizes.task_hidden_size
+
+    def _embed(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.embedding is not None
+        names = ("tokens", "token_types", "task_types", "positions")
+        x: Tensor = self.embedding(*(self._arrange(batch[name]) for name in names))
+        return x
+
+    def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
+        y, _ = run_layers((self.layers[name] for name in names), x, self._rows(batch), self.recompute)
+        assert isinstance(y, Tensor)
+        return y
+
+    def _rows(self, batch: dict[str, Tensor]) -> Rows:
+        length, parts = batch["tokens"].shape[1], self.mp.size if self.sequence_parallel else 1
+        slices = self.segments.cut(length, parts)
+        valid = batch.get("valid")
+        understanding, generation = batch["understanding"], batch["generation"]
+        return Rows(
+            None if valid is None else self._arrange(valid),
+            None,
+            batch["tokens"].numel(),
+            slices=slices,
+            own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
+            understanding=understanding,
+            generation=generation,
+            text=valid,
+            back=torch.cat((understanding, generation)).argsort(),
+            memory=min(self.sizes.memory, slices[0].stop),
+        )
+
+    def _arrange(self, x_BS: Tensor) -> Tensor:
+        """Put data in the order in which every mp rank's chunk holds its part of every segment."""
+        order = self._order(x_BS.shape[1])
+        return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device))
+
+    def _order(self, length: int) -> Tensor | None:
+        if self.segments.degree == 1 or not self.sequence_parallel or self.mp.size == 1:
+            return None
+        return torch.tensor(self.segments.order(length, self.mp.size))
+
+    def _leave(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return x
+        x = gather(x, self.mp, SEQUENCE_DIM)
+        order = self._order(x.shape[1])
+        return x if order is None else x.index_select(1, order.argsort().to(x.device))
+
+    def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
+        assert self.heads is not None
+        sums: dict[str, Tensor] = self.heads(x, batch, word)
+        return sums
+
+
+def _together(done: list[Tensor], context: Rows) -> Tensor:
+    """What both kinds of samples became, in the order of the samples."""
+    assert context.back is not None
+    return torch.cat(done).index_select(0, context.back)
