@@ -48,7 +48,9 @@ class SentenceDistance:
         else:
             other = self.pieces[self._elsewhere(number, draws)]
             pair = (first, other[self._thirds(other)[1 + which]])
-        return self.frame.sample((pair[0], None), (pair[1], None), label=kind)
+        # Where words are long, thirds are uneven, and those of two pieces may be more than one.
+        room = self.frame.seq_length - 3 - len(pair[0])
+        return self.frame.sample((pair[0], None), (pair[1][:room], None), label=kind)
 
     def _thirds(self, ids: np.ndarray) -> list[slice]:
         return cut_evenly(self.frame.marks.word_starts(ids), 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from megapar.data.tasks.lexicon import Lexicon
 from megapar.data.tasks.samples import TaskSamples, collate_tasks
 from megapar.data.tasks.sentence_distance import ADJACENT, OTHER, SAME, SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder, class_of, permutation
+from megapar.data.tokenizer import WordMarks
 from megapar.errors import DataError
 from megapar.rules.tasks import TASKS, reorder_classes, tasks_of
 
@@ -103,6 +105,16 @@ def test_sentence_distance_classes_by_hand() -> None:
     assert found[ADJACENT] == {((10, 11), (12, 13)), ((12, 13), (14, 15))}
     assert found[SAME] == {((10, 11), (14, 15))}
     assert found[OTHER] == {((10, 11), (32, 33)), ((10, 11), (34, 35))}
+
+
+def test_uneven_thirds_of_two_documents_fit_one_sample() -> None:
+    marks = WordMarks(np.isin(np.arange(101), (10, 20)), np.zeros(101, dtype=bool))
+    uneven = Given([[11] * 15 + [10, 11], [20] + [21] * 15 + [20]], [0, 1])
+    task = SentenceDistance(uneven, replace(frame(20), marks=marks))
+    for number in range(50):
+        sample = task.make(0, Draws(1, "x", number))
+        assert int((sample["tokens"] == SEP).sum()) == 2
+        assert sample["tokens"].shape == (20,)
 
 
 def test_sentence_distance_needs_two_documents() -> None:
