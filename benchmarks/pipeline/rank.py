@@ -48,7 +48,7 @@ class SleepingLayers:
         self._weight = nn.Parameter(torch.zeros(WIDTH))
         self._later = weight_gradients.of(self._weight)
 
-    def empty(self, micro_batch: int) -> Tensor:
+    def empty(self, micro_batch: int, chunk: int) -> Tensor:
         return torch.empty(4, WIDTH)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

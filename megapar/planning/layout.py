@@ -10,7 +10,8 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.cut import shard_dim
-from megapar.model.sizes import DecoderSizes
+from megapar.errors import Complaint, ConfigError
+from megapar.model.sizes import DecoderSizes, Ernie3Sizes
 from megapar.model.table import ParameterSpec
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import DeviceKind
@@ -37,8 +38,12 @@ class Layout:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The model's numbers."""
-        return self.of or make_sizes(self.config)
+        """The model's numbers. Raises ConfigError for a model that the formulas do not know."""
+        sizes = self.of or make_sizes(self.config)
+        if isinstance(sizes, Ernie3Sizes):
+            message = "nothing is foretold of ERNIE 3.0 yet: its branches and segments are not in the plan's model."
+            raise ConfigError([Complaint("plan-ernie3", message, "See --validate-only for its counts and stages.")])
+        return sizes
 
     @cached_property
     def stages(self) -> Stages:
