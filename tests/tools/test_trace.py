@@ -110,7 +110,7 @@ def same_traffic(sent: dict[str, int], formula: dict[str, float], *, masked: boo
 
 
 def test_formulas_are_within_two_percent_of_the_traced_trainer() -> None:
-    for name, (peak, formula, sent, told) in run_ranks(1, traced, group=False, timeout=120)[0].items():
+    for name, (peak, formula, sent, told) in run_ranks(1, traced, group=False, timeout=300)[0].items():
         assert formula == pytest.approx(peak, rel=0.02), name
         same_traffic(sent, told, masked=name == "ernie mp 2")
 
