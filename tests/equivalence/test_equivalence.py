@@ -40,7 +40,13 @@ def _run(
     return result
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def _sampled(rows: Sequence[Row], every: int) -> list[ParameterSet]:
+    """Rows; all but one of ``every`` are run by ``-m table`` alone, as .ci/run does beside the suite."""
+    marks = [[pytest.mark.table] if number % every else [] for number in range(len(rows))]
+    return [pytest.param(row, id=row.name, marks=mark) for row, mark in zip(rows, marks, strict=True)]
+
+
+@pytest.mark.parametrize("row", _sampled(ROWS, 2))
 def test_fp64(row: Row) -> None:
     """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
 
@@ -53,12 +59,7 @@ def test_fp64(row: Row) -> None:
     assert differences(got, want) == []
 
 
-def _sampled(rows: Sequence[Row]) -> list[ParameterSet]:
-    """Every third row; the others are run by ``-m table``."""
-    return [pytest.param(row, id=row.name, marks=[pytest.mark.table] if i % 3 else []) for i, row in enumerate(rows)]
-
-
-@pytest.mark.parametrize("row", _sampled(ROWS))
+@pytest.mark.parametrize("row", _sampled(ROWS, 4))
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see."""
     flags = still(row.reference_flags())
