@@ -50,6 +50,10 @@ class CheckpointError(MegaparError):
     """A checkpoint is missing, damaged, incomplete, or of another model."""
 
 
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint that is sound, but of another model or schedule: an older one would fit no better."""
+
+
 class DistributedError(MegaparError):
     """A process group could not be made or a rank did not answer."""
 

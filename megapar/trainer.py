@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,29 +21,35 @@ from torch.profiler import record_function
 
 from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
+from megapar.core import replicas
 from megapar.core.adaptive import Adaptive
 from megapar.core.collectives import all_reduce_
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.core.device.pick import pick
+from megapar.core.first_bad import FirstBad, watch
 from megapar.core.optimizer import clip, global_norm, scale_gradients
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial import sum_partial, sum_tied
 from megapar.core.world import World
 from megapar.data.batches import Loader, MicroBatch
 from megapar.data.corpus import Corpus
+from megapar.data.skipping import Skipping, effective, merged, parse_range, sample_at
 from megapar.errors import MegaparError, TrainingError
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
 from megapar.model.flops import flops_per_token
 from megapar.model.terms import Terms
-from megapar.training import build, degree, export, facts, state
+from megapar.training import build, degree, export, facts, local_saves, report, state
+from megapar.training.checkpoints import Checkpoints, job_id
+from megapar.training.control import StopSignal
 from megapar.training.denominators import Denominators
 from megapar.training.evaluate import evaluate
 from megapar.training.load_hf import load_hf, trained_family
-from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.monitor import Monitor, Step
-from megapar.training.record import Logger, Record
+from megapar.training.record import Record
+from megapar.training.resume import resume
+from megapar.training.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,16 @@ class Outcome:
 
 
 def main(config: Config) -> NoReturn:
-    """Train and end the process: 0 done, 2 configuration refused, 1 anything else.
+    """Train and end the process: 0 done (or asked to stop, and saved), 2 configuration refused, 1 anything else.
 
     Several ranks leave without the interpreter's own shutdown, in which gloo's threads at times abort a finished run.
     """
     status = 0
     rank = int(os.environ.get("RANK", "0"))
+    stop_signal = StopSignal()
+    stop_signal.install()
     try:
-        train(config)
+        train(config, stop_signal=stop_signal)
     except MegaparError as error:
         status = error.exit_status
         if rank == 0 or status != 2:
@@ -81,10 +89,11 @@ def main(config: Config) -> NoReturn:
     os._exit(status)
 
 
-def train(config: Config, rendezvous_url: str | None = None) -> Outcome:
+def train(config: Config, rendezvous_url: str | None = None, stop_signal: StopSignal | None = None) -> Outcome:
     """Train as the configuration says.
 
-    rendezvous_url: where several ranks meet, by default as torchrun sets the environment. Raises MegaparError.
+    rendezvous_url: where several ranks meet, by default as torchrun sets the environment. stop_signal: what asks this
+    rank to stop, which all then do together. Raises MegaparError.
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     if config.training.deterministic:
@@ -93,7 +102,7 @@ def train(config: Config, rendezvous_url: str | None = None) -> Outcome:
     corpus = build.make_corpus(config)
     world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
     try:
-        trainer = Trainer(config, world, corpus)
+        trainer = Trainer(config, world, corpus, stop_signal)
         outcome = trainer.run()
     except BaseException:
         # The other ranks may be gone: nobody waits for anybody on this way out.
@@ -106,7 +115,7 @@ def train(config: Config, rendezvous_url: str | None = None) -> Outcome:
 class Trainer:
     """One run on this rank: everything built, the loop and the step."""
 
-    def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
+    def __init__(self, config: Config, world: World, corpus: Corpus, stop_signal: StopSignal | None = None) -> None:
         self.config = config
         self.world = world
         self.data = world.axis("data")
@@ -119,10 +128,17 @@ class Trainer:
         self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
+        self.control = build.make_control(config, stop_signal, leader=world.rank == 0)
+        self.checkpoints = Checkpoints(config.checkpoint, self.job)
+        self.local_saves = local_saves.make(config, self.job, job_id(os.environ))
+        self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
+        self._watched: FirstBad | None = None
+        self._found = ""
+        self.numbers = build.make_numbers(config)
         self._load()
         self.collate = build.make_collate(config, world, corpus)
         self.loader = Loader(
-            corpus.train,
+            Skipping(corpus.train, self._skipped) if self._skipped else corpus.train,
             self.collate,
             micro_batch_size=config.training.micro_batch_size,
             data_rank=self.data.rank,
@@ -131,11 +147,10 @@ class Trainer:
         self._degree = self._choose_degree()
         self.profile = build.make_profile(config, world, self.job)
         self.world.ledger.clear()  # what start-up sent is no step's
-        self.terminal = self._make_terminal()
+        self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = self._make_monitor(world.device)
         self._records: list[Record] = []
         self._evaluation: dict[str, float] | None = None
-        self._checkpoint: Path | None = None
 
     def _choose_degree(self) -> str:
         """For --ampipe-degree auto: slice the model by the checkpoint's degree or a measured one; what to say of it."""
@@ -178,34 +193,83 @@ class Trainer:
     # The loop
 
     def run(self) -> Outcome:
-        """Train to ``--train-iters``, evaluating and saving on the way and at the end."""
-        training, checkpoint = self.config.training, self.config.checkpoint
+        """Train to ``--train-iters`` or until asked to stop, evaluating and saving on the way and at the end."""
         self._greet()
+        watchdog = build.make_watchdog(self.config, self.world)
         try:
-            while self.progress.iteration < training.train_iters:
+            while not self._done:
+                watchdog.begin_step(self.progress.iteration + 1)
                 if self.profile is not None:
                     self.profile.before(self.progress.iteration + 1)
                 self.monitor.add(self.step())
                 if self.profile is not None:
                     self.profile.after(self.progress.iteration)
+                watchdog.end_step()
                 self._adapt()
-                iteration = self.progress.iteration
-                final = iteration == training.train_iters
-                if training.eval_interval and (iteration % training.eval_interval == 0 or final):
-                    self.monitor.evaluated(self._evaluate())
-                if iteration % self.config.logging.log_interval == 0 or final:
-                    self._records += self.monitor.flush()
-                if checkpoint.save and (final or _due(iteration, checkpoint.save_interval)):
-                    self._save(Path(checkpoint.save))
+                self.control.stepped(self.progress.iteration)
+                self._after_step()
+            watchdog.end_step()
+            self._flush()
+            if self.config.checkpoint.save:
+                self._save(final=True)
+            if self.local_saves is not None:
+                self.local_saves.remove()
             self.job.sharding.wait()
-            exported = self._export()
+            exported = None if self.control.stop else self._export()
         finally:
+            watchdog.close()
             self.loader.close()
             self.monitor.close()
             if self.profile is not None:
                 self.profile.close()
         self._tell_end(exported)
-        return Outcome(self.progress.iteration, tuple(self._records), self._evaluation, self._checkpoint, exported)
+        checkpoint = self.checkpoints.folder
+        return Outcome(self.progress.iteration, tuple(self._records), self._evaluation, checkpoint, exported)
+
+    @property
+    def _done(self) -> bool:
+        return bool(self.control.stop) or self.progress.iteration >= self.config.training.train_iters
+
+    def _after_step(self) -> None:
+        """Evaluate, log and save, each where it is due."""
+        training, iteration = self.config.training, self.progress.iteration
+        last = iteration == training.train_iters
+        self.checkpoints.look()
+        self._tell_news()
+        if _due(iteration, self.config.reliability.replica_check_interval):
+            self._check_replicas()
+        if training.eval_interval and (_due(iteration, training.eval_interval) or last):
+            self.monitor.evaluated(self._evaluate())
+        if _due(iteration, self.config.logging.log_interval):
+            self._flush()
+        if (self.control.save or self.checkpoints.due(iteration)) and not self._done:
+            self._save(final=False)
+        if self.local_saves is not None and self.local_saves.due(iteration) and not self._done:
+            self.local_saves.save(iteration, self._scalars())
+
+    def _flush(self) -> None:
+        records = self.monitor.flush()
+        self._records += records
+        pace = records[-1].pace if records else None
+        if pace is not None and (warning := pace.warning(self.config.reliability.straggler_factor)):
+            self._say(warning)
+        for record in records:
+            if not self.config.reliability.spike_skip and not record.skipped:
+                self.numbers.watch(record.iteration, record.loss, record.grad_norm)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        for news in self.numbers.take_news():
+            self._say(news)
+
+    def _check_replicas(self) -> None:
+        """Raise TrainingError where ranks that should hold the same hold something else."""
+        self.job.sharding.wait()
+        replicas.check(build.copies(self.job), self.world, f"iteration {self.progress.iteration}")
+
+    def _say(self, text: str) -> None:
+        if self.terminal is not None:
+            self.terminal.say(text)
 
     # The step
 
@@ -220,19 +284,27 @@ class Trainer:
         share = global_batch // (self.config.training.micro_batch_size * self.data.size)
         batches = self.loader.step(progress.consumed_samples, share, length)
         denominators = Denominators(batches, share * self.data.size, self.data, job.meter)
+        work = _Work(batches, denominators, global_batch)
         with record_function("megapar: forward and backward"):
             totals = self._forward_backward(batches, denominators)
         with record_function("megapar: reduce"):
             norm = self._reduce(self._loss_factor(denominators))
+        if self.loss_scale is None and not math.isfinite(self._values(norm.view(1))[0]):
+            totals, norm = self._repeat(work, totals, norm)
         scale, skipped = self._check_overflow(norm)
+        skipped = skipped or self._is_bad(work, totals, norm)
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not skipped:
+            self.checkpoints.before_update()
+            if self.local_saves is not None:
+                self.local_saves.before_update()
             if self.config.optimizer.clip_grad > 0:
                 clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
             with record_function("megapar: optimizer"):
                 job.optimizer.step(lr)
                 job.sharding.publish()
             self._move_router_bias(totals.load)
+            self.numbers.good()
         progress.iteration += 1
         progress.skipped_steps += skipped
         progress.consumed_samples += global_batch
@@ -256,6 +328,7 @@ class Trainer:
             sent_bytes=self._take_sent(),
             seconds=time.perf_counter() - start,
             exposed=job.meter.take() if job.metered else None,
+            waited_seconds=self._waited,
         )
 
     def _grow(self) -> tuple[int, int | None]:
@@ -267,12 +340,14 @@ class Trainer:
         self.job.model.scale_dropout(self.progressive.share(iteration))
         return self.progressive.batch_at(iteration), self.progressive.length_at(iteration)
 
-    def _forward_backward(self, batches: Sequence[MicroBatch], denominators: Denominators) -> _Totals:
+    def _forward_backward(self, batches: Sequence[MicroBatch], denominators: Denominators) -> Totals:
         """Every micro-batch of this rank forward and backward; the sums of their terms."""
-        job, progress, totals = self.job, self.progress, _Totals()
+        job, progress, totals = self.job, self.progress, Totals()
         first = progress.micro_batches + self.data.rank
 
         def seed(number: int) -> None:
+            if self._watched is not None:
+                self._watched.micro_batch = number
             seed_micro_batch(progress.dropout_seed, first + number * self.data.size)
 
         def loss_of(terms: Terms) -> Tensor:
@@ -313,7 +388,16 @@ class Trainer:
             sum_tied(job.sharding, job.tied, self.world.axis("pp"), job.meter)
         if factor != 1.0:
             scale_gradients(job.sharding.parts, 1 / factor)
-        return global_norm(job.sharding.parts, self.world.axis("world"))
+        start = time.perf_counter()
+        norm, votes = global_norm(job.sharding.parts, self.world.axis("world"), self.control.votes())
+        self._waited = time.perf_counter() - start
+        self.control.hear([round(vote) for vote in self._values(votes)])
+        return norm
+
+    def _values(self, tensor: Tensor) -> list[float]:
+        """What a vector holds; waits for the device."""
+        values: list[float] = tensor.tolist()
+        return values
 
     def _adapt(self) -> None:
         """After the steps that measure: choose what is recomputed from now on, and say so."""
@@ -352,6 +436,39 @@ class Trainer:
         last = torch.tensor(max(bad, default=-1), device=self.world.device.torch_device)
         all_reduce_(last, self.world.axis("world"), dist.ReduceOp.MAX)
         return self.job.table[int(last.item())].name
+
+    def _repeat(self, work: _Work, totals: Totals, norm: Tensor) -> tuple[Totals, Tensor]:
+        """Run a step that was not finite again and watch where it goes bad; what a good second run gave, or the same.
+
+        A number that does not come again was none of the data's or the model's: the step goes on with the second run.
+        """
+        with watch(self.job.model, self.world.axis("pp").rank) as self._watched:
+            again = self._forward_backward(work.batches, work.denominators)
+            repeated = self._reduce(1.0)
+        found, self._watched = self._watched, None
+        if math.isfinite(repeated.item()):
+            self.numbers.news.append(
+                f"WARNING: iteration {self.progress.iteration + 1}: gradient norm {norm.item()}, but {repeated.item()} "
+                "when the step was run again: a rank computed wrongly; the step goes on with the second result"
+            )
+            return again, repeated
+        self._found = found.agree(self.world.axis("world"))
+        if not self._found:
+            self._found = f"the forward is finite, the gradient of {self._first_bad_parameter()} is not"
+        return totals, norm
+
+    def _is_bad(self, work: _Work, totals: Totals, norm: Tensor) -> bool:
+        """Whether the step is not to change the model; the same on every rank. Raises TrainingError at the limit."""
+        iteration, value = self.progress.iteration + 1, self._values(norm.view(1))[0]
+        last = self.progress.consumed_samples + work.global_batch - 1
+        samples = f"{sample_at(self.progress.consumed_samples, self._skipped)}-{sample_at(last, self._skipped)}"
+        if not math.isfinite(value):
+            self.numbers.not_finite(iteration, value, samples, f"first bad: {self._found}")
+            return True
+        if not self.config.reliability.spike_skip:
+            return False
+        loss = self.monitor.mean_loss(totals, work.denominators.items, work.denominators.num_micro_batches)
+        return self.numbers.is_spike(iteration, loss, value, samples)
 
     def _take_sent(self) -> dict[str, int]:
         """Bytes that this rank sent since the last call, by axis and kind of collective."""
@@ -398,29 +515,32 @@ class Trainer:
 
     def _load(self) -> None:
         checkpoint = self.config.checkpoint
-        root = Path(checkpoint.load) if checkpoint.load else None
-        if root is not None and checkpoint.save and root == Path(checkpoint.save) and not state.exists(root):
-            root = None  # the usual script names one folder for both; its first run starts without a checkpoint
-        if root is None:
+        loaded = resume(
+            *(self.config, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale),
+            *(self.checkpoints, self.local_saves),
+        )
+        if loaded is None:
             if checkpoint.load_hf:
                 self._notes += load_hf(Path(checkpoint.load_hf), self.job)
             return
-        options = state.LoadOptions(
-            iteration=checkpoint.ckpt_step,
-            finetune=checkpoint.finetune,
-            optimizer=not checkpoint.no_load_optim,
-            random=not checkpoint.no_load_rng,
-            override_schedule=self.config.optimizer.override_opt_param_scheduler,
-        )
-        self.progress = state.load(
-            root, self.job, self.progress, self.learning_rate.to_dict(), options, self.loss_scale
-        )
+        self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
+        self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
+        if "spikes" in loaded.scalars:
+            self.numbers.spikes.restore(loaded.scalars["spikes"])
+        self._notes += tuple(self.checkpoints.notes)
         if self.progress.iteration == 0:  # --finetune, or a checkpoint of weights alone
-            self._notes += (f"weights: {root}; the run starts at iteration 0",)
+            self._notes += (f"weights: {self.checkpoints.resumed_from}; the run starts at iteration 0",)
 
-    def _save(self, root: Path) -> None:
-        self._checkpoint = state.save(root, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
+    def _save(self, *, final: bool) -> None:
+        self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
+        self.control.saved()
         self.monitor.resume_clock()
+
+    def _scalars(self) -> dict[str, Any]:
+        scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
+        scalars["skip_samples"] = [list(pair) for pair in self._skipped]
+        scalars["spikes"] = self.numbers.spikes.state()
+        return scalars
 
     def _export(self) -> Path | None:
         if not self.config.checkpoint.save_hf:
@@ -434,93 +554,59 @@ class Trainer:
 
     # What people see; one rank speaks
 
-    def _make_terminal(self) -> PlainTerminal | None:
-        if self.world.rank != 0:
-            return None
-        iterations, interval = self.config.training.train_iters, self.config.logging.log_interval
-        if sys.stdout.isatty():
-            return ProgressTerminal(iterations, interval, self.progress.iteration)
-        return PlainTerminal(iterations, interval)
-
     def _make_monitor(self, device: Device) -> Monitor:
-        logging = self.config.logging
-        loggers: list[Logger] = []
-        if self.terminal is not None:
-            loggers.append(self.terminal)
-            first = self.progress.iteration + 1
-            if logging.metrics_jsonl:
-                loggers.append(JsonLinesLogger(Path(logging.metrics_jsonl), first))
-            if logging.tensorboard_dir:
-                loggers.append(TensorBoardLogger(Path(logging.tensorboard_dir), first))
         self.peak, self.peak_source = math.nan, "unknown"
         if self.terminal is not None:  # nobody reads the other ranks' records, and all together would measure less
             self.peak, self.peak_source = peak_flops(device, build.compute_dtype(self.config, device))
-            if logging.metrics_jsonl:
+            if self.config.logging.metrics_jsonl:
                 parameters = sum(spec.numel for spec in self.job.table if spec.trainable)
                 facts.write_facts(
-                    Path(logging.metrics_jsonl).absolute().parent, self.config, self.world, self.peak, parameters
+                    Path(self.config.logging.metrics_jsonl).absolute().parent,
+                    self.config,
+                    self.world,
+                    self.peak,
+                    parameters,
                 )
         return Monitor(
+            self.world.axis("world"),
             self.data,
             self.world.axis("pp"),
             self.world.axis("cp"),
             device,
             self.objective,
-            loggers,
-            world_size=self.world.grid.world_size,
+            report.make_loggers(self.config, self.terminal, self.progress.iteration),
             flops_per_token=flops_per_token(self.job.sizes, self.config.model.seq_length),
             peak=self.peak,
         )
 
     def _greet(self) -> None:
-        if self.terminal is not None:
-            total = sum(spec.numel for spec in self.job.table if spec.trainable)
-            self.terminal.say(f"{self.config.grid.describe()}, {self.world.num_groups} communicators")
-            self.terminal.say(
-                f"{type(self.job.model).__name__}: {total:,} parameters, {self.world.device.name}, "
-                f"{str(build.compute_dtype(self.config, self.world.device)).removeprefix('torch.')}, "
-                f"peak {self.peak / 1e12:.3g} TFLOP/s ({self.peak_source})"
-            )
-            for note in self._notes:
-                self.terminal.say(note)
-            if self._degree:
-                self.terminal.say(self._degree)
-            if self.progress.iteration:
-                self.terminal.say(f"resumed at iteration {self.progress.iteration} from {self.config.checkpoint.load}")
+        if self.terminal is None:
+            return
+        self.checkpoints.say = self.terminal.say
+        if self.local_saves is not None:
+            self.local_saves.say = self.terminal.say
+        peak = f"{self.peak / 1e12:.3g} TFLOP/s ({self.peak_source})"
+        for line in (*report.greeting(self.config, self.job, peak), *self._notes, self._degree):
+            if line:
+                self.terminal.say(line)
+        if self.progress.iteration:
+            self._say(f"resumed at iteration {self.progress.iteration} from {self.checkpoints.resumed_from}")
 
     def _tell_end(self, exported: Path | None) -> None:
-        if self.terminal is not None:
-            for what, where in (
-                ("checkpoint", self._checkpoint),
-                ("TensorBoard files", self.config.logging.tensorboard_dir),
-                ("Hugging Face model", exported),
-            ):
-                if where:
-                    self.terminal.say(f"{what}: {where}")
+        if self.control.stop:
+            kept = "saved" if self.checkpoints.folder else "nothing is saved without --save"
+            self._say(f"stopped at iteration {self.progress.iteration}: {self.control.stop}; {kept}")
+        for line in report.farewell(self.config, self.checkpoints.folder, exported):
+            self._say(line)
 
 
-class _Totals:
-    """Sums over this rank's micro-batches of a step, on the device."""
+@dataclass(frozen=True)
+class _Work:
+    """What a step runs on."""
 
-    sums: dict[str, Tensor]
-    routing: Tensor
-    load: Tensor
-    dropped: Tensor
-
-    def __init__(self) -> None:
-        self._empty = True
-
-    def add(self, terms: Terms) -> None:
-        """One micro-batch's terms."""
-        sums = {name: value.detach() for name, value in terms.sums.items()}
-        if self._empty:
-            self.sums, self.routing, self.load, self.dropped = sums, terms.routing(), terms.load, terms.dropped
-            self._empty = False
-            return
-        self.sums = {name: value + sums[name] for name, value in self.sums.items()}
-        self.routing = self.routing + terms.routing()
-        self.load = self.load + terms.load
-        self.dropped = self.dropped + terms.dropped
+    batches: Sequence[MicroBatch]
+    denominators: Denominators
+    global_batch: int
 
 
 def _due(iteration: int, interval: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from megapar.config.flag import Flag, to_flag
 from megapar.config.model import Ampipe, Model, Moe
 from megapar.config.parallel import Parallel, Pipeline, Recompute, Sharding
+from megapar.config.reliability import Reliability
 from megapar.config.run import Checkpoint, Data, Logging, Optimizer, Runtime, Training
 from megapar.core.grid import Grid
 
@@ -26,6 +27,7 @@ GROUPS: Mapping[str, type[Any]] = MappingProxyType(
         "optimizer": Optimizer,
         "data": Data,
         "checkpoint": Checkpoint,
+        "reliability": Reliability,
         "logging": Logging,
         "runtime": Runtime,
     }
@@ -65,6 +67,7 @@ class Config:
     optimizer: Optimizer
     data: Data
     checkpoint: Checkpoint
+    reliability: Reliability
     logging: Logging
     runtime: Runtime
     origins: Mapping[str, str]

@@ -130,7 +130,21 @@ class Checkpoint:
     save_hf: str | None = flag(None, "folder for the trained model in Hugging Face form")
     load_hf: str | None = flag(None, "Hugging Face model folder to start from")
     save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0)
-    keep: int = flag(0, "checkpoints that are kept; 0: all", unit="checkpoints", low=0)
+    async_save: bool = flag(True, "write checkpoints while training goes on; the final one is waited for")
+    keep: int = flag(0, "newest checkpoints that are kept; 0: all", unit="checkpoints", low=0)
+    checkpoint_verify: str = flag(
+        "full",
+        "what is checked before a file is loaded: size and SHA-256, size, nothing",
+        choices=("full", "size", "off"),
+    )
+    on_bad_checkpoint: str = flag(
+        "previous",
+        "where a checkpoint is damaged: take the newest sound one before it, or stop",
+        choices=("previous", "stop"),
+    )
+    on_save_error: str = flag(
+        "continue", "where a checkpoint cannot be written: train on, or stop", choices=("continue", "stop")
+    )
     exit_interval: int = flag(0, "save and stop at every so many steps; 0: off", unit="steps", low=0)
     exit_duration_minutes: float = flag(0.0, "save and stop after so long; 0: off", unit="minutes", low=0)
 

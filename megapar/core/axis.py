@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megapar.core.journal import Journal
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -14,6 +16,10 @@ class Ledger(Counter[tuple[str, str]]):
     """(axis, kind of collective) -> bytes that this rank sent. closed: nothing is added."""
 
     closed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = Journal()
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,13 @@ class Axis:
 
     def count(self, kind: str, sent_bytes: float) -> None:
         """Note what a collective sends from here."""
+        self.note(kind)
         if not self.ledger.closed:
             self.ledger[self.name, kind] += round(sent_bytes)
+
+    def note(self, kind: str) -> None:
+        """A collective is about to be launched here."""
+        self.ledger.journal.note(self.name, kind)
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:

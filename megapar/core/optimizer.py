@@ -14,21 +14,22 @@ from megapar.core.sharding.part import Part
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def global_norm(parts: Sequence[Part], world: Axis) -> Tensor:
+def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """2-norm of all gradients of the model, each parameter counted once over every axis; a scalar, the same everywhere.
 
     One rank counts each piece (``Part.counted``), so that one sum over the world is right whatever replicates or
-    splits a parameter. The squares are added in fp64, so that the order of ranks does not show.
+    splits a parameter. The squares are added in fp64, so that the order of ranks does not show. besides: small numbers
+    of this rank that travel with it; the second tensor is their sums over all ranks.
     """
     grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
     device, dtype = parts[0].master.device, parts[0].master.dtype
     wide = torch.float32 if device.type == "npu" else torch.float64  # Ascend has no fp64 arithmetic
-    total = torch.zeros((), dtype=wide, device=device)
+    total = torch.tensor([0.0, *besides], dtype=wide, device=device)
     if grads:
-        total = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads)]).square().sum()
+        total[0] = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads)]).square().sum()
     if world.group is not None:
         transport.all_reduce(total, world)
-    return total.sqrt().to(dtype)
+    return total[0].sqrt().to(dtype), total[1:]
 
 
 def clip(parts: Sequence[Part], norm: Tensor, limit: float) -> None:

@@ -65,7 +65,7 @@ class World:
         self.grid = grid
         self.rank = rank
         self.device = device
-        self._launched = launched
+        self.launched = tuple(launched)
         self._store = store
         self._timeout = timeout
         self.ledger = Ledger()
@@ -130,6 +130,10 @@ class World:
         """This rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""
         return self._axes[name]
 
+    def axes(self) -> list[Axis]:
+        """All axes, the world's included."""
+        return list(self._axes.values())
+
     def mesh(self, *names: str) -> DeviceMesh:
         """A device mesh over named axes, outermost first, for the parts of torch that want one."""
         axes = [self.axis(name) for name in names]
@@ -164,21 +168,35 @@ class World:
             self._groups[key] = self._make_group(name, ranks)
         return Axis(name, len(ranks), ranks.index(self.rank), self._groups[key], ranks, self.ledger)
 
-    def _make_group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def spare_store(self, name: str) -> dist.Store | None:
+        """A connection to the ranks' store for threads beside the training; None where there is one rank."""
+        return None if self._store is None else dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
+
+    def spare_group(self, name: str) -> dist.ProcessGroup | None:
+        """A group of all ranks for threads beside the training, on the host; None where there is one rank.
+
+        Every rank asks for the same ones in the same order.
+        """
+        if self.grid.world_size == 1:
+            return None
+        return self._make_group(name, tuple(range(self.grid.world_size)), "gloo")
+
+    def _make_group(self, name: str, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
         if self._store is None:  # pretended
             alone: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
             return alone
         store = dist.PrefixStore(f"group/{name}/{ranks[0]}", self._store)
-        launched = tuple(self._launched[rank] for rank in ranks)
-        roll_call(store, name, launched, self._launched[self.rank], self._timeout)
+        launched = tuple(self.launched[rank] for rank in ranks)
+        roll_call(store, name, launched, self.launched[self.rank], self._timeout)
         try:
             group: dist.ProcessGroup = dist.new_group(
-                ranks, timeout=self._timeout, use_local_synchronization=True, group_desc=name
+                ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc=name
             )
-            dist.all_reduce(torch.ones(1, device=self.device.torch_device), group=group)
+            place = self.device.torch_device if backend is None else torch.device("cpu")
+            dist.all_reduce(torch.ones(1, device=place), group=group)
             self.device.synchronize()
         except RuntimeError as error:
-            silent = silent_ranks(store, launched, self._launched[self.rank])
+            silent = silent_ranks(store, launched, self.launched[self.rank])
             who = f"ranks {silent} are silent" if silent else "all its ranks are there, so look at the network"
             raise DistributedError(
                 f"group {name} of ranks {list(launched)} failed its first collective; {who}. {error}"

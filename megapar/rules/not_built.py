@@ -96,10 +96,6 @@ RULES: tuple[Rule, ...] = (
         kind=NOT_BUILT,
         models=MOE,
     ),
-    _later("save_interval_minutes", "checkpoints by the clock", "--save runs/a --save-interval-minutes 30"),
-    _later("keep", "removing old checkpoints", "--save runs/a --keep 2"),
-    _later("exit_interval", "planned exits", "--exit-interval 100"),
-    _later("exit_duration_minutes", "planned exits", "--exit-duration-minutes 60"),
     _later("compile", "torch.compile", "--compile"),
     _later("fp8", "fp8 linear layers", "--fp8"),
 )

@@ -36,6 +36,11 @@ def _near_batch(f: Facts) -> str:
     return f"Choose --global-batch-size {near_multiples(_step_size(f), f.global_batch_size)}."
 
 
+def _is_range(text: str) -> bool:
+    first, dash, last = text.partition("-")
+    return bool(dash) and first.isdecimal() and last.isdecimal() and int(first) <= int(last)
+
+
 _BATCH = ("global_batch_size", "micro_batch_size", "data_ranks")
 
 
@@ -220,12 +225,67 @@ RULES: tuple[Rule, ...] = (
     ),
     _unused(
         "save-unused",
-        ("save_interval", "save_interval_minutes", "keep"),
+        ("save_interval", "save_interval_minutes", "keep", "async_save", "on_save_error"),
         ("save",),
         lambda f: f.save is None,
         "without --save",
         passing="--save runs/a --save-interval 50",
         failing="--save-interval 50",
+    ),
+    _unused(
+        "async-save-unused",
+        ("async_save", "on_save_error"),
+        ("save_interval", "save_interval_minutes"),
+        lambda f: not f.save_interval and not f.save_interval_minutes,
+        "where only the final checkpoint is saved, which nothing follows",
+        passing="--save runs/a --save-interval 5 --on-save-error stop",
+        failing="--save runs/a --on-save-error stop",
+    ),
+    _unused(
+        "bad-checkpoint-unused",
+        ("checkpoint_verify", "on_bad_checkpoint"),
+        ("load", "save"),
+        lambda f: f.load is None and f.save is None,
+        "where nothing is loaded",
+        passing="--load runs/a --checkpoint-verify size",
+        failing="--checkpoint-verify size",
+    ),
+    Rule(
+        id="skip-samples-ranges",
+        reads=("skip_samples",),
+        requires=lambda f: all(_is_range(text) for text in f.skip_samples),
+        message="--skip-samples takes ranges A-B of sample numbers with A <= B",
+        source=SOURCE,
+        passing="--skip-samples 100-199 500-500",
+        failing="--skip-samples 200-100",
+    ),
+    _unused(
+        "local-checkpoint-unused",
+        ("local_checkpoint_dir",),
+        ("local_checkpoint_interval",),
+        lambda f: f.local_checkpoint_interval == 0,
+        "without --local-checkpoint-interval",
+        passing="--local-checkpoint-interval 10 --local-checkpoint-dir /dev/shm/a",
+        failing="--local-checkpoint-dir /dev/shm/a",
+    ),
+    Rule(
+        id="straggler-factor",
+        reads=("straggler_factor",),
+        requires=lambda f: f.straggler_factor == 0 or f.straggler_factor > 1,
+        message="--straggler-factor is 0 or above 1, which is the median rank itself",
+        source=SOURCE,
+        passing="--straggler-factor 1.2",
+        failing="--straggler-factor 0.9",
+    ),
+    Rule(
+        id="spike-skip-sigmas",
+        reads=("spike_skip", "spike_sigmas"),
+        when=lambda f: f.spike_skip,
+        requires=lambda f: f.spike_sigmas > 0,
+        message="--spike-skip needs --spike-sigmas to say what a spike is",
+        source=SOURCE,
+        passing="--spike-skip",
+        failing="--spike-skip --spike-sigmas 0",
     ),
     Rule(
         id="load-twice",

@@ -6,12 +6,13 @@ torchrun turns every failure into status 1. Here a refusal stays 2, and a run th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ from typing import Any
 from megapar.config.flag import SCRIPTS
 
 REFUSED = 2
+MOST_GRACE_SECONDS = 30
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Launch:
     """What to start. environment: variables for the workers beside this process' own."""
 
     nproc_per_node: int
+    min_nodes: int
     nnodes: int
+    max_restarts: int
     rdzv_backend: str
     rdzv_endpoint: str
     rdzv_id: str
@@ -39,7 +44,7 @@ class Launch:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
+        """Ranks on all nodes when all are there."""
         return self.nproc_per_node * self.nnodes
 
 
@@ -50,15 +55,24 @@ def main(argv: Sequence[str]) -> int:
     script = Path(options.script)
     if not script.is_file():
         parser.error(f"script {script} does not exist")
-    if options.nnodes > 1 and not options.rdzv_endpoint:
+    most = options.nnodes[1]
+    if most > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of one of them")
+    if most > 1 and options.max_restarts and not options.rdzv_id:
+        parser.error("--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node")
+    if options.max_restarts and options.rdzv_backend == "static":
+        parser.error("--max-restarts needs --rdzv-backend c10d: static nodes meet once")
     launch = _launch(options)
     _validate(script, options.flags, launch.world_size, options.node_rank)
+    for line in _fewer_nodes(launch):
+        print(f"megapar launch: {line}", file=sys.stderr)
     for name, value in launch.environment.items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
     if options.preflight:
-        before = replace(launch, command=("-m", "megapar.tools.preflight"), rdzv_id=f"{launch.rdzv_id}-preflight")
+        measure = ("-m", "megapar.tools.preflight")
+        name = f"{launch.rdzv_id}-preflight"
+        before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
         status = run(before)
         if status:
             print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
@@ -75,7 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nproc-per-node", type=_count, default=1, metavar="N", help="ranks on this node (default: 1)")
-    add("--nnodes", type=_count, default=1, metavar="N", help="nodes (default: 1)")
+    add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="nodes (default: 1), or MIN:MAX of them")
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often all ranks are started again after one failed, from the newest sound checkpoint (default: 0)",
+    )
     add("--node-rank", type=int, metavar="N", help="this node's number; only node 0 prints the report")
     add("--rdzv-backend", default="c10d", help="rendezvous backend of torch's elastic agent (default: c10d)")
     add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet (default: a free local port)")
@@ -95,6 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _nodes(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    low, high = _count(least), _count(most or least)
+    if low > high:
+        raise argparse.ArgumentTypeError(f"MIN:MAX with MIN <= MAX, got {text}")
+    return low, high
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -109,12 +138,17 @@ def _launch(options: argparse.Namespace) -> Launch:
     environment = {
         name: value for name, value in _environment(options.nproc_per_node).items() if name not in os.environ
     }
+    least, most = options.nnodes
+    if most == 1:  # nothing of one node's job need be reached from outside
+        environment |= {name: "lo" for name in INTERFACES if name not in os.environ and sys.platform == "linux"}
     return Launch(
         nproc_per_node=options.nproc_per_node,
-        nnodes=options.nnodes,
+        min_nodes=least,
+        nnodes=most,
+        max_restarts=options.max_restarts,
         rdzv_backend=options.rdzv_backend,
-        rdzv_endpoint=options.rdzv_endpoint or "localhost:0",
-        rdzv_id=options.rdzv_id or ("megapar" if options.nnodes > 1 else uuid.uuid4().hex),
+        rdzv_endpoint=options.rdzv_endpoint,
+        rdzv_id=options.rdzv_id or ("megapar" if most > 1 else uuid.uuid4().hex),
         rdzv_conf=settings,
         stop_timeout=options.stop_timeout,
         command=(options.script, *options.flags),
@@ -151,38 +185,39 @@ def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: in
     parse_or_exit(kinds[0], flags, environ, warn=False)  # rank 0 will print the warnings
 
 
+def _fewer_nodes(launch: Launch) -> Iterator[str]:
+    """What the run would do on fewer nodes, where that is allowed."""
+    from megapar.tools.elastic import command
+
+    for nodes in range(launch.min_nodes, launch.nnodes):
+        ranks = nodes * launch.nproc_per_node
+        try:
+            yield f"on {nodes} nodes: {command([str(launch.world_size), *launch.command], ranks)[1] or 'unchanged'}"
+        except LookupError as error:
+            yield f"on {nodes} nodes the run would end: {error}"
+
+
 def run(launch: Launch) -> int:
     """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from megapar.tools.agent import Meeting, make_agent, no_more_restarts
 
-    # With a folder, output also goes to files per rank, and lines carry the rank.
-    logs = DefaultLogsSpecs(log_dir=launch.log_dir or None, tee=Std.ALL if launch.log_dir else Std.NONE)
-    config = LaunchConfig(
-        min_nodes=launch.nnodes,
-        max_nodes=launch.nnodes,
-        nproc_per_node=launch.nproc_per_node,
-        run_id=launch.rdzv_id,
-        rdzv_backend=launch.rdzv_backend,
-        rdzv_endpoint=launch.rdzv_endpoint,
-        rdzv_configs=dict(launch.rdzv_conf),
-        max_restarts=0,
-        logs_specs=logs,
-        role="rank",
-        local_addr="localhost" if launch.nnodes == 1 else None,
-        # The agent would end at once on a signal and forget how its ranks ended: the Stopper passes it on instead.
-        signals_to_handle="SIGHUP",
+    command = ["-u", *launch.command]
+    if launch.min_nodes < launch.nnodes:
+        command = ["-u", "-m", "megapar.tools.elastic", str(launch.world_size), *launch.command]
+    meeting = Meeting(
+        *(launch.rdzv_backend, launch.rdzv_endpoint, launch.rdzv_id, launch.min_nodes, launch.nnodes),
+        settings=launch.rdzv_conf,
     )
-    stopper = Stopper(launch.stop_timeout)
+    grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))
+    agent = make_agent(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir)
+    stopper = Stopper(launch.stop_timeout, lambda: no_more_restarts(agent))
     stopper.install()
     try:
-        elastic_launch(config, sys.executable)("-u", *launch.command)
-    except ChildFailedError as error:
-        return _status(error.failures)
+        result = agent.run()
     finally:
         stopper.close()
-    return 0
+        agent._worker_group.spec.rdzv_handler.shutdown()
+    return _status(result.failures) if result.is_failed() else 0
 
 
 def _status(failures: Mapping[int, Any]) -> int:
@@ -198,10 +233,14 @@ def _status(failures: Mapping[int, Any]) -> int:
 
 
 class Stopper:
-    """Passes SIGTERM and SIGINT on to the ranks, which save and end; the second signal or the time-out kills them."""
+    """Passes SIGTERM and SIGINT on to the ranks, which save and end; the second signal or the time-out kills them.
 
-    def __init__(self, timeout_seconds: float) -> None:
+    when_asked: called at the first signal, before it is passed on.
+    """
+
+    def __init__(self, timeout_seconds: float, when_asked: Callable[[], None] = lambda: None) -> None:
         self.timeout_seconds = timeout_seconds
+        self._when_asked = when_asked
         self._asked = False
         self._timer: threading.Timer | None = None
 
@@ -215,6 +254,7 @@ class Stopper:
             self._kill()
             return
         self._asked = True
+        self._when_asked()
         _signal_children(signal.SIGTERM)
         self._timer = threading.Timer(self.timeout_seconds, self._kill)
         self._timer.daemon = True

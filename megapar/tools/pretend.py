@@ -51,6 +51,9 @@ class BalancedDenominators(Denominators):
 class PretendedTrainer(Trainer):
     """A trainer that never asks a tensor for its values."""
 
+    def _values(self, tensor: Tensor) -> list[float]:
+        return [0.0] * len(tensor)
+
     def _check_overflow(self, norm: Tensor) -> tuple[float, bool]:
         return (1.0 if self.loss_scale is None else self.loss_scale.value), False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megapar.arguments import Config
 from megapar.core.adaptive import GIBIBYTE, Adaptive
@@ -26,6 +27,7 @@ from megapar.core.overlap import Overlap
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
 from megapar.core.recompute import Block, Choice, Interval, Recompute
+from megapar.core.replicas import Copy, axes_of
 from megapar.core.schedule import BatchSize, LearningRate, Progressive
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
@@ -33,6 +35,7 @@ from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.tickets import Traffic
+from megapar.core.watchdog import Watchdog
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.data import corpus
@@ -51,6 +54,8 @@ from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.moe.experts import Experts
 from megapar.moe.slicing import Slicing
 from megapar.rules.tasks import CLASSES, accuracy_of, tasks_of
+from megapar.training.control import Control, Limits, StopSignal
+from megapar.training.numbers import Numbers, Spikes
 from megapar.training.objective import Objective
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.profile import Profile
@@ -215,6 +220,55 @@ def make_progressive(config: Config) -> Progressive | None:
         batch=training.global_batch_size,
         batch_step=training.micro_batch_size * training.progressive_batch_multiple,
     )
+
+
+def make_numbers(config: Config) -> Numbers:
+    """What a run does about bad numbers."""
+    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+    reliability = config.reliability
+    return Numbers(reliability.bad_step_limit, Spikes(reliability.spike_sigmas), folder)
+
+
+def copies(job: Job) -> Iterator[Copy]:
+    """Everything that other ranks hold too: masters, parameters that are whole, buffers of the table."""
+    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+        for axis in axes_of(view.spec, job.world, sharded=True):
+            yield Copy(f"the master of {view.spec.name}", view.tensor, axis)
+    rows = {spec.name: spec for spec in job.table}
+    for name, parameter in job.model.named_parameters():
+        if name in rows and not isinstance(parameter, DTensor):
+            for axis in axes_of(rows[name], job.world, sharded=False):
+                yield Copy(name, parameter, axis)
+    for name, buffer in job.model.named_buffers():
+        if name in rows:
+            for axis in (job.world.axis("data"), job.world.axis("mp")):
+                if axis.group is not None:
+                    yield Copy(name, buffer, axis)
+
+
+def make_watchdog(config: Config, world: World) -> Watchdog:
+    """What ends a run that hangs; started unless --step-timeout-seconds is 0."""
+    timeout_seconds = config.reliability.step_timeout_seconds
+    axes = {axis.name: axis.ranks for axis in world.axes() if axis.size > 1}
+    watchdog = Watchdog(
+        timeout_seconds,
+        world.rank,
+        world.grid.world_size,
+        world.spare_store("watchdog"),
+        world.ledger.journal,
+        axes,
+        records=Path(config.checkpoint.save) if config.checkpoint.save else None,
+    )
+    if timeout_seconds:
+        watchdog.start()
+    return watchdog
+
+
+def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
+    """Who may ask the run to save or to stop."""
+    checkpoint = config.checkpoint
+    limits = Limits(checkpoint.save_interval_minutes, checkpoint.exit_duration_minutes, checkpoint.exit_interval)
+    return Control(limits, stop_signal, leader=leader)
 
 
 def make_batch_size(config: Config) -> BatchSize:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,9 @@ from megapar.model.terms import ROUTING
 from megapar.rules.tasks import CLASSES, TASKS
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
+from megapar.training.stragglers import Pace
+from megapar.training.stragglers import pace as find_pace
+from megapar.training.totals import Totals
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
 
@@ -33,7 +36,8 @@ class Step:
     sums: term -> sum over own items. items: term -> denominators over the global batch. routing: [4] routing losses
     (``terms.ROUTING``), sums over own micro-batches. load: [layers, experts] own counts. norm: the global gradient's.
     skipped: the gradients overflowed and nothing was changed. sent_bytes: "axis/collective" -> by this rank.
-    exposed: what this rank waited for; None where not every wait is metered.
+    exposed: what this rank waited for; None where not every wait is metered. waited_seconds: what it waited for the
+    others besides, on the host.
     evaluation: means of an evaluation that followed the step.
     """
 
@@ -54,6 +58,7 @@ class Step:
     sent_bytes: dict[str, int]
     seconds: float
     exposed: Waits | None
+    waited_seconds: float
     evaluation: dict[str, float] | None = None
 
 
@@ -65,6 +70,7 @@ class Monitor:
 
     def __init__(
         self,
+        world: Axis,
         data: Axis,
         pp: Axis,
         cp: Axis,
@@ -72,17 +78,16 @@ class Monitor:
         objective: Objective,
         loggers: Sequence[Logger],
         *,
-        world_size: int,
         flops_per_token: float,
         peak: float,
     ) -> None:
+        self._world = world
         self._data = data
         self._pp = pp
         self._cp = cp
         self._device = device
         self._objective = objective
         self._loggers = loggers
-        self._world_size = world_size
         self._flops_per_token = flops_per_token
         self._peak = peak
         self._steps: list[Step] = []
@@ -103,13 +108,15 @@ class Monitor:
         """
         if not self._steps:
             return []
-        values = self._reduce()
+        values, pace = self._reduce(), None
+        if all(step.exposed is not None for step in self._steps):
+            pace = find_pace([_own(step) for step in self._steps], self._world, self._device.torch_device)
         now = time.perf_counter()
         if self._device.type != "cpu":
             # A host that runs ahead of its device knows the interval, not the single step.
             share = (now - self._since) / len(self._steps)
             self._steps = [replace(step, seconds=share) for step in self._steps]
-        records = [self._record(step, row) for step, row in zip(self._steps, values, strict=True)]
+        records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
         self._steps, self._since = [], now
         for logger in self._loggers:
             for record in records:
@@ -124,6 +131,20 @@ class Monitor:
                     f"after {record.consumed_samples} samples. Lower --lr, or resume from an earlier checkpoint."
                 )
         return records
+
+    def mean_loss(self, totals: Totals, items: Mapping[str, int], num_micro_batches: int) -> float:
+        """The loss of the global batch from the sums on all ranks; waits for the device."""
+        row = torch.cat([torch.stack([_wide(value) for value in totals.sums.values()]), _wide(totals.routing)])
+        if self._cp.rank:  # each has the losses of its positions, and the routing of the whole
+            row[len(totals.sums) :] = 0
+        for axis in (self._data, self._pp, self._cp):
+            if axis.group is not None:
+                dist.all_reduce(row, group=axis.group)
+        values = row.tolist()
+        names = list(totals.sums)
+        means = {name: value / max(1, items[name]) for name, value in zip(names, values, strict=False)}
+        routing = self._objective.routing_means(values[len(names) :], items, num_micro_batches)
+        return self._objective.weighted(means, routing)
 
     def resume_clock(self) -> None:
         """Time since the last flush was not training (an evaluation, a checkpoint)."""
@@ -152,7 +173,7 @@ class Monitor:
         values: list[list[float]] = torch.cat([stacked, norms], dim=1).tolist()
         return values
 
-    def _record(self, step: Step, row: list[float]) -> Record:
+    def _record(self, step: Step, row: list[float], pace: Pace | None) -> Record:
         names = list(step.sums)
         means = {name: row[i] / max(1, step.items[name]) for i, name in enumerate(names)}
         loads = len(names) + 1 + len(ROUTING)
@@ -166,7 +187,7 @@ class Monitor:
             "orthogonal": objective.orthogonal_coefficient > 0,
         }
         rate = step.tokens / step.seconds
-        flops = rate * self._flops_per_token / self._world_size
+        flops = rate * self._flops_per_token / self._world.size
         evaluation = step.evaluation or {}
         exposed = None if step.exposed is None else step.exposed.seconds()
         return Record(
@@ -193,6 +214,7 @@ class Monitor:
             peak_memory_bytes=self._device.peak_memory_bytes(),
             exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
             exposed_seconds=exposed or {},
+            pace=pace,
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
             expert_load=_percentiles(row[loads:-1], layers, experts),
         )
@@ -202,6 +224,12 @@ def _per_word(step: Step, row: list[float], names: Sequence[str]) -> float:
     """Cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
     words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
     return sum(row[names.index(name)] for name in words) / max(1, sum(step.items[name] for name in words))
+
+
+def _own(step: Step) -> float:
+    """Seconds that this rank worked in a step while it waited for nobody."""
+    waited = 0.0 if step.exposed is None else sum(step.exposed.seconds().values())
+    return max(0.0, step.seconds - waited - step.waited_seconds)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from megapar.training.stragglers import Pace
+
 
 @dataclass
 class Record:
@@ -12,10 +14,11 @@ class Record:
 
     dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
     time spent waiting for collectives (the host on a CPU, the stream on an accelerator); None where it is not metered.
-    exposed_seconds: "axis/collective" -> the same by kind. skipped: the gradients overflowed in fp16 and
-    nothing was changed. tasks, eval_tasks: loss of every ERNIE 3.0 task, and accuracy where it asks for a class;
-    lm_loss is per predicted token of all tasks then. sent_bytes: "axis/collective" -> what the reporting rank sent in
-    the step. expert_load: percentiles of an expert's share of the routed pairs, times the number of experts, per
+    exposed_seconds: "axis/collective" -> the same by kind. skipped: nothing was changed, as gradients overflowed in
+    fp16 or were not finite, or the step was a spike. tasks, eval_tasks: loss of every ERNIE 3.0 task, and accuracy
+    where it asks for a class; lm_loss is per predicted token of all tasks then. sent_bytes: "axis/collective" -> what
+    the reporting rank sent in the step. pace: how long ranks worked of their own in the steps since the last report.
+    expert_load: percentiles of an expert's share of the routed pairs, times the number of experts, per
     mixture-of-experts layer.
     """
 
@@ -43,6 +46,7 @@ class Record:
     exposed_communication_seconds: float | None
     exposed_seconds: dict[str, float]
     sent_bytes: dict[str, int]
+    pace: Pace | None = None
     eval_loss: float | None = None
     eval_lm_loss: float | None = None
     eval_sop_loss: float | None = None
@@ -58,6 +62,8 @@ class Record:
         for name in ("tasks", "eval_tasks"):
             if not values[name]:
                 del values[name]
+        values["rank_seconds"] = {} if self.pace is None else self.pace.to_dict()
+        del values["pace"]
         return {name: value for name, value in values.items() if value is not None or not name.startswith("eval_")}
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megapar.core.box import Box
-from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
 from megapar.core.sharding.cut import is_primary, is_speaker
-from megapar.errors import CheckpointError
+from megapar.errors import CheckpointMismatchError
 from megapar.model.table import SOP
 from megapar.training.build import Job
 from megapar.training.sizes import Sizes
@@ -83,62 +83,60 @@ def _shards(job: Job, prefix: str, tensors: list[Any]) -> dict[str, Shard]:
     return found
 
 
-def exists(root: Path) -> bool:
-    """Whether a run has published a checkpoint under ``root``."""
-    return folders.latest(root) is not None
-
-
-def save(
-    root: Path, job: Job, progress: Progress, schedule: dict[str, Any], loss_scale: LossScale | None = None
-) -> Path:
-    """Write a checkpoint of this iteration under ``root`` and make it the latest; the folder."""
-    world = job.world
-    folder = folders.iteration_folder(root, progress.iteration)
-    scalars = {**asdict(progress), "optimizer_steps": job.optimizer.num_steps, "schedule": schedule}
+def scalars(
+    job: Job, progress: Progress, schedule: Mapping[str, Any], loss_scale: LossScale | None = None
+) -> dict[str, Any]:
+    """Everything of a run that is no tensor."""
+    found = {**asdict(progress), "optimizer_steps": job.optimizer.num_steps, "schedule": dict(schedule)}
     if loss_scale is not None:
-        scalars["loss_scale"] = loss_scale.state()
-    layout = {"grid": _grid_facts(job), "model": model_facts(job)}
-    store.save(folder, {**weights(job), **moments(job)}, scalars, layout=layout, group=world.axis("world").group)
-    if world.rank == 0:
-        folders.publish(root, progress.iteration)
-    return folder
+        found["loss_scale"] = loss_scale.state()
+    return found
 
 
-def _grid_facts(job: Job) -> dict[str, int]:
+def grid_facts(job: Job) -> dict[str, int]:
+    """Sizes of the axes, for people who look at a checkpoint."""
     grid = job.world.grid
     return {name: grid.size(name) for name in ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")}
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is taken. iteration: one saved under the root, by default the latest.
+    """What of a checkpoint is taken.
 
     finetune: weights only, counters start anew. optimizer: moments and step count. random: the dropout seed.
     override_schedule: keep this run's schedule where the checkpoint's differs, which is otherwise refused.
+    verify: what of its files is checked.
     """
 
-    iteration: int | None = None
     finetune: bool = False
     optimizer: bool = True
     random: bool = True
     override_schedule: bool = False
+    verify: store.Verify = "full"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run stands after loading, and the scalars of what it loaded; of weights alone there are none."""
+
+    progress: Progress
+    scalars: Mapping[str, Any]
 
 
 def load(
-    root: Path,
+    folder: Path,
     job: Job,
     progress: Progress,
-    schedule: dict[str, Any],
+    schedule: Mapping[str, Any],
     options: LoadOptions,
     loss_scale: LossScale | None = None,
-) -> Progress:
-    """Fill weights (and moments) from a checkpoint, on whatever layout it was saved; where the run stands then.
+) -> Loaded:
+    """Fill weights (and moments) from a checkpoint, on whatever layout it was saved.
 
     A checkpoint of weights alone, as ``megapar convert`` makes it, is taken as ``finetune`` takes one.
-    progress: where this run stands without it. Raises CheckpointError where there is no checkpoint, it is damaged, of
-    another model, or was trained on another schedule.
+    progress: where this run stands without it. Raises CheckpointError where it is missing or damaged, and
+    CheckpointMismatchError where it is of another model or was trained on another schedule.
     """
-    folder = folders.find(root, options.iteration)
     layout, facts, targets = store.read_layout(folder), model_facts(job), weights(job)
     if not any(name.startswith("optimizer/") for name in layout.tensors):
         options = replace(options, finetune=True)
@@ -153,11 +151,25 @@ def load(
         targets,
         expect_model=facts,
         ignore=() if with_moments else ("optimizer/",),
+        verify=options.verify,
         group=job.world.axis("world").group,
     )
+    return take(folder, saved, job, progress, schedule, options, loss_scale)
+
+
+def take(
+    folder: Path,
+    saved: Mapping[str, Any],
+    job: Job,
+    progress: Progress,
+    schedule: Mapping[str, Any],
+    options: LoadOptions,
+    loss_scale: LossScale | None,
+) -> Loaded:
+    """Go on from weights and moments that have been filled, and the scalars beside them."""
     job.sharding.publish()
     if options.finetune:
-        return progress
+        return Loaded(progress, {})
     if options.optimizer:
         job.optimizer.num_steps = saved["optimizer_steps"]
         _check_schedule(folder, saved["schedule"], schedule, options)
@@ -167,13 +179,13 @@ def load(
     fields = {name: saved.get(name, value) for name, value in asdict(progress).items()}
     if not options.random:
         fields["dropout_seed"] = progress.dropout_seed
-    return Progress(**fields)
+    return Loaded(Progress(**fields), saved)
 
 
-def _check_schedule(folder: Path, saved: dict[str, Any], now: dict[str, Any], options: LoadOptions) -> None:
+def _check_schedule(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
     different = [f"{name}: {saved.get(name)} saved, {now[name]} now" for name in now if saved.get(name) != now[name]]
     if different and not options.override_schedule:
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             f"{folder} was trained on another learning-rate schedule ({'; '.join(different)}). "
             "Give the same flags, or --override-opt-param-scheduler to go on with the new ones."
         )

@@ -118,11 +118,11 @@ def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor
     kept: list[dict[str, Tensor]] = []
     norm = megapar.trainer.global_norm
 
-    def keep_and_norm(parts: Sequence[Part], world: Axis) -> Tensor:
+    def keep_and_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int]) -> tuple[Tensor, Tensor]:
         grads = [part.grad for part in parts if part.grad is not None]
         whole = collect_all(trainer.world, trainer.job.table, trainer.job.sharding.views(grads))
         kept.append({name: value.clone() for name, value in whole})
-        return norm(parts, world)
+        return norm(parts, world, besides)
 
     stack.enter_context(patch.object(megapar.trainer, "global_norm", keep_and_norm))
     return kept

@@ -23,6 +23,7 @@ FIXED: dict[str, object] = {
     "adam_eps": 1e-5,
     "eval_interval": 0,
     "dtype": "fp64",
+    "replica_check_interval": 5,
 }
 
 # How often each number of ranks is drawn: small ones are cheap, odd ones leave uneven pieces.

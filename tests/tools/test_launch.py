@@ -141,12 +141,6 @@ def test_bad_launcher_options_are_refused(argv: list[str], monkeypatch: pytest.M
     assert left.value.code == 2
 
 
-def test_restarts_are_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "restart" not in capsys.readouterr().out
-
-
 def test_output_goes_to_files_of_every_rank_with_its_prefix(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     done = launch("--nproc-per-node", "2", "--log-dir", str(logs), script(tmp_path, "print('here is', rank)"))
@@ -171,3 +165,47 @@ def test_slow_ranks_are_named() -> None:
     assert "preflight: node 1: slowest rank: gemm TFLOP/s 60" in said
     assert "SLOW: rank 2 (node 1): gemm TFLOP/s 60, median 99.5" in said
     assert "no outlier" in describe(rates[:2], 2)
+
+
+def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
+    body = (
+        "import pathlib\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open(f'{sys.argv[1]}/{attempt}-{rank}', 'w').close()\n"
+        "if attempt == '0' and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if attempt == '0': time.sleep(100)"
+    )
+    done = launch("--nproc-per-node", "2", "--max-restarts", "1", script(tmp_path, body), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
+
+
+def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
+    body = f"signal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n{READY}time.sleep(100)"
+    job = start(tmp_path, body, "--nproc-per-node", "2", "--max-restarts", "3")
+    for rank in range(2):
+        (tmp_path / f"ready{rank}").unlink()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS) == 1
+    assert not list(tmp_path.glob("ready*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
+def test_one_nodes_rendezvous_listens_on_loopback_only(tmp_path: Path) -> None:
+    """Every listening socket of the launcher and of its rank, by the inodes that they hold."""
+    body = (
+        "import glob, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "mine = {os.readlink(p) for pid in (os.getpid(), os.getppid()) for p in glob.glob(f'/proc/{pid}/fd/*')\n"
+        "        if os.path.islink(p) and os.path.exists(os.path.dirname(p))}\n"
+        "rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]]\n"
+        "heard = [r[1].rpartition(':')[0] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in mine]\n"
+        "print('listens', sorted(set(heard)), flush=True)\n"
+        "os._exit(0)"
+    )
+    done = launch(script(tmp_path, body))
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("listens")]
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    heard = set(eval(line.removeprefix("listens ")))  # noqa: S307 (our own child's line)
+    assert heard, done.stderr
+    assert heard <= loopback

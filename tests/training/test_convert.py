@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.core.checkpoint import store
 from megapar.core.device.pick import pick
 from megapar.core.world import World
 from megapar.errors import CheckpointError, ConfigError
@@ -177,7 +178,7 @@ def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[
             load_hf(Path(config.checkpoint.load_hf), job)
         else:
             options = state.LoadOptions(finetune=True)
-            state.load(Path(config.checkpoint.load or ""), job, state.Progress(), {}, options)
+            state.load(store.find(Path(config.checkpoint.load or "")), job, state.Progress(), {}, options)
         job.sharding.wait()
         job.model.eval()
         with torch.no_grad():

@@ -101,10 +101,61 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def candidates(root: Path) -> tuple[list[Path], str]:
+    """(the checkpoints to try when a run resumes, best first; what is wrong with ``latest``, or "").
+
+    The one that ``latest`` names and then older ones; where it names none, all of them, newest first.
+    """
+    rising = checkpoints(root)
+    problem = ""
+    try:
+        named = latest(root)
+        if named is None and rising:
+            problem = f"{root} has checkpoints, but no file {LATEST} that names one"
+    except CheckpointError as error:
+        named, problem = None, str(error)
+    paths = list(rising.values())
+    return (paths if named is None else paths[: paths.index(named) + 1])[::-1], problem
+
+
+def keep_newest(root: Path, iteration: int, count: int) -> list[Path]:
+    """Remove all but the newest ``count`` checkpoints up to an iteration; those that were removed.
+
+    One is renamed before it is removed, so that a killed removal leaves nothing that looks like a checkpoint.
+    """
+    upto = [path for number, path in checkpoints(root).items() if number <= iteration]
+    removed = upto[: max(0, len(upto) - count)]
+    for path in removed:
+        aside = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    return removed
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder that stands in the way of a checkpoint is one, be it without its layout, or empty."""
+    known = re.compile(r"scalars\.json|shard-[0-9]+\.safetensors")
+    return (folder / FILE_NAME).is_file() or (
+        folder.is_dir() and all(known.fullmatch(path.name) for path in folder.iterdir())
+    )
+
+
 def remove_aside(folder: Path) -> None:
     """Remove what saves of this folder left aside."""
     for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Remove what killed saves of this and, where it is named by its iteration, of other iterations left aside."""
+    remove_aside(folder)
+    if not re.fullmatch(r"iter_[0-9]{7,18}", folder.name) or not folder.parent.is_dir():
+        return
+    for path in folder.parent.iterdir():
+        if re.fullmatch(r"iter_[0-9]{7,18}\.tmp-[0-9a-f]{12}", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif re.fullmatch(rf"{LATEST}\.tmp-[0-9a-f]{{12}}", path.name):
+            path.unlink(missing_ok=True)
 
 
 def move_into_place(aside: Path, folder: Path) -> None:

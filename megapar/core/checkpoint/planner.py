@@ -34,7 +34,7 @@ from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.layout import DTYPE_NAMES, FileEntry, Layout, TensorEntry
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.tiling import Json, Pieces
-from megapar.errors import CheckpointError
+from megapar.errors import CheckpointError, CheckpointMismatchError
 
 SHOWN = 12  # names in one message
 
@@ -193,7 +193,7 @@ class ShardLoadPlanner(LoadPlanner):
         asked = {name for plan in global_plan for name in plan.planner_data}
         rest = [name for name in self._layout.tensors if name not in asked and not name.startswith(self._ignore)]
         if rest:
-            raise CheckpointError(f"{self._folder} holds tensors that this run does not have: {_listed(rest)}")
+            raise CheckpointMismatchError(f"{self._folder} holds tensors that this run does not have: {_listed(rest)}")
         return [LoadPlan([]) for _ in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -265,7 +265,7 @@ def _check_model(folder: Path, stored: Mapping[str, Json], expected: Mapping[str
             f"{name} is {stored.get(name)!s:.200} there and {expected.get(name)!s:.200} here"
             for name in different[:SHOWN]
         )
-        raise CheckpointError(f"{folder} is a checkpoint of another model: {facts}")
+        raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {facts}")
 
 
 def _check_targets(folder: Path, layout: Layout, targets: Iterable[Shard]) -> None:
@@ -277,9 +277,9 @@ def _check_targets(folder: Path, layout: Layout, targets: Iterable[Shard]) -> No
         elif (entry.shape, entry.dtype) != (tuple(shard.shape), shard.tensor.dtype):
             wrong.append(_mismatch(entry, shard))
     if missing:
-        raise CheckpointError(f"{folder} does not hold tensors that this run has: {_listed(missing)}")
+        raise CheckpointMismatchError(f"{folder} does not hold tensors that this run has: {_listed(missing)}")
     if wrong:
-        raise CheckpointError(f"{folder} holds tensors of another shape or dtype: {_listed(wrong)}")
+        raise CheckpointMismatchError(f"{folder} holds tensors of another shape or dtype: {_listed(wrong)}")
 
 
 def _mismatch(entry: TensorEntry, shard: Shard) -> str:

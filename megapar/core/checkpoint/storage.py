@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +21,7 @@ from torch.futures import Future
 
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
-from megapar.core.checkpoint.folder import move_into_place, remove_aside
+from megapar.core.checkpoint.folder import is_ours, move_into_place, remove_left_over
 from megapar.core.checkpoint.layout import FileEntry, Layout, TensorEntry
 from megapar.core.checkpoint.planner import SHOWN, Read, Reads
 from megapar.core.checkpoint.shard_file import (
@@ -34,6 +36,8 @@ from megapar.core.checkpoint.tiling import Json, tile
 from megapar.errors import CheckpointError
 
 SCALARS_NAME = "scalars.json"
+# Beside the tensors: headers, scalars, layout.json and what a file system takes for itself.
+SPARE_BYTES = 1 << 20
 
 Verify: TypeAlias = Literal["full", "size", "off"]
 
@@ -62,12 +66,16 @@ def shard_name(rank: int) -> str:
 class ShardWriter(StorageWriter):
     """Writes a checkpoint aside and renames it to ``folder`` when every rank is done.
 
-    description: "model" and "grid" of layout.json. A folder that a killed save left aside is removed first.
+    description: "model" and "grid" of layout.json. then: called on the rank that renames, after it. What killed saves
+    left aside is removed first.
     """
 
-    def __init__(self, folder: Path, description: Mapping[str, Mapping[str, Json]]) -> None:
+    def __init__(
+        self, folder: Path, description: Mapping[str, Mapping[str, Json]], then: Callable[[], None] | None = None
+    ) -> None:
         self.folder = folder
         self._description = description
+        self._then = then
         self._aside: Path | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -83,9 +91,11 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder aside; called on one rank. Raises CheckpointError where it cannot be made."""
         folder = self.folder
-        if folder.exists() and not (folder / layout_file.FILE_NAME).is_file() and any(folder.iterdir()):
+        if folder.exists() and not is_ours(folder):
             raise CheckpointError(f"{folder} exists and is not a checkpoint; it is not replaced")
-        remove_aside(folder)
+        remove_left_over(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(folder.parent, sum(_num_bytes(item) for plan in plans for item in plan.items))
         aside = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}")
         aside.mkdir(parents=True)
         self._aside = aside
@@ -108,11 +118,25 @@ class ShardWriter(StorageWriter):
         layout = make_layout(metadata, [result for rank in results for result in rank], scalars, self._description)
         write_bytes(aside / layout_file.FILE_NAME, layout.to_bytes())
         move_into_place(aside, self.folder)
+        if self._then is not None:
+            self._then()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """DCP's hook for choosing a storage by its address."""
         return True
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None, "Shards write tensors only"
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _check_space(root: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where the disk under ``root`` has no room for a checkpoint of so many bytes."""
+    needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(root).free
+    if free < needed:
+        raise CheckpointError(f"no room under {root}: a checkpoint takes {needed:,} bytes and {free:,} are free")
 
 
 def _write_rank(place: Place, items: Mapping[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:

@@ -17,7 +17,7 @@ from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
 from megapar.core.checkpoint.tiling import Json
-from megapar.errors import CheckpointError
+from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError
 
 __all__ = [
     "Layout",
@@ -41,6 +41,7 @@ def save(
     *,
     layout: Mapping[str, Mapping[str, Json]],
     group: dist.ProcessGroup | None,
+    then: Callable[[], None] | None = None,
 ) -> None:
     """Write a checkpoint; every rank of ``group`` calls it (None: this process alone).
 
@@ -48,9 +49,10 @@ def save(
     on every rank that gives one. layout: {"model": facts that a load compares, "grid": axis sizes for people}.
 
     Written to ``folder``.tmp-... aside, brought to disk, and renamed by one rank when all are done: until this returns
-    there is no ``folder`` (or the old one). Raises CheckpointError on every rank if any rank fails; nothing is left.
+    there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, such as to publish
+    it. Raises CheckpointError on every rank if any rank fails; nothing is left but what ``then`` failed on.
     """
-    writer = ShardWriter(folder, layout)
+    writer = ShardWriter(folder, layout, then)
     planner = ShardSavePlanner(scalars)
     try:
         _collectively(
@@ -110,10 +112,13 @@ def _collectively(what: str, call: Callable[[], object], group: dist.ProcessGrou
         for failure in failures.values():
             if not isinstance(failure, Exception):
                 raise failure from None  # an interrupt, not a failure
+        kind = CheckpointError
+        if any(isinstance(failure, CheckpointMismatchError) for failure in failures.values()):
+            kind = CheckpointMismatchError
         expected = all(isinstance(failure, CheckpointError | OSError) for failure in failures.values())
-        raise CheckpointError(_told(what, failures, group)) from (None if expected else error)
+        raise kind(_told(what, failures, group)) from (None if expected else error)
     except RuntimeError as error:  # a rank is gone, and the group with it
-        raise CheckpointError(f"{what}: {error}") from error
+        raise DistributedError(f"{what}: {error}") from error
 
 
 def _told(what: str, failures: Mapping[int, BaseException], group: dist.ProcessGroup | None) -> str:

@@ -102,6 +102,9 @@ class Device:
         """
         return op()
 
+    def after(self, stream: Stream) -> None:
+        """Wait, from any thread of the host, until a stream has done what it was given."""
+
     def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
         """(the same on the host, the event behind which it is there)."""
         return x, NoEvent()
@@ -183,6 +186,10 @@ class Accelerator(Device):
             stream.wait_event(after)
         with stream:
             return op()
+
+    def after(self, stream: Stream) -> None:
+        """Of this stream only."""
+        stream.synchronize()
 
     def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
         """Into page-locked memory, without waiting."""

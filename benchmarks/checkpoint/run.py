@@ -1,0 +1,119 @@
+"""How long a save holds training up, and a load takes, against ``torch.save`` and ``torch.load`` of the same tensors.
+
+    python -m benchmarks.checkpoint.run --megabytes 512 --rounds 5 --device cpu
+
+Each round saves and loads in turns: torch.save (written, fsynced), ours at once, ours in the background under compute.
+The background save is given the compute of a step, as training has it: the copy runs under it, and what is left of the
+copy when the step's update is due is the stall. Its step is as long as the state's forward and backward would be at
+--step-seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megapar.core.checkpoint import store
+from megapar.core.checkpoint.background import Background
+from megapar.core.checkpoint.shard import Shard
+from megapar.core.device.pick import pick
+
+LAYOUT: dict[str, dict[str, int]] = {"model": {}, "grid": {}}
+
+
+def make_state(megabytes: int, device: torch.device) -> dict[str, Shard]:
+    """Masters and two moments, fp32, in tensors of 16 MB."""
+    count = max(1, megabytes // 16)
+    tensors = {f"model/{i}": torch.randn(2048, 2048, device=device) for i in range(count)}
+    return {name: Shard.whole(name, tensor) for name, tensor in tensors.items()}
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def torch_save(path: Path, state: dict[str, Shard]) -> None:
+    """What a plain script does, and the fsync without which a power cut may take it."""
+    with path.open("wb") as file:
+        torch.save({name: shard.tensor for name, shard in state.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def compute(for_seconds: float, device: torch.device) -> None:
+    """Matrix products for about so long, in place of a forward and backward."""
+    x = torch.randn(512, 512, device=device)
+    end = time.perf_counter() + for_seconds
+    while time.perf_counter() < end:
+        x = torch.nn.functional.normalize(x @ x)
+
+
+def one_round(
+    root: Path, state: dict[str, Shard], background: Background, step_seconds: float, device: torch.device
+) -> dict[str, float]:
+    """Figures of one turn of everybody."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    scalars = {"iteration": 1}
+    figures = {"torch.save": seconds(lambda: torch_save(root / "plain.pt", state))}
+    figures["save"] = seconds(lambda: store.save(root / "ours", state, scalars, layout=LAYOUT, group=None))
+    background.begin(state, lambda copies: store.save(root / "behind", copies, scalars, layout=LAYOUT, group=None))
+    compute(step_seconds, device)
+    background.settle_copy()
+    figures["stall"] = background.written.stall_seconds
+    written = background.join()
+    assert written is not None
+    assert written.error is None
+    figures["background"] = written.total_seconds
+    figures["torch.load"] = seconds(lambda: torch.load(root / "plain.pt", map_location=device, weights_only=True))
+    for verify in ("full", "size"):
+        figures[f"load {verify}"] = seconds(
+            lambda: store.load(root / "ours", state, expect_model=None, verify=verify, group=None)  # noqa: B023
+        )
+    return figures
+
+
+def main() -> None:
+    """Print the table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--step-seconds", type=float, default=1.0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", type=Path, help="where files go (a temporary folder)")
+    options = parser.parse_args()
+    device = pick(options.device)
+    state = make_state(options.megabytes, device.torch_device)
+    background = Background(device)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rounds = [
+            one_round(Path(folder) / "c", state, background, options.step_seconds, device.torch_device)
+            for _ in range(options.rounds + 1)
+        ][1:]  # the first one takes the memory for the copy
+    medians = {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
+    ratios = {
+        "save / torch.save": statistics.median(r["save"] / r["torch.save"] for r in rounds),
+        "stall / save": statistics.median(r["stall"] / r["save"] for r in rounds),
+        "stall / torch.save": statistics.median(r["stall"] / r["torch.save"] for r in rounds),
+        "load full / torch.load": statistics.median(r["load full"] / r["torch.load"] for r in rounds),
+        "load size / torch.load": statistics.median(r["load size"] / r["torch.load"] for r in rounds),
+    }
+    for name, value in (*medians.items(), *ratios.items()):
+        print(f"{name:24} {value:9.4f}{'' if '/' in name else ' s'}")
+    print(json.dumps({"megabytes": options.megabytes, "rounds": options.rounds, "seconds": medians, "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What watching for bad numbers, diverged replicas, hangs and slow ranks costs of a step, at the default rates.
+
+    python -m benchmarks.reliability.run --rounds 7
+
+One process trains a small decoder. In each round it runs --steps steps with everything at its default and --steps steps
+with all of it off, in turns, by switching the same trainer over; the comparison of replicas, which one process does not
+need, is timed by itself on all parameters and divided by its interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+
+from megapar.arguments import parse
+from megapar.core.axis import Axis
+from megapar.core.device.pick import pick
+from megapar.core.journal import Journal
+from megapar.core.replicas import digest
+from megapar.core.watchdog import Watchdog
+from megapar.core.world import World
+from megapar.trainer import Trainer
+from megapar.training import build
+
+FLAGS = (
+    *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),
+    *("--seq-length", "128", "--vocab-size", "4096", "--micro-batch-size", "2", "--global-batch-size", "4"),
+    *("--num-experts", "0", "--data-path", "mock", "--eval-interval", "0", "--log-interval", "10", "--dtype", "fp32"),
+)
+
+
+def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
+    """Seconds of so many steps with their log."""
+    start = time.perf_counter()
+    for _ in range(count):
+        if watchdog is not None:
+            watchdog.begin_step(trainer.progress.iteration + 1)
+        trainer.monitor.add(trainer.step())
+        if watchdog is not None:
+            watchdog.end_step()
+    records = trainer.monitor.flush()
+    if watchdog is not None:
+        for record in records:
+            trainer.numbers.watch(record.iteration, record.loss, record.grad_norm)
+    return time.perf_counter() - start
+
+
+def without(trainer: Trainer, count: int) -> float:
+    """The same with no check of the norm, no journal and no percentiles."""
+    with (
+        patch.object(math, "isfinite", lambda value: True),
+        patch.object(Trainer, "_is_bad", lambda *_: False),
+        patch.object(Journal, "note", lambda *_: None),
+        patch.object(Axis, "note", lambda *_: None),
+        patch("megapar.training.monitor.find_pace", lambda *_: None),
+    ):
+        return steps(trainer, count, None)
+
+
+def main() -> None:
+    """Print the table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    config = parse("moe", [*FLAGS, "--train-iters", "1000000"], {})
+    world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
+    trainer = Trainer(config, world, build.make_corpus(config))
+    watchdog = build.make_watchdog(config, world)
+    steps(trainer, options.steps, watchdog)
+    ratios, seconds = [], []
+    for number in range(options.rounds):
+        if number % 2:
+            off = without(trainer, options.steps)
+            on = steps(trainer, options.steps, watchdog)
+        else:
+            on = steps(trainer, options.steps, watchdog)
+            off = without(trainer, options.steps)
+        ratios.append(on / off)
+        seconds.append(off / options.steps)
+    watchdog.close()
+    trainer.loader.close()
+    step = statistics.median(seconds)
+    start = time.perf_counter()
+    torch.stack([digest(p) for p in (*trainer.job.model.parameters(), *(q.master for q in trainer.job.sharding.parts))])
+    world.device.synchronize()
+    guard = (time.perf_counter() - start) / config.reliability.replica_check_interval / step
+    watching = statistics.median(ratios) - 1
+    print(f"step                     {step:9.4f} s")
+    print(
+        f"numbers, hangs, pace     {100 * watching:9.2f} % of a step (rounds {100 * min(ratios) - 100:.2f} to "
+        f"{100 * max(ratios) - 100:.2f})"
+    )
+    print(f"replica guard            {100 * guard:9.3f} % of a step")
+    print(json.dumps({"step_seconds": step, "watching": watching, "guard": guard, "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()

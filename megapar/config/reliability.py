@@ -1,0 +1,42 @@
+"""How a run meets faults: bad numbers, diverged replicas, hangs, slow and lost ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """Bad numbers, replicas, hangs, stragglers, local checkpoints."""
+
+    bad_step_limit: int = flag(
+        3, "steps in a row that are skipped because a gradient is not finite; the next one stops the run", low=0
+    )
+    spike_sigmas: float = flag(
+        6.0, "standard deviations above the last 128 steps at which loss or norm is a spike; 0: off", low=0
+    )
+    spike_skip: bool = flag(False, "skip the update of a step that is a spike, at most --bad-step-limit in a row")
+    skip_samples: tuple[str, ...] = flag((), "ranges A-B of sample numbers that are stepped over")
+    replica_check_interval: int = flag(
+        100, "steps between comparisons of parameters that several ranks hold; 0: off", unit="steps", low=0
+    )
+    step_timeout_seconds: float = flag(
+        600.0,
+        "a step that takes longer hangs: the late ranks are named and the run ends; 0: off",
+        unit="seconds",
+        low=0,
+    )
+    local_checkpoint_interval: int = flag(
+        0,
+        "steps between checkpoints in the node's memory with a copy on the next node, for restarts; 0: off",
+        unit="steps",
+        low=0,
+    )
+    local_checkpoint_dir: str | None = flag(
+        None, "folder in node-local memory for them", derived="/dev/shm/megapar-UID"
+    )
+    straggler_factor: float = flag(
+        1.5, "a rank whose own work takes so many times the median rank's is named in the log; 0: off", low=0
+    )

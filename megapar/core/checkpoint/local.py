@@ -1,0 +1,267 @@
+"""Local checkpoints: every rank's state in its node's memory with a copy on the next node, for restarts of one job.
+
+root/job/iter_0000120/
+  rank-00003.safetensors      all shards that rank 3 holds
+  rank-00003.json             {"sha256": of all below it, facts, scalars, the file's size and SHA-256}; written last
+root/job/owner-4711           of the process that started the ranks here; a job whose owners are gone is removed
+
+They fit the layout that wrote them and no other. What survives a death: of a process, everything; of a node, the copies
+on the node behind it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapar.core.checkpoint.layout import FileEntry, seal
+from megapar.core.checkpoint.shard import Shard
+from megapar.core.checkpoint.shard_file import (
+    ShardFile,
+    TensorPlan,
+    check_file,
+    file_order,
+    write_bytes,
+    write_shards,
+)
+from megapar.errors import CheckpointError
+
+KEPT = 2  # a rank that dies while it writes the newest leaves the one before it
+MAX_HEADER_BYTES = 1 << 26
+CHUNK_BYTES = 64 << 20
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole local checkpoint. holders: rank -> the rank whose node has its files."""
+
+    iteration: int
+    holders: Mapping[int, int]
+
+
+class Local:
+    """The local checkpoints of one job, as one rank keeps them.
+
+    root: memory of this node. facts: must agree for state to be taken back: model and grid. neighbour: (rank that gets
+    a copy, rank whose copy is kept); None on one node. group: of all ranks, for threads; None for one rank.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        job: str,
+        rank: int,
+        world_size: int,
+        neighbour: tuple[int, int] | None,
+        facts: Facts,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._folder = root / job
+        self._rank = rank
+        self._world_size = world_size
+        self._neighbour = neighbour
+        self._facts = json.loads(json.dumps(facts))
+        self._group = group
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self._folder / f"owner-{os.getppid()}").touch()
+        _remove_orphans(root)
+
+    # Saving
+
+    def save(self, iteration: int, state: Mapping[str, Shard], scalars: Facts) -> None:
+        """Write this rank's state and copy it to the neighbour; every rank calls it, from one thread.
+
+        Raises OSError where the memory is full, after the neighbour has been told of it by an empty copy.
+        """
+        place = self._folder / f"iter_{iteration:07d}"
+        place.mkdir(exist_ok=True)
+        failure: OSError | None = None
+        try:
+            self._write(place, iteration, state, scalars)
+        except OSError as error:
+            failure = error
+        if self._neighbour is not None:
+            to, source = self._neighbour
+            for name_of in (_data, _head):  # the header last: it makes the copy count
+                self._swap(place / name_of(self._rank), place / name_of(source), to, source)
+        for old in sorted(self._folder.glob("iter_*"))[:-KEPT]:
+            _remove_files(old, [self._rank] + ([self._neighbour[1]] if self._neighbour else []))
+        if failure is not None:
+            raise failure
+
+    def _write(self, place: Path, iteration: int, state: Mapping[str, Shard], scalars: Facts) -> None:
+        plans = [TensorPlan(name, shard.tensor.dtype, tuple(shard.tensor.shape)) for name, shard in state.items()]
+        aside = place / f"{_data(self._rank)}.tmp-{uuid.uuid4().hex[:12]}"
+        entry = write_shards(aside, file_order(plans), lambda name: state[name].tensor, sync=False)
+        aside.rename(place / _data(self._rank))
+        head = {
+            "facts": self._facts,
+            "iteration": iteration,
+            "scalars": scalars,
+            "file": [_data(self._rank), entry.size, entry.sha256],
+        }
+        aside = place / f"{_head(self._rank)}.tmp-{uuid.uuid4().hex[:12]}"
+        write_bytes(aside, seal(json.dumps(head).encode()[1:]))
+        aside.rename(place / _head(self._rank))
+
+    def _swap(self, sent: Path | None, received: Path | None, to: int | None, source: int | None) -> None:
+        """Send a file (an empty one where it is missing) to one rank and take one from another; None: not."""
+        out = torch.tensor([sent.stat().st_size if sent and sent.exists() else 0])
+        back = torch.zeros(1, dtype=torch.int64)
+        self._exchange(out if sent else None, back if received else None, to, source)
+        sizes = int(out.item()), int(back.item())
+        aside = received.with_name(f"{received.name}.tmp-{uuid.uuid4().hex[:12]}") if received else None
+        reader = sent.open("rb") if sent and sizes[0] else None
+        writer = aside.open("xb", buffering=0) if aside else None
+        full = False
+        try:
+            for start in range(0, max(sizes), CHUNK_BYTES):
+                here, there = (max(0, min(CHUNK_BYTES, size - start)) for size in sizes)
+                piece = torch.frombuffer(bytearray(reader.read(here)), dtype=torch.uint8) if reader and here else None
+                room = torch.empty(there, dtype=torch.uint8) if there else None
+                self._exchange(piece, room, to, source)
+                if writer and room is not None and not full:
+                    full = not _all_written(writer, room.numpy().data)  # the other rank goes on sending
+        finally:
+            for file in (reader, writer):
+                if file is not None:
+                    file.close()
+        if aside is not None and received is not None:
+            aside.unlink() if full else aside.rename(received)
+
+    def _exchange(
+        self, out: torch.Tensor | None, back: torch.Tensor | None, to: int | None, source: int | None
+    ) -> None:
+        works = []
+        if out is not None:
+            works.append(dist.isend(out, to, group=self._group))
+        if back is not None:
+            works.append(dist.irecv(back, source, group=self._group))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    # Loading
+
+    def find(self) -> Found | None:
+        """The newest local checkpoint that all ranks together still have whole; every rank calls it."""
+        held = {
+            (iteration, rank)
+            for iteration, place in self._iterations().items()
+            for rank in range(self._world_size)
+            if self._head(place, rank) is not None
+        }
+        everyone: list[Any] = [held]
+        if self._group is not None:
+            everyone = [None] * self._world_size
+            dist.all_gather_object(everyone, held, group=self._group)
+        for iteration in sorted({iteration for part in everyone for iteration, _ in part}, reverse=True):
+            holders = {}
+            for rank in range(self._world_size):
+                having = [holder for holder, part in enumerate(everyone) if (iteration, rank) in part]
+                if having:
+                    holders[rank] = rank if rank in having else having[0]
+            if len(holders) == self._world_size:
+                return Found(iteration, holders)
+        return None
+
+    def load(self, found: Found, targets: Mapping[str, Shard]) -> dict[str, Any]:
+        """Fill the targets and return the scalars; every rank calls it. Raises CheckpointError."""
+        place = self._folder / f"iter_{found.iteration:07d}"
+        place.mkdir(exist_ok=True)
+        for rank, holder in sorted(found.holders.items()):
+            if rank == holder or self._rank not in (rank, holder):
+                continue
+            for name in (_data(rank), _head(rank)):
+                if self._rank == holder:
+                    self._swap(place / name, None, rank, None)
+                else:
+                    self._swap(None, place / name, None, holder)
+        head = self._head(place, self._rank)
+        if head is None:
+            raise CheckpointError(f"{place / _data(self._rank)} is damaged")
+        with ShardFile(place / _data(self._rank)) as shards:
+            if sorted(shards.names()) != sorted(targets):
+                raise CheckpointError(f"{shards.path} holds other tensors than this run")
+            for name, shard in targets.items():
+                shards.check(name, shard.tensor.dtype, shard.box.sizes)
+            with torch.no_grad():
+                for name, shard in targets.items():
+                    if shard.tensor.numel():
+                        shards.read(name, shard.box, shard.box, shard.tensor)
+        return dict(head["scalars"])
+
+    def _iterations(self) -> dict[int, Path]:
+        found = {}
+        for path in self._folder.glob("iter_*"):
+            if path.name.removeprefix("iter_").isdecimal():
+                found[int(path.name.removeprefix("iter_"))] = path
+        return found
+
+    def _head(self, place: Path, rank: int) -> Facts | None:
+        """A rank's header, where it and the file that it tells of are sound and of this run."""
+        path = place / _head(rank)
+        try:
+            if not path.is_file() or path.stat().st_size > MAX_HEADER_BYTES:
+                return None
+            content = path.read_bytes()
+            head = json.loads(content)
+            entry = FileEntry(*head["file"])
+            sound = content == seal(content.partition(b"\n")[2]) and head["facts"] == self._facts
+            sound = sound and entry.name == _data(rank) and not check_file(place, entry, "full")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
+            return None
+        return head if sound else None
+
+    def remove(self) -> None:
+        """The run is over: give the memory back; every rank calls it, the last one finds nothing left."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _all_written(file: io.FileIO, data: memoryview) -> bool:
+    try:
+        while len(data):
+            data = data[file.write(data) :]
+    except OSError:
+        return False
+    return True
+
+
+def _data(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _head(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _remove_files(place: Path, ranks: Sequence[int]) -> None:
+    """Remove some ranks' files, the header first, and the folder when it is empty."""
+    for rank in ranks:
+        for name in (_head(rank), _data(rank)):
+            (place / name).unlink(missing_ok=True)
+    for left in place.glob("*.tmp-*"):
+        left.unlink(missing_ok=True)
+    try:
+        place.rmdir()
+    except OSError:
+        return  # other ranks' files are still there
+
+
+def _remove_orphans(root: Path) -> None:
+    """Remove jobs whose owners have all ended."""
+    for job in root.iterdir():
+        owners = [path.name.removeprefix("owner-") for path in job.glob("owner-*")] if job.is_dir() else []
+        if owners and not any(Path(f"/proc/{owner}").exists() for owner in owners) and Path("/proc/self").exists():
+            shutil.rmtree(job, ignore_errors=True)

@@ -1,0 +1,32 @@
+"""The last collectives that this rank launched, for whoever asks where it hangs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import NamedTuple
+
+
+class Launched(NamedTuple):
+    """A collective. number: of its axis, from 1. at: ``time.monotonic()`` of the launch."""
+
+    axis: str
+    number: int
+    kind: str
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} on {self.axis}"
+
+
+class Journal:
+    """A ring buffer of launches, and how many there were on each axis since the start."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.recent: deque[Launched] = deque(maxlen=size)
+        self.counts: Counter[str] = Counter()
+
+    def note(self, axis: str, kind: str) -> None:
+        """A collective is about to be launched."""
+        self.counts[axis] += 1
+        self.recent.append(Launched(axis, self.counts[axis], kind, time.monotonic()))

@@ -1,0 +1,105 @@
+"""The replica guard: parameters that several ranks hold must be the same bits on all of them.
+
+A rank whose memory or arithmetic failed goes on silently with other weights than its peers; every later step spreads
+the damage. A digest of 64 bits per tensor, compared by one all-reduce per axis, finds that for the price of one pass
+over the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.axis import Axis
+from megapar.core.sharding.cut import Described
+from megapar.core.world import World
+from megapar.errors import TrainingError
+
+WIDTH = 4096
+SHOWN = 5
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor of this rank that is the same on every rank of an axis. name: for messages."""
+
+    name: str
+    tensor: Tensor
+    axis: Axis
+
+
+def axes_of(spec: Described, world: World, *, sharded: bool) -> list[Axis]:
+    """Axes along which a parameter repeats. sharded: the tensor is a piece that the sharding ranks do not share."""
+    kind = "expert_" if spec.expert else ""
+    names = [f"{kind}replica"] if sharded else [f"{kind}replica", f"{kind}shard"]
+    kept = ("ep", "emp") if spec.expert else ("mp",)
+    names += [name for name in kept if name not in dict(spec.axes)]
+    return [axis for axis in map(world.axis, names) if axis.group is not None]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """64 bits of a tensor, int64 on its device: equal for equal bits, different wherever a few of them differ.
+
+    Elements as integers are summed in WIDTH columns, and those added with different odd weights, all modulo 2**64.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    whole = flat.numel() // WIDTH * WIDTH
+    columns = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device)
+    columns[: flat.numel() - whole] = flat[whole:].to(torch.int64)
+    if whole:
+        columns += flat[:whole].view(-1, WIDTH).sum(0, dtype=torch.int64)
+    weights = torch.arange(1, 2 * WIDTH, 2, device=flat.device) * 0x9E3779B97F4A7C1
+    return (columns * weights).sum()
+
+
+def check(copies: Iterable[Copy], world: World, when: str) -> None:
+    """Compare all copies. Every rank of the world calls it, with the same names along each axis.
+
+    Raises TrainingError, on every rank, naming the parameters and the ranks that differ. when: begins the message.
+    """
+    by_axis: dict[tuple[int, ...], list[Copy]] = {}
+    for copy in copies:
+        by_axis.setdefault(copy.axis.ranks, []).append(copy)
+    found = [problem for same in by_axis.values() for problem in _compare(same)]
+    everyone = world.axis("world")
+    bad = torch.tensor(len(found), dtype=torch.int64, device=world.device.torch_device)
+    if everyone.group is not None:
+        dist.all_reduce(bad, group=everyone.group)
+    if bad.item():
+        texts: list[list[str]] = [found] * everyone.size
+        if everyone.group is not None:
+            dist.all_gather_object(texts, found, group=everyone.group)
+        told = list(dict.fromkeys(text for part in texts for text in part))
+        more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+        raise TrainingError(
+            f"{when}: replicas of parameters differ: {'; '.join(told[:SHOWN])}{more}. A rank computes or remembers "
+            "wrongly: look at its hardware, and resume from a checkpoint before this."
+        )
+
+
+def _compare(copies: Sequence[Copy]) -> list[str]:
+    axis = copies[0].axis
+    digests = torch.stack([digest(copy.tensor) for copy in copies])
+    extremes = torch.cat([digests, ~digests])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.group)
+    greatest, least = extremes[: len(copies)], ~extremes[len(copies) :]
+    wrong = (greatest != least).nonzero().flatten().tolist()
+    if not wrong:
+        return []
+    gathered = [torch.empty_like(digests) for _ in axis.ranks]
+    dist.all_gather(gathered, digests, group=axis.group)
+    return [_differing(copies[i].name, axis, [int(g[i].item()) for g in gathered]) for i in wrong]
+
+
+def _differing(name: str, axis: Axis, digests: Sequence[int]) -> str:
+    usual = max(digests, key=digests.count)
+    odd = [rank for rank, value in zip(axis.ranks, digests, strict=True) if value != usual]
+    others = [rank for rank in axis.ranks if rank not in odd]
+    if len(odd) >= len(others):  # nobody can say who is right
+        return f"{name} on ranks {list(axis.ranks)} of {axis.name}"
+    return f"{name} on ranks {odd}, against {others} of {axis.name}"

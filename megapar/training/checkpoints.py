@@ -1,0 +1,213 @@
+"""A run's checkpoints: when they are taken, how long that held training up, and which one a run goes on from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megapar.config.run import Checkpoint
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import storage, store
+from megapar.core.checkpoint.background import Background, State, Written
+from megapar.errors import CheckpointError, CheckpointMismatchError
+from megapar.training import state
+from megapar.training.build import Job
+
+Say = Callable[[str], None]
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """The name of the launch that this process belongs to, which restarts keep; "" where it has none."""
+    name = environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name  # torchrun's name for all that were given none
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher started this process in place of one that failed."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+class Checkpoints:
+    """Saves and loads for one run; every rank has one and calls the same in the same step.
+
+    say: where rank 0 reports; notes: what there was to say before it could.
+    """
+
+    def __init__(self, options: Checkpoint, job: Job) -> None:
+        self._options = options
+        self._job = job
+        self._group = job.world.axis("world").group
+        self._background: Background | None = None
+        self._spare: dist.ProcessGroup | None = None
+        if options.save and options.async_save and (options.save_interval or options.save_interval_minutes):
+            self._background = Background(job.world.device)
+            self._spare = job.world.spare_group("save")
+        self._under_way: Path | None = None
+        self._resumed_at = self._saved_at = 0
+        self.say: Say | None = None
+        self.notes: list[str] = []
+        self.folder: Path | None = None
+        self.resumed_from: Path | None = None
+
+    # Loading
+
+    def source(self) -> Path | None:
+        """The folder of checkpoints to go on from: --load; on a restart what this very job has saved since."""
+        options = self._options
+        if options.save and is_restart(os.environ) and self._saved_by_this_job(Path(options.save)):
+            return Path(options.save)
+        if not options.load:
+            return None
+        root = Path(options.load)
+        if options.save and root == Path(options.save) and not self._agree(folders.candidates(root))[0]:
+            return None  # the usual script names one folder for both; its first run starts from scratch
+        return root
+
+    def _saved_by_this_job(self, root: Path) -> bool:
+        def look() -> bool:
+            for folder in folders.candidates(root)[0]:
+                try:
+                    scalars = storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
+                except CheckpointError:
+                    continue
+                return bool(job_id(os.environ)) and scalars.get("job") == job_id(os.environ)
+            return False
+
+        return bool(self._agree(look() if self._job.world.rank == 0 else None))
+
+    def load(self, read: Callable[[Path], state.Loaded], root: Path) -> state.Loaded:
+        """``read`` of the best checkpoint under a root; of an older one where that is damaged, which is told.
+
+        Raises CheckpointError where none is sound, or --on-bad-checkpoint stop.
+        """
+        options = self._options
+        if options.ckpt_step is not None and not is_restart(os.environ):
+            folder = folders.find(root, options.ckpt_step)
+            return self._resumed(folder, read(folder))
+        found, problem = self._agree(folders.candidates(root))
+        if problem and options.on_bad_checkpoint == "stop":
+            raise CheckpointError(problem)
+        failures = [problem] if problem else []
+        for folder in found:
+            try:
+                loaded = read(folder)
+            except CheckpointMismatchError:
+                raise
+            except CheckpointError as error:
+                if options.on_bad_checkpoint == "stop":
+                    raise
+                failures.append(str(error))
+                continue
+            self.notes += [f"WARNING: {failure}" for failure in failures]
+            if failures:
+                self.notes.append(f"taking {folder.name} instead")
+            return self._resumed(folder, loaded)
+        if not failures:
+            folders.find(root)  # says what is missing
+        raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
+
+    def newest(self, root: Path) -> int:
+        """The iteration of the checkpoint that would be tried first under a root; -1 where there is none."""
+        found, _ = self._agree(folders.candidates(root))
+        return int(found[0].name.removeprefix("iter_")) if found else -1
+
+    def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
+        self.resumed_from, self._resumed_at = folder, loaded.progress.iteration
+        return loaded
+
+    def _agree(self, value: Any) -> Any:
+        """Rank 0's view, everywhere: a shared disk may show other ranks an older state."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    # Saving
+
+    def due(self, iteration: int) -> bool:
+        """Whether a checkpoint is to be taken after this step by count."""
+        interval = self._options.save_interval
+        return bool(self._options.save) and interval > 0 and iteration % interval == 0
+
+    def save(self, iteration: int, scalars: Mapping[str, Any], *, final: bool) -> None:
+        """Take a checkpoint; in the background unless it is the final one, after which nothing hides it.
+
+        Raises CheckpointError where it (or the one before it) failed and that is to stop the run, or no other follows.
+        """
+        assert self._options.save is not None
+        root = Path(self._options.save)
+        folder = folders.iteration_folder(root, iteration)
+        scalars = {**scalars, "job": job_id(os.environ)}
+        layout = {"grid": state.grid_facts(self._job), "model": state.model_facts(self._job)}
+
+        def published() -> None:
+            folders.publish(root, iteration)
+            if self._options.keep:
+                folders.keep_newest(root, iteration, self._options.keep)
+
+        def write(shards: State) -> None:
+            group = self._spare if in_background else self._group
+            store.save(folder, shards, scalars, layout=layout, group=group, then=published)
+
+        in_background = self._background is not None and not final
+        self.settle()
+        if iteration in (self._resumed_at, self._saved_at):
+            return
+        self._saved_at = iteration
+        shards = {**state.weights(self._job), **state.moments(self._job)}
+        self._under_way = folder
+        if in_background:
+            assert self._background is not None
+            self._background.begin(shards, write)
+            return
+        start = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            write(shards)
+        except CheckpointError as failure:
+            error = failure
+        seconds = time.perf_counter() - start
+        self._tell(Written(seconds, seconds, error), final=final)
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what a save may still be copying."""
+        if self._background is not None:
+            self._background.settle_copy()
+
+    def look(self) -> None:
+        """Tell of a save that is done by now, on the rank that speaks; all ranks act on it in ``settle``."""
+        if self._background is not None and self.say is not None and self._under_way and not self._background.busy:
+            self._report(self._background.written)
+
+    def settle(self) -> None:
+        """Wait for the save under way. Raises CheckpointError where it failed and --on-save-error is stop."""
+        written = None if self._background is None else self._background.join()
+        if written is not None:
+            self._tell(written, final=False)
+
+    def _tell(self, written: Written, *, final: bool) -> None:
+        folder, error = self._under_way, written.error
+        self._report(written)
+        self._under_way = None
+        if error is None:
+            self.folder = folder
+        elif not isinstance(error, CheckpointError) or final or self._options.on_save_error == "stop":
+            raise error
+
+    def _report(self, written: Written) -> None:
+        if self.say is None or self._under_way is None or written.told:
+            return
+        written.told = True
+        if written.error is None:
+            self.say(
+                f"checkpoint {self._under_way.name}: training waited {written.stall_seconds:.3f} s, "
+                f"on disk after {written.total_seconds:.3f} s"
+            )
+        else:
+            self.say(f"WARNING: {self._under_way.name} was not saved: {written.error}")

@@ -1,0 +1,96 @@
+"""Local checkpoints of a run: taken every few steps in the background, taken back by a restart of the same job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megapar.arguments import Config
+from megapar.core.checkpoint.background import Background
+from megapar.core.checkpoint.local import Found, Local
+from megapar.core.world import World
+from megapar.errors import TrainingError
+from megapar.training import state
+from megapar.training.build import Job
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class LocalSaves:
+    """Every rank has one and calls the same in the same step. say: where rank 0 reports."""
+
+    def __init__(self, local: Local, interval: int, job: Job) -> None:
+        self._local = local
+        self._interval = interval
+        self._job = job
+        self._background = Background(job.world.device)
+        self.say: Callable[[str], None] | None = None
+
+    def due(self, iteration: int) -> bool:
+        """Whether a local checkpoint is to be taken after this step."""
+        return iteration % self._interval == 0
+
+    def save(self, iteration: int, scalars: Mapping[str, Any]) -> None:
+        """Take one; the one before is waited for first."""
+        self.settle()
+        shards = {**state.weights(self._job), **state.moments(self._job)}
+        everything = {name: replace(shard, primary=True) for name, shard in shards.items()}
+        self._background.begin(everything, lambda copies: self._local.save(iteration, copies, scalars))
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what is being copied."""
+        self._background.settle_copy()
+
+    def settle(self) -> None:
+        """Wait for the one under way; where this node's memory is full it is told, and training goes on."""
+        written = self._background.join()
+        if written is None or written.error is None:
+            return
+        if not isinstance(written.error, OSError):
+            raise written.error
+        if self.say is not None:
+            self.say(f"WARNING: no local checkpoint on the node of rank 0: {written.error}")
+
+    def find(self) -> Found | None:
+        """The newest one that is whole."""
+        return self._local.find()
+
+    def load(self, found: Found) -> dict[str, Any]:
+        """Fill masters and moments; its scalars."""
+        return self._local.load(found, {**state.weights(self._job), **state.moments(self._job)})
+
+    def remove(self) -> None:
+        """The run has ended well."""
+        self.settle()
+        self._local.remove()
+
+
+def make(config: Config, job: Job, job_name: str) -> LocalSaves | None:
+    """As the flags say; None without --local-checkpoint-interval. Raises TrainingError without a launcher's job."""
+    options, world = config.reliability, job.world
+    if not options.local_checkpoint_interval:
+        return None
+    if not job_name:
+        raise TrainingError(
+            "--local-checkpoint-interval serves restarts of one job: start it by megapar launch --max-restarts N, or "
+            "by torchrun with a --rdzv-id of its own"
+        )
+    root = Path(options.local_checkpoint_dir or SHARED_MEMORY / f"megapar-{os.getuid()}")
+    facts = {"model": state.model_facts(job), "grid": state.grid_facts(job)}
+    group = world.spare_group("local")
+    size = world.grid.world_size
+    local = Local(root, job_name, world.rank, size, _neighbour(world), facts, group)
+    return LocalSaves(local, options.local_checkpoint_interval, job)
+
+
+def _neighbour(world: World) -> tuple[int, int] | None:
+    """(this rank's counterpart on the next node, the one on the node before); None where there is one node."""
+    size = world.grid.world_size
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if per_node >= size:
+        return None
+    here = world.launched[world.rank]
+    return world.launched.index((here + per_node) % size), world.launched.index((here - per_node) % size)

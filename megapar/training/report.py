@@ -1,0 +1,55 @@
+"""What people read of a run besides its iterations; one rank speaks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megapar.arguments import Config
+from megapar.training.build import Job, compute_dtype
+from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
+from megapar.training.record import Logger
+
+
+def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | None:
+    """Where rank 0 speaks; other ranks have none. iteration: the last one done."""
+    if rank != 0:
+        return None
+    iterations, interval = config.training.train_iters, config.logging.log_interval
+    if sys.stdout.isatty():
+        return ProgressTerminal(iterations, interval, iteration)
+    return PlainTerminal(iterations, interval)
+
+
+def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int) -> list[Logger]:
+    """Everything that is told of iterations, on the rank that has a terminal."""
+    if terminal is None:
+        return []
+    logging, first = config.logging, iteration + 1
+    loggers: list[Logger] = [terminal]
+    if logging.metrics_jsonl:
+        loggers.append(JsonLinesLogger(Path(logging.metrics_jsonl), first))
+    if logging.tensorboard_dir:
+        loggers.append(TensorBoardLogger(Path(logging.tensorboard_dir), first))
+    return loggers
+
+
+def greeting(config: Config, job: Job, peak: str) -> Iterator[str]:
+    """What is about to be trained, and on what."""
+    world = job.world
+    total = sum(spec.numel for spec in job.table if spec.trainable)
+    yield f"{config.grid.describe()}, {world.num_groups} communicators"
+    dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
+    yield f"{type(job.model).__name__}: {total:,} parameters, {world.device.name}, {dtype}, peak {peak}"
+
+
+def farewell(config: Config, checkpoint: Path | None, exported: Path | None) -> Iterator[str]:
+    """What the run leaves behind, and where."""
+    for what, where in (
+        ("checkpoint", checkpoint),
+        ("TensorBoard files", config.logging.tensorboard_dir),
+        ("Hugging Face model", exported),
+    ):
+        if where:
+            yield f"{what}: {where}"

@@ -1,0 +1,53 @@
+"""Where a run goes on from: a local checkpoint, what this job has saved, or what ``--load`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megapar.arguments import Config
+from megapar.core.loss_scale import LossScale
+from megapar.training import state
+from megapar.training.build import Job
+from megapar.training.checkpoints import Checkpoints
+from megapar.training.local_saves import LocalSaves
+from megapar.training.state import Progress
+
+
+def resume(
+    config: Config,
+    job: Job,
+    progress: Progress,
+    schedule: Mapping[str, Any],
+    loss_scale: LossScale | None,
+    checkpoints: Checkpoints,
+    local_saves: LocalSaves | None,
+) -> state.Loaded | None:
+    """Fill weights and moments from the newest sound checkpoint; None where the run starts from scratch.
+
+    progress: where the run stands without one. Raises CheckpointError.
+    """
+    options = config.checkpoint
+    root = checkpoints.source()
+    found = None if local_saves is None else local_saves.find()
+    if found is not None and root is not None and found.iteration <= checkpoints.newest(root):
+        found = None
+    if root is None and found is None:
+        return None
+    # A restarted job goes on from what it saved itself, and that wholly.
+    own = found is not None or root != (Path(options.load) if options.load else None)
+    wanted = state.LoadOptions(
+        finetune=options.finetune and not own,
+        optimizer=own or not options.no_load_optim,
+        random=own or not options.no_load_rng,
+        override_schedule=config.optimizer.override_opt_param_scheduler,
+        verify=options.checkpoint_verify,  # type: ignore[arg-type]  # one of the flag's choices
+    )
+    if found is not None and local_saves is not None:
+        place = Path(f"local checkpoint {found.iteration}")
+        checkpoints.resumed_from = place
+        checkpoints.notes.append(f"taking the local checkpoint of iteration {found.iteration}")
+        return state.take(place, local_saves.load(found), job, progress, schedule, wanted, loss_scale)
+    assert root is not None
+    return checkpoints.load(lambda folder: state.load(folder, job, progress, schedule, wanted, loss_scale), root)

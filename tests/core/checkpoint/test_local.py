@@ -1,0 +1,97 @@
+"""Local checkpoints: back on the same ranks, or from the neighbour of a lost node; never half, never another run's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.checkpoint.local import Local
+from megapar.core.checkpoint.shard import Shard
+from tests.support.ranks import run_ranks
+
+FACTS = {"model": {"hidden_size": 8}, "grid": {"mp": 2}}
+
+
+def state(rank: int, value: float) -> dict[str, Shard]:
+    tensors = {"w": torch.full((3, 4), value + rank), "b": torch.full((5,), value, dtype=torch.float64)}
+    return {name: Shard.whole(name, tensor) for name, tensor in tensors.items()}
+
+
+def local_of(rank: int, world: int, root: Path, job: str = "job", facts: dict[str, Any] = FACTS) -> Local:
+    neighbour = None if world == 1 else ((rank + 1) % world, (rank - 1) % world)
+    group = None if world == 1 else dist.group.WORLD
+    return Local(root / f"node{rank}", job, rank, world, neighbour, facts, group)
+
+
+def save_and_lose_a_node(rank: int, world: int, root: Path, lost: int) -> tuple[Any, list[float]]:
+    local = local_of(rank, world, root)
+    for iteration in (5, 10, 15):
+        local.save(iteration, state(rank, float(iteration)), {"iteration": iteration})
+    kept = sorted(path.name for path in (root / f"node{rank}" / "job").glob("iter_*"))
+    assert kept == ["iter_0000010", "iter_0000015"]
+    dist.barrier()
+    if rank == lost:
+        shutil.rmtree(root / f"node{rank}")
+    dist.barrier()
+    local = local_of(rank, world, root)
+    found = local.find()
+    assert found is not None
+    targets = state(rank, 0.0)
+    scalars = local.load(found, targets)
+    assert scalars == {"iteration": found.iteration}
+    return found, [float(targets["w"].tensor.min()), float(targets["b"].tensor.max())]
+
+
+@pytest.mark.parametrize("lost", [-1, 1])
+def test_a_lost_node_gets_its_state_from_the_node_behind_it(tmp_path: Path, lost: int) -> None:
+    results = run_ranks(3, save_and_lose_a_node, tmp_path, lost)
+    for rank, (found, values) in enumerate(results):
+        assert found.iteration == 15
+        assert found.holders == {r: (2 if r == lost == 1 else r) for r in range(3)}
+        assert values == [15.0 + rank, 15.0]
+
+
+def test_what_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    local = local_of(0, 1, tmp_path)
+    for iteration in (5, 10):
+        local.save(iteration, state(0, float(iteration)), {})
+    newest = tmp_path / "node0" / "job" / "iter_0000010" / "rank-00000.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    found = local.find()
+    assert found is not None
+    assert found.iteration == 5
+
+
+@pytest.mark.parametrize("header", [b"", b"{", b"[1]", b'{"file": 3}', b"\xff" * 9])
+def test_any_header_is_sound_or_passed_over(tmp_path: Path, header: bytes) -> None:
+    local = local_of(0, 1, tmp_path)
+    local.save(5, state(0, 1.0), {})
+    (tmp_path / "node0" / "job" / "iter_0000005" / "rank-00000.json").write_bytes(header)
+    assert local.find() is None
+
+
+def test_another_run_is_not_taken(tmp_path: Path) -> None:
+    local_of(0, 1, tmp_path).save(5, state(0, 1.0), {})
+    assert local_of(0, 1, tmp_path, job="other").find() is None
+    assert local_of(0, 1, tmp_path, facts={**FACTS, "grid": {"mp": 1}}).find() is None
+    assert local_of(0, 1, tmp_path).find() is not None
+
+
+def test_a_job_whose_owners_are_gone_gives_its_memory_back(tmp_path: Path) -> None:
+    local = local_of(0, 1, tmp_path)
+    old = tmp_path / "node0" / "old"
+    old.mkdir()
+    (old / "owner-999999999").touch()
+    local_of(0, 1, tmp_path, job="new")
+    assert not old.exists()
+    assert (tmp_path / "node0" / "job" / f"owner-{os.getppid()}").exists()
+    local.remove()
+    assert not (tmp_path / "node0" / "job").exists()

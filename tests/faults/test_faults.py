@@ -1,0 +1,48 @@
+"""Real processes and real faults, the quick ones; scripts/fault_matrix.sh has all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.job import Ended, Fault, run_job
+from tests.faults.matrix import uninterrupted
+
+LAYOUT = ("--sharding-degree", "2")
+
+
+@pytest.fixture(scope="module")
+def want() -> dict[int, float]:
+    return uninterrupted(2, *LAYOUT)
+
+
+def check(ended: Ended, want: dict[int, float], most_lost: int) -> None:
+    assert ended.status == 0, ended.output
+    assert ended.losses == want
+    assert len(ended.strikes) == 1
+    assert ended.lost_steps
+    assert max(ended.lost_steps) <= most_lost
+
+
+def test_a_rank_that_is_killed_in_a_save_costs_no_more_than_the_interval(
+    tmp_path: Path, want: dict[int, float]
+) -> None:
+    fault = Fault("kill after rename", rank=0, iteration=4)
+    check(run_job(tmp_path, 2, fault, *LAYOUT, "--no-async-save", restarts=1), want, 2)
+
+
+def test_a_rank_that_stands_still_is_named_and_replaced(tmp_path: Path, want: dict[int, float]) -> None:
+    fault = Fault("SIGSTOP", rank=1, iteration=4)
+    ended = run_job(tmp_path, 2, fault, *LAYOUT, "--step-timeout-seconds", "4", restarts=1)
+    check(ended, want, 3)
+    assert "late: rank 1 does not answer" in ended.output
+    assert "step 4 has taken" in ended.output
+
+
+def test_a_signal_saves_and_the_next_start_goes_on(tmp_path: Path, want: dict[int, float]) -> None:
+    ended = run_job(tmp_path, 2, Fault("SIGTERM", rank=1, iteration=3), *LAYOUT)
+    assert ended.status == 0, ended.output
+    assert "stopped at iteration 3: asked to stop by a signal; saved" in ended.output
+    assert ended.losses == {step: want[step] for step in (1, 2, 3)}
+    assert run_job(tmp_path, 2, Fault("none", attempts=()), *LAYOUT).losses == want

@@ -1,0 +1,209 @@
+"""Checkpoints of a run: which one it goes on from, how many are kept, and what a failing disk does to training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megapar.arguments import parse
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import shard_file, storage
+from megapar.core.checkpoint.shard_file import HashedFile
+from megapar.errors import CheckpointError, MegaparError
+from megapar.trainer import Outcome, train
+from megapar.training.control import Control, Limits, StopSignal
+from megapar.training.loggers import PlainTerminal
+from tests.support.ranks import run_ranks
+from tests.support.training import COMMON, SMALL, _last_wins
+
+BASE = ("--lr-decay-iters", "6", "--save-interval", "2")
+
+
+def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
+    """One process, in this one, so that what it calls can be replaced."""
+    line = _last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), *flags))
+    with patch.dict(os.environ, environ):
+        return train(parse("moe", line, {}))
+
+
+def losses(outcome: Outcome) -> dict[int, float]:
+    return {record.iteration: record.loss for record in outcome.records}
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every line that a run says."""
+    lines: list[str] = []
+    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: lines.append(text))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """A run with checkpoints 2, 4 and 6, and its losses."""
+    root = tmp_path_factory.mktemp("saved")
+    return root, losses(run_here(root))
+
+
+@pytest.fixture
+def root(saved: tuple[Path, dict[int, float]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved[0], tmp_path / "c"))
+
+
+def shard_of(root: Path, iteration: int) -> Path:
+    return next(folders.iteration_folder(root, iteration).glob("shard-*.safetensors"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_saves_in_the_background_and_at_the_end(saved: tuple[Path, dict[int, float]]) -> None:
+    root, _ = saved
+    assert list(folders.checkpoints(root)) == [2, 4, 6]
+    assert folders.latest(root) == root / "iter_0000006"
+
+
+@pytest.mark.parametrize("damage", ["bit", "truncated", "layout", "no layout", "latest", "no folder"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
+    damage: str, root: Path, saved: tuple[Path, dict[int, float]], told: list[str]
+) -> None:
+    newest = root / "iter_0000006"
+    shutil.rmtree(newest) if damage == "no folder" else None
+    if damage == "bit":
+        flip(shard_of(root, 6))
+    elif damage == "truncated":
+        os.truncate(shard_of(root, 6), 1000)
+    elif damage == "layout":
+        flip(newest / "layout.json")
+    elif damage == "no layout":
+        (newest / "layout.json").unlink()
+    elif damage == "latest":
+        shutil.rmtree(newest)
+        (root / "latest").write_bytes(b"\0garbage")
+    outcome = run_here(root, "--load", str(root))
+    assert losses(outcome) == {step: saved[1][step] for step in (5, 6)}
+    assert any(line.startswith("WARNING") for line in told)
+    assert "taking iter_0000004 instead" in told
+    assert folders.latest(root) == newest  # made anew, in the place of the damaged one
+
+
+def test_a_damaged_checkpoint_stops_the_run_where_that_is_wanted(root: Path) -> None:
+    flip(shard_of(root, 6))
+    with pytest.raises(CheckpointError, match="iter_0000006 is damaged"):
+        run_here(root, "--load", str(root), "--on-bad-checkpoint", "stop")
+    (root / "latest").write_text("")
+    with pytest.raises(CheckpointError, match="latest names ''"):
+        run_here(root, "--load", str(root), "--on-bad-checkpoint", "stop")
+
+
+def test_where_none_is_sound_all_are_named(root: Path) -> None:
+    for iteration in (2, 4, 6):
+        flip(shard_of(root, iteration))
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint(.*damaged){3}"):
+        run_here(root, "--load", str(root))
+
+
+def test_verification_can_be_left_out(root: Path) -> None:
+    flip(shard_of(root, 6))
+    line = ("--load", str(root), "--checkpoint-verify", "size", "--train-iters", "7", "--save-interval", "0")
+    assert run_here(root, *line, "--override-opt-param-scheduler").iteration == 7
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000099").mkdir()
+    (tmp_path / "iter_0000002.tmp-0123456789ab").mkdir()  # of a killed save
+    run_here(tmp_path, "--keep", "2")
+    assert list(folders.checkpoints(tmp_path)) == [4, 6]
+    kept = ["iter_0000004", "iter_0000006", "iter_0000099", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+def full_disk(file: HashedFile, tensor: torch.Tensor) -> None:
+    """A tensor writer that finds the disk full when checkpoint 4 is written."""
+    if "iter_0000004" in str(file._path):
+        raise OSError(28, "No space left on device")
+    file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(
+    tmp_path: Path, saved: tuple[Path, dict[int, float]], told: list[str]
+) -> None:
+    with patch.object(shard_file, "_write_tensor", full_disk):
+        outcome = run_here(tmp_path)
+    assert losses(outcome) == saved[1]
+    failed = [line for line in told if line.startswith("WARNING: iter_0000004 was not saved")]
+    assert len(failed) == 1
+    assert "No space left on device" in failed[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000006", "latest"]
+
+
+def test_a_failed_save_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with (
+        patch.object(storage.shutil, "disk_usage", lambda path: usage),
+        pytest.raises(CheckpointError, match=r"no room under .*: a checkpoint takes [0-9,]+ bytes and 1,000 are free"),
+    ):
+        run_here(tmp_path, "--on-save-error", "stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_final_checkpoint_must_not_fail(tmp_path: Path) -> None:
+    tmp_path.joinpath("file").write_text("")
+    with pytest.raises((MegaparError, OSError)):
+        run_here(tmp_path / "file", "--save-interval", "0")
+
+
+def test_a_restart_goes_on_from_what_its_own_job_saved(
+    root: Path, tmp_path: Path, saved: tuple[Path, dict[int, float]]
+) -> None:
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
+    assert min(losses(run_here(root, **restart))) == 1  # of another job, and no --load
+    own = tmp_path / "own"
+    run_here(own, "--exit-interval", "3", TORCHELASTIC_RUN_ID="job-a")
+    assert losses(run_here(own, **restart)) == {step: saved[1][step] for step in (4, 5, 6)}
+
+
+def test_planned_exits_save_and_go_on(tmp_path: Path, saved: tuple[Path, dict[int, float]]) -> None:
+    first = run_here(tmp_path, "--exit-interval", "3")
+    assert first.iteration == 3
+    assert folders.latest(tmp_path) == tmp_path / "iter_0000003"
+    assert run_here(tmp_path, "--load", str(tmp_path), "--exit-duration-minutes", "1e-9").iteration == 4
+    assert losses(run_here(tmp_path, "--load", str(tmp_path))) == {step: saved[1][step] for step in (5, 6)}
+
+
+def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
+    run_here(tmp_path, "--save-interval", "0", "--save-interval-minutes", "1e-9")
+    assert list(folders.checkpoints(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def stop_one_rank(rank: int, world_size: int, rendezvous: str, root: str) -> int:
+    line = _last_wins((*SMALL["moe"], *COMMON), ("--mp-degree", "2", "--save", root, "--train-iters", "1000"))
+    stop = StopSignal()
+    if rank == 1:
+        stop.received = 15
+    with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        return train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", stop).iteration
+
+
+def test_a_signal_to_one_rank_stops_all_in_the_same_step(tmp_path: Path) -> None:
+    assert run_ranks(2, stop_one_rank, str(tmp_path), group=False) == [1, 1]
+
+
+def test_only_the_leaders_clock_counts() -> None:
+    limits = Limits(save_minutes=1e-9, exit_minutes=1e-9)
+    assert Control(limits, None, leader=False).votes() == [0, 0, 0]
+    assert Control(limits, None, leader=True).votes() == [0, 1, 1]
+
+
+def test_scalars_name_the_job(tmp_path: Path) -> None:
+    run_here(tmp_path, "--exit-interval", "1", TORCHELASTIC_RUN_ID="job-a")
+    assert json.loads((tmp_path / "iter_0000001" / "scalars.json").read_text())["job"] == "job-a"
