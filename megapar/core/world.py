@@ -89,6 +89,8 @@ class World:
         if world_size != grid.world_size:
             raise DistributedError(f"the grid has {grid.world_size} ranks, WORLD_SIZE is {world_size}")
         store, rank, world_size = next(rendezvous(rendezvous_url or "env://", rank, world_size, timeout=timeout))
+        # torch's agent keeps the store when it starts ranks again; what those that died left must not be found in it.
+        store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set_timeout(timeout)
         roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
         ordered = replace(grid, order=DENSE_AXES)

@@ -79,11 +79,25 @@ def _handler(meeting: Meeting, local_addr: str | None) -> Any:
         **meeting.settings,
     )
     if not meeting.local:
-        return get_rendezvous_handler(parameters)
+        return _fresh(get_rendezvous_handler(parameters))
     store = loopback_store()
     handler = create_handler(store, C10dRendezvousBackend(store, meeting.id), parameters)
     # The ranks' own store is made by the handler, on all interfaces if left to itself.
     handler._create_tcp_store_server = lambda *_: loopback_store()  # type: ignore[method-assign]
+    return _fresh(handler)
+
+
+def _fresh(handler: Any) -> Any:
+    """A new store for the ranks of each rendezvous: torch 2.13 keeps the first one, with what the dead left."""
+    if not hasattr(handler, "_bootstrap_store_info"):
+        return handler  # of a backend that has none
+    meet = handler.next_rendezvous
+
+    def next_rendezvous() -> Any:
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        return meet()
+
+    handler.next_rendezvous = next_rendezvous
     return handler
 
 

@@ -172,6 +172,7 @@ def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
         "import pathlib\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "open(f'{sys.argv[1]}/{attempt}-{rank}', 'w').close()\n"
+        "while not os.path.exists(f'{sys.argv[1]}/{attempt}-0'): time.sleep(0.05)\n"
         "if attempt == '0' and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "if attempt == '0': time.sleep(100)"
     )
