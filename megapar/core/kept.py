@@ -70,7 +70,7 @@ class KeptUnit:
 
     def hooks(self) -> saved_tensors_hooks:
         """Surrounds what saves the unit's inputs."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self.keep, self.whole)
 
     def store(self) -> None:
         """Keep pieces or copies only."""
@@ -85,14 +85,16 @@ class KeptUnit:
     def _alive(self) -> list[KeptTensor]:
         return [kept for kept in (reference() for reference in self._tensors) if kept is not None]
 
-    def _pack(self, tensor: Tensor) -> KeptTensor | Tensor:
+    def keep(self, tensor: Tensor) -> KeptTensor | Tensor:
+        """What the unit keeps of a tensor."""
         if not tensor.numel():
             return tensor
         kept = KeptTensor(self._keeper, tensor)
         self._tensors.append(weakref.ref(kept))
         return kept
 
-    def _unpack(self, kept: KeptTensor | Tensor) -> Tensor:
+    def whole(self, kept: KeptTensor | Tensor) -> Tensor:
+        """The tensor of which that was kept; everything else begins to come back."""
         if isinstance(kept, Tensor):
             return kept
         self.fetch()

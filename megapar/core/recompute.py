@@ -127,7 +127,7 @@ class Forward:
         if not torch.is_grad_enabled():
             return unit(*inputs)
         note, replay = self._note(), replay or Replay()
-        with self._keeping():
+        with self._keeping(replay):
             return checkpoint(  # type: ignore[no-any-return]
                 unit,
                 *inputs,
@@ -143,11 +143,12 @@ class Forward:
         self._number += 1
         return None if measure is None or not measure.measuring else lambda kept: measure.note(number, kept)
 
-    def _keeping(self) -> AbstractContextManager[object]:
+    def _keeping(self, replay: Replay) -> AbstractContextManager[object]:
         """Surrounds what saves the inputs; what the unit itself saves is the checkpoint's."""
         if self._recompute.keeper is None:
             return nullcontext()
         self._before = self._recompute.keeper.enter(self._before)
+        replay.keep_by(self._before.keep, self._before.whole)
         return self._before.hooks()
 
 

@@ -403,6 +403,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ticket: Ticket) -> Tensor:
         ctx.ticket = ticket
+        ctx.save_for_backward(x.new_empty(0))
         ticket.there = ticket.traffic.launch(ticket.exchange, x)
         return x.new_zeros(1)
 
@@ -411,6 +412,8 @@ class _Start(torch.autograd.Function):
         ticket: Ticket = ctx.ticket
         if ticket.back is None:
             raise DistributedError(f"the gradient of {ticket.exchange.kind} was never sent: its wait had no backward")
+        # Inside a recomputed unit this asks for it to be run again, here, where the gradient is still in flight.
+        _ = ctx.saved_tensors
         flight, ticket.back, ticket.landed = ticket.back, None, None
         return ticket.traffic.land(flight), None
 

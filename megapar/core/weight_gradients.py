@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapar.core.device.dtypes import wide
 from megapar.core.replay import Replay
 
 Product = Callable[[], Tensor]
@@ -31,16 +32,19 @@ class WeightGradients:
     """Products of weight gradients that wait for their turn; outside ``keep`` they are made at once."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[nn.Parameter, Product]] | None = None
-        self._kept: dict[Hashable, list[tuple[nn.Parameter, Product]]] = {}
+        self._open: list[tuple[nn.Parameter, int | None, Product]] | None = None
+        self._kept: dict[Hashable, list[tuple[nn.Parameter, int | None, Product]]] = {}
 
-    def of(self, parameter: nn.Parameter) -> Later:
-        """What a layer asks in its backward: takes the product, gives the gradient, or None where it comes later."""
+    def of(self, parameter: nn.Parameter, piece: int | None = None) -> Later:
+        """What a layer asks in its backward: takes the product, gives the gradient, or None where it comes later.
+
+        piece: the place along dim 0 that the product belongs to; None: it is that of the whole parameter.
+        """
 
         def later(product: Product) -> Tensor | None:
             if self._open is None:
                 return product()
-            self._open.append((parameter, product))
+            self._open.append((parameter, piece, product))
             return None
 
         return later
@@ -55,15 +59,38 @@ class WeightGradients:
             self._open = None
 
     def run(self, key: Hashable) -> None:
-        """Make what was kept under ``key``, in the order of its backward."""
-        products = self._kept.pop(key)
-        products.reverse()
-        while products:  # what a product holds on to is free behind it
-            parameter, product = products.pop()
+        """Make what was kept under ``key``, in the order of its backward, the products of one parameter together."""
+        products: dict[nn.Parameter, dict[int | None, list[Product]]] = {}
+        for parameter, piece, product in self._kept.pop(key):
+            products.setdefault(parameter, {}).setdefault(piece, []).append(product)
+        for parameter, pieces in products.items():
             with torch.no_grad():
-                gradient = product().view(parameter.shape)
+                gradient = _whole(parameter, pieces)
             # A leaf's own backward: adds the gradient up and fires the parameter's hooks.
             torch.autograd.backward((parameter,), (gradient,))
+
+
+def _whole(parameter: nn.Parameter, pieces: dict[int | None, list[Product]]) -> Tensor:
+    """A parameter's gradient from the products of its uses, or of its pieces' uses."""
+    if None in pieces:
+        return _sum(pieces[None]).view(parameter.shape)
+    gradient = torch.zeros_like(parameter)
+    for piece, uses in pieces.items():
+        assert piece is not None
+        gradient[piece] = _sum(uses).view(gradient[piece].shape)
+    return gradient
+
+
+def _sum(products: list[Product]) -> Tensor:
+    """Summed in max(fp32, dtype) and rounded once. Empties the list: what a product holds on to is free behind it."""
+    products.reverse()
+    first = products.pop()()
+    if not products:
+        return first
+    total = first.to(wide(first.dtype))
+    while products:
+        total += products.pop()()
+    return total.to(first.dtype)
 
 
 def linear(

@@ -32,9 +32,14 @@ class WideSum:
         """One more use."""
         self._open += 1
 
-    def add(self, grad: Tensor) -> Tensor | None:
-        """The whole sum in the dtype of ``grad`` once no use is left, before that None."""
+    def add(self, grad: Tensor | None) -> Tensor | None:
+        """The whole sum in the dtype of ``grad`` once no use is left, before that None.
+
+        grad: None where this use's is made later, by somebody else; then all uses' are.
+        """
         self._open -= 1
+        if grad is None:
+            return None
         if self._total is None:
             if not self._open:
                 return grad
@@ -51,6 +56,7 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: WideSum) -> Tensor:
         ctx.total = total
+        ctx.set_materialize_grads(False)
         total.begin()
         return x.view_as(x)
 

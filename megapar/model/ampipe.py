@@ -8,7 +8,8 @@ keys and values are shared: slice c sees those of slices 0..c. Program order of 
 
 With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer's slices are put
 together: ``C0v attn0 D0^  C1v attn1 D1^``. What flies between two layers is passed as tokens (``core.tickets``), which
-stand bare in the output, because hooks of sharding must see what autograd sees.
+stand bare in the output, because hooks of sharding must see what autograd sees. A recomputed unit waits for what enters
+it once, in its forward, and keeps what arrived (``Entering``).
 Source: AMPipe (openreview.net/forum?id=yLgr02IsXY); the backward is the mirror by itself.
 
 Shape letters: B samples, s positions of a slice on this rank, S sequence, H hidden, N query heads, G key-value heads,
@@ -17,13 +18,18 @@ D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapar.core.device.ops import attention_slice_reference, op
+from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
+from megapar.core.device.dtypes import wide
+from megapar.core.device.ops import op
+from megapar.core.replay import Replay
+from megapar.core.selective import again
 from megapar.core.wide_sum import wide_sums
 from megapar.model.context import Context
 from megapar.moe.sliced import Arriving
@@ -39,6 +45,7 @@ class Sliced(NamedTuple):
 
     residuals: [B, s, H] per slice. tokens: per slice those of its combines in flight. shared: [B, s, H] per slice, or
     nothing. arriving: the combines, and drop: the dropout of the layer that sent them; None where nothing is in flight.
+    entered: the recomputed unit whose input this is.
     """
 
     residuals: tuple[Tensor, ...]
@@ -46,9 +53,15 @@ class Sliced(NamedTuple):
     shared: tuple[Tensor, ...] = ()
     arriving: Arriving | None = None
     drop: HiddenDropout | None = None
+    entered: Replay | None = None
 
     def take(self, number: int, context: Context) -> Tensor:
         """[B, s, H]: wait for one slice."""
+        if self.entered is None:
+            return self._finish(number, context)
+        return self.entered.arrival(lambda: self._finish(number, context))
+
+    def _finish(self, number: int, context: Context) -> Tensor:
         x = self.residuals[number]
         if self.arriving is None or self.drop is None:
             return x
@@ -59,9 +72,22 @@ class Sliced(NamedTuple):
         return out
 
 
+class Entering:
+    """Slices on their way into a recomputed unit: the unit keeps what arrives of them, not what it is made of."""
+
+    def __init__(self, sliced: Sliced, unit: Replay) -> None:
+        self._sliced = sliced._replace(entered=unit)
+        self._unit = unit
+
+    def take(self) -> Sliced:
+        """The slices; when the unit runs again, nothing but where to ask for what arrived."""
+        sliced, self._sliced = self._sliced, Sliced((), entered=self._unit)
+        return sliced
+
+
 def join(sliced: Sliced, context: Context) -> Tensor:
     """[B, S(/mp), H]: wait for every slice and put them together."""
-    return torch.cat([sliced.take(number, context) for number in range(len(sliced.residuals))], dim=1)
+    return torch.cat([sliced.take(number, context) for number in range(len(context.own_slices))], dim=1)
 
 
 def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
@@ -72,21 +98,25 @@ def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tup
 
 def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
     attention = CausalSlices(block.attention, context)
-    if isinstance(x, Tensor) and not context.cut:
-        attention.prepare(block.attention_norm(x))
+    if isinstance(x, Tensor):
+        if not context.cut:
+            attention.prepare(block.attention_norm(x))
+        x = Sliced(_cut(x, context.own_slices))
     passage, residuals = None, []
     for number, own in enumerate(context.own_slices):
-        x_BsH = x[:, own] if isinstance(x, Tensor) else x.take(number, context)
+        x_BsH = x.take(number, context)
         normed = None if attention.prepared else block.attention_norm(x_BsH)
         x_BsH = x_BsH + block.drop(attention.attend(number, normed), context, "attention", number)
         normed = block.mlp_norm(x_BsH)
         if block.moe is None:
             assert block.mlp is not None
-            x_BsH = x_BsH + block.drop(block.mlp(normed), context, "mlp", number)
+            x_BsH = x_BsH + block.drop(block.mlp(normed, context.closing), context, "mlp", number)
         else:
             if passage is None:
                 length = context.own_slices[-1].stop
-                passage = block.moe.passage(length, context.valid_tokens, context.own_valid, x_BsH.shape[0])
+                passage = block.moe.passage(
+                    length, context.valid_tokens, context.own_valid, x_BsH.shape[0], context.replay, context.closing
+                )
             passage.send(normed, None if context.own_valid is None else context.own_valid[:, own])
         residuals.append(x_BsH)
     out = Sliced(tuple(residuals))
@@ -100,71 +130,117 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
 
 
 class CausalSlices:
-    """Attention of one layer over one micro-batch, slice after slice; keys and values lie in one buffer.
+    """Attention of one layer over one micro-batch, slice after slice.
 
     prepare: heads of all slices by one product, where the whole input is there; else each slice makes its own.
     """
 
     def __init__(self, attention: Attention, context: Context) -> None:
         self._attention, self._context = attention, context
-        self._heads: tuple[Tensor, Tensor, Tensor] | None = None
-        self._buffers: list[Tensor] = []
-        self._seen: list[Tensor | None] = [None, None]
+        self._heads: list[tuple[Tensor, ...]] = []
+        self._keys, self._values = Growing(), Growing()
 
     @property
     def prepared(self) -> bool:
         """Whether ``prepare`` was called."""
-        return self._heads is not None
+        return bool(self._heads)
 
     def prepare(self, x_BSH: Tensor) -> None:
         """Queries, keys and values of every slice."""
-        self._heads = self._attention.heads(x_BSH, self._context.angles)
+        q, k, v = self._attention.heads(x_BSH, self._context.angles)
+        self._heads = list(zip(*(_cut(x, self._context.slices) for x in (q, k, v)), strict=True))
+        self._keys, self._values = Growing(k.data), Growing(v.data)
 
     def attend(self, number: int, x_BsH: Tensor | None) -> Tensor:
         """[B, s, H]: attention and projection of slice ``number``; x_BsH: its input, unless prepared."""
-        attention, place = self._attention, self._context.slices[number]
-        if self._heads is not None:
-            q, k, v = self._heads
-            q, k, v = q[:, place], k[:, : place.stop], v[:, : place.stop]
+        attention, context = self._attention, self._context
+        place, total = context.slices[number], context.slices[-1].stop
+        if self._heads:
+            q, k, v = self._heads[number]
         else:
             assert x_BsH is not None
-            angles = self._context.angles
+            angles = context.angles
             here = None if angles is None else (angles[0][:, place], angles[1][:, place])
-            q, *pieces = attention.heads(x_BsH, here)
-            k, v = self._append(pieces, place)
-        form = op("attention_slice", q) if attention.sizes.flash else attention_slice_reference
-        dropout = attention.dropout if attention.training else 0.0
-        streams, name = self._context.streams, self._context.place(attention.place, number)
-        with streams.drawing(q.device, name, attention.mp.rank) if dropout else nullcontext():
-            y = form(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout=dropout)
-        out: Tensor = attention.proj(y.transpose(1, 2).flatten(2))
+            q, k, v = attention.heads(x_BsH, here)
+        heads = (q, self._keys.add(k, place, total), self._values.add(v, place, total), number)
+        out: Tensor = attention.proj(again(self._attend, *heads) if attention.selective else self._attend(*heads))
         return out
 
-    def _append(self, pieces: list[Tensor], place: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of this slice and all before it, [B, end of the slice, G, D]."""
-        total = self._context.slices[-1].stop
-        if not self._buffers:
-            self._buffers = [piece.new_empty((piece.shape[0], total, *piece.shape[2:])) for piece in pieces]
-        seen = [
-            _Append.apply(before, piece, buffer, place.start)
-            for before, piece, buffer in zip(self._seen, pieces, self._buffers, strict=True)
-        ]
-        self._seen = list(seen)
-        return seen[0], seen[1]
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+        """q [B, s, N, D], k and v [B, end of the slice, G, D] to [B, s, N D]."""
+        attention, context = self._attention, self._context
+        flash, documents = attention.sizes.flash, context.documents
+        dropout = attention.dropout if attention.training else 0.0
+        heads = tuple(x.transpose(1, 2) for x in (q, k, v))
+        place = context.place(attention.place, number)
+        with context.streams.drawing(q.device, place, attention.mp.rank) if dropout else nullcontext():
+            if documents is not None:
+                packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
+                y = packed(*heads, pieces=documents.cut(context.slices[number], q.shape[0]), dropout=dropout)
+            else:
+                form = op("attention_slice", q) if flash else attention_slice_reference
+                y = form(*heads, dropout=dropout)
+        return y.transpose(1, 2).flatten(2)
 
 
-class _Append(torch.autograd.Function):
-    """The buffer up to the end of a new piece, behind what it held: rows are copied once, whatever is kept of them."""
+class Growing:
+    """Keys, or values, to which slices are added: each slice sees its own and all before it, in one buffer.
+
+    whole: all of them, where they are there from the start. The gradient of a slice comes from all that saw it; it is
+    summed in max(fp32, dtype) and rounded once.
+    """
+
+    def __init__(self, whole: Tensor | None = None) -> None:
+        self._buffer, self._filled = whole, whole is not None
+        self._token: Tensor | None = None
+        self._sum = _SeenSum()
+
+    def add(self, piece: Tensor, place: slice, total: int) -> Tensor:
+        """[B, s, G, D] of the next slice to [B, end of the slice, G, D]; total: positions of all slices."""
+        if self._buffer is None:
+            self._buffer = piece.new_empty((piece.shape[0], total, *piece.shape[2:]))
+        if not self._filled:
+            self._buffer.data[:, place] = piece.detach()
+        seen: Tensor
+        seen, self._token = _See.apply(self._token, piece, self._buffer, place, self._sum)
+        return seen
+
+
+class _SeenSum:
+    """The gradients of what slices saw, which come back last slice first."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def take(self, grad: Tensor, place: slice) -> Tensor:
+        """Add what slice ``place`` saw; its own part is complete then."""
+        if self._total is None:
+            self._total = grad.to(wide(grad.dtype), copy=True)
+        else:
+            self._total[:, : place.stop] += grad
+        own = self._total[:, place].to(grad.dtype)
+        if place.start == 0:
+            self._total = None
+        return own
+
+
+class _See(torch.autograd.Function):
+    """The buffer up to the end of a piece. The token passed from slice to slice brings gradients back in order."""
 
     @staticmethod
-    def forward(ctx: Any, before: Tensor | None, piece: Tensor, buffer: Tensor, start: int) -> Tensor:
-        ctx.start, ctx.first = start, before is None
-        stop = start + piece.shape[1]
+    def forward(
+        ctx: Any, token: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _SeenSum
+    ) -> tuple[Tensor, Tensor]:
+        ctx.place, ctx.total, ctx.first = place, total, token is None
         # ``data`` has a version counter of its own: what earlier slices have saved of the buffer is not touched.
-        buffer.data[:, start:stop] = piece
-        return buffer[:, :stop].data
+        return buffer.data[:, : place.stop], piece.new_zeros(1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        grad = grads[0]
-        return None if ctx.first else grad[:, : ctx.start], grad[:, ctx.start :], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, token = grads
+        return None if ctx.first else token, ctx.total.take(grad, ctx.place), None, None, None
+
+
+def _cut(x: Tensor, slices: Sequence[slice]) -> tuple[Tensor, ...]:
+    """Dim 1 of ``x`` in slices, whose gradients are put together by one copy."""
+    return x.split([place.stop - place.start for place in slices], dim=1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 from megapar.core.device.packed import Documents
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute

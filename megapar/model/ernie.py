@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.collectives import copy, gather
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 from megapar.core.tensor_parallel import cross_entropy_, vocabulary_range
 
 IGNORED = -100

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megapar.core.recompute import Recompute
 from megapar.core.replay import Replay
-from megapar.model.ampipe import Sliced
+from megapar.model.ampipe import Entering, Sliced
 from megapar.model.context import Context
 from megapar.moe.stats import MoeStats
 
@@ -36,15 +36,20 @@ def run_layers(
         unit = partial(_run, layers[span.start : span.stop])
         if span.recomputed:
             replay = Replay()
-            x, found = forward.run(unit, x, replace(context, replay=replay), replay=replay)
+            entering = Entering(x, replay) if isinstance(x, Sliced) else x
+            x, found = forward.run(unit, entering, replace(context, replay=replay), replay=replay)
         else:
             x, found = unit(x, context)
         stats += found
     return x, stats
 
 
-def _run(layers: Sequence[nn.Module], x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, list[MoeStats]]:
+def _run(
+    layers: Sequence[nn.Module], x: Tensor | Sliced | Entering, context: Context
+) -> tuple[Tensor | Sliced, list[MoeStats]]:
     stats = []
+    if isinstance(x, Entering):
+        x = x.take()
     for number, layer in enumerate(layers, 1):
         x, found = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
         if found is not None:

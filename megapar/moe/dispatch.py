@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     exchange: the all-to-all over ep. received: rows it brings this rank.
     room: rows this rank has in what is gathered over emp, the most that any of its ranks received.
     order: rows as received (or gathered) to rows sorted by expert; None where they are sorted.
-    counts: [E] int64, rows of each expert of this rank, after the gathering.
+    counts: [E] int64, rows of each expert of this rank, after the gathering; None where all are those of ``expert``.
     """
 
     permutation: Permutation
@@ -54,7 +54,8 @@ class Plan(NamedTuple):
     received: int
     room: int
     order: Permutation | None
-    counts: Tensor
+    counts: Tensor | None
+    expert: int = 0
 
 
 class Dispatched(NamedTuple):

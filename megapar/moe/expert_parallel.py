@@ -97,6 +97,7 @@ class ExpertParallelDispatcher:
         plan = self.plan(experts_Tk, kept_Tk, rows, exact, replay)
         received_RH, weights_R = self.wait_dispatch(self.start_dispatch(x_TH, weights_Tk, plan), plan, weights_Tk.dtype)
         rows_RH = self.wait_enter(self.start_enter(received_RH), plan)
+        assert plan.counts is not None
         return Dispatched(rows_RH, weights_R, plan.counts, plan.permutation, plan)
 
     def combine(self, rows_RH: Tensor, sent: Dispatched, closing: Replay | None = None) -> Tensor:
@@ -104,11 +105,7 @@ class ExpertParallelDispatcher:
         plan = sent.plan
         assert plan is not None
         out_RH = self.wait_leave(self.start_leave(rows_RH, plan), plan)
-        weighed_RH = weigh(out_RH, sent.weights)
-        if closing is not None and closing.again:
-            # Backward needs what is sent, for the weights, but not what arrives.
-            return self.wait_combine(start(Unsent(plan.exchange.conjugate()), weighed_RH, self.traffic), plan)
-        return self.wait_combine(self.start_combine(weighed_RH, plan), plan)
+        return self.wait_combine(self.start_combine(weigh(out_RH, sent.weights), plan, closing), plan)
 
     def plan(
         self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool, replay: Replay | None = None
@@ -185,9 +182,12 @@ class ExpertParallelDispatcher:
         """[R_in, H] in the order in which they were received."""
         return wait(*flying)[: plan.received]
 
-    def start_combine(self, rows_RH: Tensor, plan: Plan) -> Flying:
-        """Send the weighted outputs [R_in, H] back to the ranks of their tokens."""
-        return start(plan.exchange.conjugate(), rows_RH, self.traffic)
+    def start_combine(self, rows_RH: Tensor, plan: Plan, closing: Replay | None) -> Flying:
+        """Send the weighted outputs [R_in, H] back to the ranks of their tokens; for ``closing`` see ``Dispatcher``."""
+        back = plan.exchange.conjugate()
+        # Backward needs what is sent, for the weights, but not what arrives.
+        unused = closing is not None and closing.again
+        return start(Unsent(back) if unused else back, rows_RH, self.traffic)
 
     def wait_combine(self, flying: Flying, plan: Plan) -> Tensor:
         """[T, H]: the sum of each token's rows."""

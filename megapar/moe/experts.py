@@ -6,7 +6,9 @@ this rank (E and F are global sizes divided by the ep and emp sizes).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,11 @@ from torch import Tensor, nn
 from megapar.core.device.ops import op
 from megapar.core.selective import forget
 from megapar.core.tensor_parallel import local
-from megapar.core.weight_gradients import Later, WeightGradients
+from megapar.core.weight_gradients import Later, WeightGradients, linear
+from megapar.core.wide_sum import WideSum
 from megapar.moe.grouped import grouped_linear
+
+T = TypeVar("T")
 
 
 class Experts(nn.Module):
@@ -62,34 +67,79 @@ class Experts(nn.Module):
         self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
         self.weight_gradients: WeightGradients | None = None
 
-    def forward(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(self, job: Callable[..., T], *entering: Any) -> T:
+        """``job(self, *entering)``: all that a pass asks of these experts, in one call.
+
+        Where sharding cuts the weights they are gathered when it begins and their gradients reduced when those of
+        ``entering`` have been made, so the tensors that bring rows must stand in it, and what leaves in the result.
+        """
+        return job(self, *entering)
+
+    def compute(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
         """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R."""
-        up = local(getattr(self, self.up_name))
-        expert_R = None
+        up = local(getattr(self, self.up_name)).flatten(1, -2)
+        expert_R, up_bias, down_bias = None, None, None
         if self.has_bias:
             expert_R = torch.repeat_interleave(counts_E, output_size=rows_RH.shape[0])
-        hidden = grouped_linear(rows_RH, up.flatten(1, -2), counts_E, self._later(self.up_name))
-        if expert_R is not None:
-            hidden = hidden + self._bias(f"{self.up_name}_bias", expert_R)
+            up_bias, down_bias = (
+                local(getattr(self, f"{name}_bias")).flatten(1).index_select(0, expert_R)
+                for name in (self.up_name, "down")
+            )
+        hidden = grouped_linear(rows_RH, up, counts_E, self._later(self.up_name))
 
         def down(inner: Tensor) -> Tensor:
             return grouped_linear(inner, local(self.down), counts_E, self._later("down"))
 
+        return self._finish(hidden, up_bias, down, down_bias)
+
+    def apart(self) -> list[Callable[[Tensor], Tensor]]:
+        """A function of every expert here, [R, H] of its rows to [R, H], to be called any number of times.
+
+        What the calls of a pass add to an expert's weights is summed by itself, and put together once.
+        """
+        up, down = (self._pieces(name) for name in (self.up_name, "down"))
+        up_bias = self._pieces(f"{self.up_name}_bias") if self.has_bias else [None] * len(up)
+        down_bias = self._pieces("down_bias") if self.has_bias else [None] * len(up)
+
+        def make(e: int) -> Callable[[Tensor], Tensor]:
+            def one(rows_RH: Tensor) -> Tensor:
+                hidden = linear(rows_RH, up[e]().flatten(0, -2), None, self._later(self.up_name, e))
+                biases = [None if own is None else own() for own in (up_bias[e], down_bias[e])]
+                return self._finish(
+                    hidden,
+                    None if biases[0] is None else biases[0].flatten(),
+                    lambda inner: linear(inner, down[e](), None, self._later("down", e)),
+                    None if biases[1] is None else biases[1].expand_as(rows_RH),
+                )
+
+            return one
+
+        return [make(e) for e in range(len(up))]
+
+    def _pieces(self, name: str) -> list[Callable[[], Tensor]]:
+        """What each expert has of a parameter, for one use after another."""
+        parts = local(getattr(self, name)).unbind(0)
+        return [partial(WideSum().use, part) if part.dtype.itemsize < 4 else partial(_itself, part) for part in parts]
+
+    def _finish(
+        self, hidden: Tensor, up_bias: Tensor | None, down: Callable[[Tensor], Tensor], down_bias: Tensor | None
+    ) -> Tensor:
+        if up_bias is not None:
+            hidden = hidden + up_bias
         out_RH = forget(self._activate, hidden, down) if self.selective else down(self._activate(hidden))
-        if expert_R is not None:
-            out_RH = _AddOnce.apply(out_RH, self._bias("down_bias", expert_R), self.adds_down_bias)
+        if down_bias is not None:
+            out_RH = _AddOnce.apply(out_RH, down_bias, self.adds_down_bias)
         return out_RH
 
-    def _later(self, name: str) -> Later | None:
-        return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name))
+    def _later(self, name: str, piece: int | None = None) -> Later | None:
+        return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name), piece)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
 
-    def _bias(self, name: str, expert_R: Tensor) -> Tensor:
-        """The bias of each row's expert."""
-        bias: Tensor = local(getattr(self, name))
-        return bias.flatten(1).index_select(0, expert_R)
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class _AddOnce(torch.autograd.Function):

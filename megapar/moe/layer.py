@@ -157,7 +157,8 @@ class MoeLayer(nn.Module):
 
         rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
         sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact, replay)
-        y_BSH = self.dispatcher.combine(self.experts(sent.rows, sent.counts), sent, closing).view_as(x_BSH)
+        out_RH = self.experts(lambda experts, *rows: experts.compute(*rows), sent.rows, sent.counts)
+        y_BSH = self.dispatcher.combine(out_RH, sent, closing).view_as(x_BSH)
         if self.shared is not None:
             y_BSH = y_BSH + (self.shared(x_BSH) if closing is None else self.shared(x_BSH, closing))
         return y_BSH, self.stats(sums, counts_PkE, tokens, routing.orthogonal)
@@ -168,19 +169,27 @@ class MoeLayer(nn.Module):
         even = self.even and slicing.capacity == "slice" and not slicing.expert_pieces
         self.sliced_dispatcher = replace(self.sliced_dispatcher, even=even)
 
-    def passage(self, length: int, context_tokens: int, own_valid_BS: Tensor | None, batch: int) -> Passage:
+    def passage(
+        self,
+        length: int,
+        valid_tokens: int,
+        own_valid_BS: Tensor | None,
+        batch: int,
+        replay: Replay | None = None,
+        closing: Replay | None = None,
+    ) -> Passage:
         """The way of one micro-batch through this layer slice by slice.
 
-        batch, length: samples, and positions on this rank. context_tokens, own_valid_BS: as ``forward`` takes them.
+        batch, length: samples, and positions on this rank. The others: as ``forward`` takes them.
         """
         positions = batch * length
-        tokens = _host_count(own_valid_BS, context_tokens, positions * (self.mp.size if self.cut else 1))
+        tokens = _host_count(own_valid_BS, valid_tokens, positions * (self.mp.size if self.cut else 1))
         capacity: int | Tensor = self.sizes.capacity(tokens)
         if self.cut and self.alone:
             capacity = self.sizes.capacity(positions)
             if own_valid_BS is not None:
                 capacity = capacity_on_device(self.sizes, own_valid_BS.sum())
-        return Passage(self, tokens, capacity)
+        return Passage(self, tokens, capacity, replay, closing)
 
     def kept(
         self,

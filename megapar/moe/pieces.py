@@ -61,13 +61,10 @@ def _plan(
     """One piece: rows of one expert from every rank. part: [2 (+ emp), ep, L] on the host."""
     send, receive = (tuple(part[way, :, expert].tolist()) for way in (0, 1))
     received = sum(receive)
-    room, total, order = received, received, None
+    room, order = received, None
     if dispatcher.gathers:
         gathered = part[2:, :, expert]
-        room, total = int(gathered.sum(1).max()), int(gathered.sum())
+        room = int(gathered.sum(1).max())
         counts = gathered.unsqueeze(2).to(told.counts.device, non_blocking=True)
-        order, _ = order_by_expert(counts, room, total)
-    counts_L = torch.zeros(part.shape[2], dtype=torch.int64)
-    counts_L[expert] = total
-    counts_L = counts_L.to(told.counts.device, non_blocking=True)
-    return Plan(permutation, AllToAll(dispatcher.ep, send, receive), received, room, order, counts_L)
+        order, _ = order_by_expert(counts, room, int(gathered.sum()))
+    return Plan(permutation, AllToAll(dispatcher.ep, send, receive), received, room, order, None, expert)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 from megapar.core.tensor_parallel import local
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums

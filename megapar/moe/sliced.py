@@ -28,10 +28,12 @@ from torch import Tensor
 
 from megapar.core.collectives import gather
 from megapar.core.device.base import Event
+from megapar.core.replay import Replay, once
 from megapar.core.tickets import Deferred, Ticket, defer, wait
 from megapar.moe.capacity import capacity_on_device
 from megapar.moe.dispatch import Permutation, Plan, unpermute, weigh
 from megapar.moe.expert_parallel import Announced, Flying
+from megapar.moe.experts import Experts
 from megapar.moe.message import RowsOfTokens
 from megapar.moe.pieces import cut_plan
 from megapar.moe.router import Routing, gate_weights
@@ -60,6 +62,13 @@ class Arriving:
         return unpermute(rows[0] if len(rows) == 1 else torch.cat(rows), self._permutations[number])
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """The tickets of combines, per slice; no pytree."""
+
+    tickets: tuple[tuple[Ticket, ...], ...]
+
+
 @dataclass
 class _Slice:
     """A slice between its router and its experts.
@@ -84,10 +93,15 @@ class Passage:
     """A layer and one micro-batch; ``send`` for every slice in order, then ``work``, then ``stats``.
 
     tokens: non-padding tokens of the micro-batch, as the host knows them. capacity: of an expert, for all slices.
+    replay: of the recomputed unit that the layer is in: run again, slices travel as in its forward, and no counts are
+    exchanged. closing: of the one that ends with this layer: run again, combines are not sent.
     """
 
-    def __init__(self, layer: MoeLayer, tokens: int, capacity: int | Tensor) -> None:
+    def __init__(
+        self, layer: MoeLayer, tokens: int, capacity: int | Tensor, replay: Replay | None, closing: Replay | None
+    ) -> None:
         self.layer, self.tokens, self.capacity = layer, tokens, capacity
+        self._replay, self._closing = replay, closing
         self._slices: list[_Slice] = []
         self._sums: list[RouterSums] = []
         self._orthogonal: Tensor | None = None
@@ -114,7 +128,8 @@ class Passage:
         tokens, deferred = defer((x_TH, weights_Tk), pieces, layer.traffic)
         rows = self._room(x_BsH, padded=valid_T is not None)
         new = _Slice(x_BsH, routing.experts, kept_Tk, weights_Tk.dtype, tokens, deferred, self._device.event(), rows)
-        if self._dispatcher.counts or layer.slicing.expert_pieces:
+        counts = self._dispatcher.counts or layer.slicing.expert_pieces > 0
+        if counts and not (self._replay is not None and self._replay.again):
             new.told = self._aside(new, lambda: self._announce(new))
         self._slices.append(new)
         if not self._device.runs_ahead:
@@ -136,7 +151,7 @@ class Passage:
         """Launch the message of the newest slice, if it has not been."""
         if self._slices and not self._slices[-1].plans:
             new = self._slices[-1]
-            new.permutation, new.plans = self._aside(new, lambda: self._plan(new))
+            new.permutation, new.plans = self._aside(new, lambda: once(self._replay, lambda: self._plan(new)))
             message = RowsOfTokens(new.permutation, new.x_BsH.shape[2], new.weight_dtype)
             after = new.routed if self._device.runs_ahead else None
             rows = [new.permutation.pair.shape[0]]
@@ -162,7 +177,16 @@ class Passage:
     def work(self) -> tuple[Arriving, list[tuple[Tensor, ...]], list[Tensor | None]]:
         """Experts and shared experts of every slice: (combines in flight, their tokens, shared outputs) per slice."""
         self._issue()
+        sent, tokens, shared = self.layer.experts(self._work, *(new.tokens for new in self._slices))
+        permutations = [new.permutation for new in self._slices if new.permutation is not None]
+        return Arriving(sent.tickets, permutations), tokens, shared
+
+    def _work(
+        self, experts: Experts, *dispatched: tuple[Tensor, ...]
+    ) -> tuple[_Sent, list[tuple[Tensor, ...]], list[Tensor | None]]:
+        """The one call of the experts. dispatched: the tokens of each slice's messages."""
         layer = self.layer
+        one_by_one = experts.apart() if layer.slicing.expert_pieces else []
         sent: list[list[Flying]] = [[] for _ in self._slices]
         shared: list[Tensor | None] = [None] * len(self._slices)
         jobs = [(c, p) for c, new in enumerate(self._slices) for p in range(len(new.plans))]
@@ -176,28 +200,31 @@ class Passage:
             c, p = jobs[number]
             plan, (flying, weights_R) = self._slices[c].plans[p], left[number]
             out_RH = self._dispatcher.wait_leave(flying, plan)
-            sent[c].append(self._dispatcher.start_combine(weigh(out_RH, weights_R), plan))
+            sent[c].append(self._dispatcher.start_combine(weigh(out_RH, weights_R), plan, self._closing))
             if p == len(self._slices[c].plans) - 1 and layer.shared is not None:
-                shared[c] = layer.shared(self._slices[c].x_BsH)
+                shared[c] = self._shared(self._slices[c].x_BsH)
 
         for number, (c, p) in enumerate(jobs):
             while len(entered) <= min(number + ahead, len(jobs) - 1):
-                entered.append(self._enter(*jobs[len(entered)]))
+                slice_number, piece = jobs[len(entered)]
+                entered.append(self._enter(slice_number, piece, dispatched[slice_number][piece]))
             plan, (flying, weights_R) = self._slices[c].plans[p], entered[number]
             rows_RH = self._dispatcher.wait_enter(flying, plan)
-            out_RH = layer.experts(rows_RH, plan.counts)
+            if plan.counts is None:
+                out_RH = one_by_one[plan.expert](rows_RH)
+            else:
+                out_RH = experts.compute(rows_RH, plan.counts)
             left.append((self._dispatcher.start_leave(out_RH, plan), weights_R))
             if number >= ahead:
                 combine(number - ahead)
         for number in range(len(jobs) - ahead, len(jobs)):
             combine(number)
-        permutations = [new.permutation for new in self._slices if new.permutation is not None]
-        arriving = Arriving([tuple(ticket for _, ticket in flying) for flying in sent], permutations)
-        return arriving, [tuple(token for token, _ in flying) for flying in sent], shared
+        tickets = _Sent(tuple(tuple(ticket for _, ticket in flying) for flying in sent))
+        return tickets, [tuple(token for token, _ in flying) for flying in sent], shared
 
-    def _enter(self, c: int, p: int) -> tuple[Flying, Tensor]:
+    def _enter(self, c: int, p: int, token: Tensor) -> tuple[Flying, Tensor]:
         new = self._slices[c]
-        flying = new.tokens[p], new.deferred.tickets[p]
+        flying = token, new.deferred.tickets[p]
         received_RH, weights_R = self._dispatcher.wait_dispatch(flying, new.plans[p], new.weight_dtype)
         entering = self._dispatcher.start_enter(received_RH)
         new.deferred.send_next()  # where pieces are chained, the next one leaves behind this

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megapar.rules.pipeline import RECOMPUTES, recomputes, zero_bubble
-from megapar.rules.rule import DOWNGRADE, LIFTED, Facts, Rule, Test, near_multiples
+from megapar.rules.pipeline import zero_bubble
+from megapar.rules.rule import DOWNGRADE, LIFTED, Facts, Rule, near_multiples
 
 MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
@@ -43,53 +43,7 @@ def _excludes(id: str, reads: tuple[str, ...], free: object, what: str, failing:
     )
 
 
-def _apart(
-    id: str, reads: tuple[str, ...], slices: str, free: Test, what: str, ampipe: str, passing: str, failing: str
-) -> Rule:
-    """A row that refuses AMPipe or pipe-experts (``slices``) beside what no test has proven them to go with."""
-    return Rule(
-        id=id,
-        reads=(slices, *reads),
-        when=_sliced if slices == "ampipe_degree" else lambda f: f.use_pipe_experts,
-        requires=free,
-        message=f"{ampipe} and {what} are not supported together yet",
-        fix="Leave one of them out.",
-        source="not proven yet",
-        models=MOE,
-        passing=passing,
-        failing=failing,
-    )
-
-
-_UNPROVEN = tuple(
-    _apart(f"{name}-{id}", reads, slices, free, what, spelled, f"{flags} {passing}".rstrip(), f"{flags} {failing}")
-    for id, reads, free, what, passing, failing in (
-        (
-            "pipeline",
-            ("pp_degree",),
-            lambda f: f.pp_degree == 1,
-            "--pp-degree > 1",
-            "--world-size 2 --ep-degree 2",
-            "--world-size 4 --ep-degree 2 --pp-degree 2",
-        ),
-        ("recompute", RECOMPUTES, lambda f: not recomputes(f), "recompute", "", "--recompute-interval 1"),
-        (
-            "documents",
-            ("reset_attention_mask",),
-            lambda f: not f.reset_attention_mask,
-            "--reset-attention-mask",
-            "--reset-position-ids",
-            "--reset-attention-mask",
-        ),
-    )
-    for name, slices, spelled, flags in (
-        ("ampipe", "ampipe_degree", "--ampipe-degree > 1", "--ampipe-degree 2"),
-        ("pipe-experts", "use_pipe_experts", "--use-pipe-experts", "--use-pipe-experts"),
-    )
-)
-
 RULES: tuple[Rule, ...] = (
-    *_UNPROVEN,
     _row(
         1,
         "ampipe-kind",
@@ -236,6 +190,8 @@ RULES: tuple[Rule, ...] = (
         lambda f: not zero_bubble(f),
         "--use-nanopipe and --pp-schedule zero_bubble, which is the same",
         "--world-size 2 --pp-degree 2 --pp-schedule zero_bubble",
+        kind=LIFTED,
+        reason="a weight's products of all slices are summed and its gradient is complete once",
     ),
     _excludes(
         "ampipe-recompute-bubble",

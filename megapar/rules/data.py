@@ -122,18 +122,6 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
-        id="boundaries-ampipe",
-        reads=("reset_attention_mask", "ampipe_degree"),
-        when=lambda f: f.ampipe_degree != 1,
-        requires=lambda f: not f.reset_attention_mask,
-        message="--reset-attention-mask needs whole sequences, which --ampipe-degree cuts",
-        fix="Leave one of them out.",
-        source=SOURCE,
-        passing="--reset-attention-mask",
-        failing="--ampipe-degree 2 --reset-attention-mask",
-        models=MOE,
-    ),
-    Rule(
         id="hf-source",
         reads=("data_source", "hf_dataset"),
         requires=lambda f: (f.data_source == "hf") == (f.hf_dataset is not None),

@@ -24,13 +24,11 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
     parallel, moe, model, ampipe = config.parallel, config.moe, config.model, config.ampipe
     in_order = moe.moe_model_type != "deepspeed_moe" or moe.moe_drop_policy == "token"
     segments = config.sharding.sharding_stage == 3 and bool(config.sharding.sharding_segment_strategy)
-    again = config.recompute
-    recomputes = bool(again.recompute_interval or again.recompute_method or again.adaptive_recompute_device_size)
     for hinders, why in (
         (moe.num_experts == 0 or parallel.ep_degree == 1, "without --ep-degree there is no all-to-all to hide"),
         (not model.use_flash_attn, "slices need --use-flash-attn"),
         (parallel.pp_degree > 1, "under a pipeline the degree is given, not measured"),
-        (recomputes or again.recompute_granularity == "selective", "slices are not recomputed yet"),
+        (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute measures whole layers"),
         (segments, "segments at stage 3 allow no slices"),
         (model.attention_dropout > 0 or model.hidden_dropout > 0, "slices draw other dropout masks"),
         (not in_order, f"slices cannot drop by --moe-drop-policy {moe.moe_drop_policy}"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.axis import Axis
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 from megapar.core.meter import WaitMeter
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule

@@ -332,14 +332,22 @@ def _pipe(pieces: int) -> tuple[str, ...]:
 
 
 def sliced_row(
-    degree: int, ways: tuple[str, ...], place: tuple[int, tuple[str, ...]], routing: tuple[str, ...], samples: int
+    degree: int,
+    ways: tuple[str, ...],
+    place: tuple[int, tuple[str, ...]],
+    routing: tuple[str, ...],
+    samples: int,
+    again: tuple[str, ...] = (),
 ) -> Row:
-    """AMPipe of a degree (0: none) on a number of ranks with a layout."""
+    """AMPipe of a degree (0: none) on a number of ranks with a layout. again: what is recomputed, or documents."""
     slices = ("--ampipe-degree", str(degree)) if degree else ()
-    return Row("moe", place[0], (*place[1], *slices, *ways), routing, samples)
+    if again == BOUNDARIES:
+        return Row("moe", place[0], (*place[1], *slices, *ways), (*routing, *BOUNDARIES), samples)
+    return Row("moe", place[0], (*place[1], *slices, *ways, *again), routing, samples)
 
 
-# Every degree, way to slice, layout, kind of experts with number of choices, and number of samples.
+# Every degree, way to slice, layout, kind of experts with number of choices, number of samples, and what is recomputed
+# or kept apart.
 SLICED_PLACES = (
     (2, EP2),
     (4, (*EP4, *_stages(4)[1])),
@@ -353,24 +361,29 @@ SLICED_FACTORS = (
     SLICED_PLACES,
     (TOP4, DROPS, (*DROPS, *TOP1)),
     (1, 2),
+    ((), _every(1), _every(2), BOUNDARIES),
 )
 ONLY_MP, REPLICAS = (4, (*EP2, *MP2)), (4, (*EP2, *_stages(2, "--hybrid-dp")[1]))
+TWO_STAGES = ("--pp-degree", "2", *EP2)
 
 AMPIPE_ROWS: tuple[Row, ...] = (
     *(sliced_row(*factors) for factors in pairwise(SLICED_FACTORS)),  # type: ignore[arg-type]
     sliced_row(3, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], DROPS, 2),
-    sliced_row(2, HIDDEN_MP, ONLY_MP, TOP1, 1),
-    sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2),
+    sliced_row(2, (*HIDDEN_MP, *CROSS), ONLY_MP, TOP1, 1, (*_every(1), *PARTITION, *OFFLOADED)),
+    sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2, _every(1)),
     # Whole sequences draw the masks of one process, pieces of experts or not.
-    sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1),
-    sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], (*DROPS, *TOP1), 1),
+    sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1, SELECTIVE),
+    sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], (*DROPS, *TOP1), 1, BOUNDARIES),
     sliced_row(2, (*_pipe(2), *CHAINED), SLICED_PLACES[3], DROPS, 1),
-    sliced_row(2, (*_pipe(4), *CROSS), REPLICAS, DROPS, 1),
+    sliced_row(2, (*_pipe(4), *CROSS), REPLICAS, DROPS, 1, _every(2)),
     sliced_row(3, _pipe(6), SLICED_PLACES[3], (*DROPS, *TOP4), 1),
-    sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1),
+    sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1, SELECTIVE),
     sliced_row(8, (*BALANCED, *NO_OVERLAP), SLICED_PLACES[0], (), 1),
     sliced_row(3, CROSS, SLICED_PLACES[3], (*DROPS, *APART), 2),
-    sliced_row(2, (), SLICED_PLACES[3], ("--reset-position-ids", "--eod-mask-loss"), 2),
+    Row("moe", 8, ("--sharding-degree", "4", *TWO_STAGES, *_every(1), "--ampipe-degree", "2", *CROSS), FOUR_LAYERS),
+    Row("moe", 4, (*TWO_STAGES, *INTERLEAVED, "--ampipe-degree", "3"), (*FOUR_LAYERS, *DROPS), 2, 4),
+    Row("moe", 4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS), FOUR_LAYERS, accumulation=4),
+    Row("moe", 4, (*TWO_STAGES, *ZERO_BUBBLE, *_pipe(2)), (*FOUR_LAYERS, *DROPS), accumulation=4),
 )
 
 GROUPED = ("--moe-router-num-groups", "2", "--moe-router-group-topk", "1")

@@ -228,15 +228,9 @@ def _whole_units(d: Drawn) -> bool:
 def _sliceable(d: Drawn) -> bool:
     """Masks of slices are not those of the whole, and ranks that count apart own other positions when sliced.
 
-    Slices go with no shared sequences, no pipeline, nothing recomputed and no documents kept apart.
+    Slices go with no shared sequences.
     """
-    if (
-        _cp(d) > 1
-        or _pipelined(d)
-        or _whole_units(d)
-        or d.recompute_granularity == "selective"
-        or d.reset_attention_mask
-    ):
+    if _cp(d) > 1:
         return False
     by_rank = d.moe_capacity_scope == "rank" and bool(d.sequence_parallel)
     segments = d.sharding_stage == 3 and bool(d.sharding_segment_strategy)

@@ -61,6 +61,18 @@ class Diary(Traffic):
 
         module.register_forward_hook(called)
 
+    def watch_experts(self, experts, name):
+        """The same of every slice that the experts compute."""
+        compute = experts.compute
+
+        def called(*inputs):
+            output = compute(*inputs)
+            self.events.append(self.note(name))
+            output.register_hook(lambda grad: self.events.append(self.note(name)))
+            return output
+
+        experts.compute = called
+
 
 def drawn(slices, layers, cross, late):
     """The drawing of the program: events of a forward, in program order, or as issued by a host that runs ahead."""
@@ -93,7 +105,7 @@ def recorded(rank, world_size, slicing, ahead):
     model = build(TWO, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=diary, slicing=slicing)
     for block in model.layers.values():
         diary.watch(block.attention.proj, "attn")
-        diary.watch(block.moe.experts, "exp")
+        diary.watch_experts(block.moe.experts, "exp")
     loss = total(model, batch_for(TWO, seed=rank))
     forward, diary.events, diary.back = diary.events, [], True
     loss.backward()
@@ -233,7 +245,7 @@ def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
     storages = set()
     for number, place in enumerate(slices):
         run.attend(number, x[:, place])
-        storages.update(seen.untyped_storage().data_ptr() for seen in run._seen)
+        storages.update(seen._buffer.untyped_storage().data_ptr() for seen in (run._keys, run._values))
     assert len(storages) == 2
 
 

@@ -15,8 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
+from megapar.core.device.attention_slice import (
+    attention_slice_fused,
+    attention_slice_merged,
+    attention_slice_reference,
+    packed_attention_slice_fused,
+    packed_attention_slice_merged,
+    packed_attention_slice_reference,
+)
 from megapar.core.device.block import (
     block_backward_cpu,
     block_backward_cuda,
@@ -25,17 +32,12 @@ from megapar.core.device.block import (
     block_cuda,
     block_reference,
 )
-from megapar.core.device.merged import MergedAttention
+from megapar.core.device.dtypes import wide
 from megapar.core.device.packed import (
     packed_attention_by_document,
     packed_attention_reference,
     packed_attention_varlen,
 )
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """max(fp32, dtype): what "fp32" means in a run of this dtype."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def op(name: str, like: Tensor) -> Callable[..., Tensor]:
@@ -76,33 +78,6 @@ def attention_fused(
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
-    )
-
-
-def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """Causal attention of the last S of L positions: position i sees 0..L - S + i (lower-right alignment).
-
-    q: [B, N, S, D]. k, v: [B, G, L, D]. dropout: probability, on the weights. Returns [B, N, S, D].
-    """
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout, training=dropout > 0.0) @ v
-
-
-def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """``attention_slice_reference`` by the CPU's fused kernel, which knows no dropout."""
-    if dropout > 0.0:
-        return attention_slice_reference(q, k, v, dropout=dropout)
-    return MergedAttention.apply(q, k, v)  # type: ignore[no-any-return]
-
-
-def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """``attention_slice_reference`` by torch's fused kernels, whose mask is an alignment and never held."""
-    bias = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, enable_gqa=k.shape[1] != q.shape[1]
     )
 
 
@@ -153,6 +128,11 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": block_backward_reference,
             "cpu": block_backward_cpu,
             "cuda": block_backward_cuda,
+        },
+        "packed_attention_slice": {
+            "reference": packed_attention_slice_reference,
+            "cpu": packed_attention_slice_merged,
+            "cuda": packed_attention_slice_fused,
         },
         "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused},
         "swiglu": {"reference": swiglu_reference},

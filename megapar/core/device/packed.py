@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,28 @@ class Documents:
     def lengths(self) -> list[int]:
         """Places of each document."""
         return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
+
+    def cut(self, place: slice, samples: int) -> tuple[Piece, ...]:
+        """What documents have in positions ``place`` of each of ``samples`` samples, in order; none is empty."""
+        length, pieces = self.ends[-1] // samples, []
+        for start, end in zip((0, *self.ends), self.ends, strict=False):
+            sample = start // length
+            first, last = start - sample * length, end - sample * length
+            queries = slice(max(first, place.start), min(last, place.stop))
+            if queries.start < queries.stop:
+                pieces.append(Piece(sample, slice(queries.start - place.start, queries.stop - place.start), first))
+        return tuple(pieces)
+
+
+class Piece(NamedTuple):
+    """The part of a document that is in a slice of the sequence.
+
+    queries: of the slice, [start, stop) counted from its own start. first: where the document begins in its sample.
+    """
+
+    sample: int
+    queries: slice
+    first: int
 
 
 def packed_attention_reference(

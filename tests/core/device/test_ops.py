@@ -10,16 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
-from megapar.core.device.ops import (
-    OPS,
-    attention_fused,
-    attention_reference,
+from megapar.core.device.attention_slice import (
     attention_slice_merged,
     attention_slice_reference,
-    op,
-    rotary_reference,
-    wide,
+    packed_attention_slice_reference,
 )
+from megapar.core.device.dtypes import wide
+from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference
 from megapar.core.device.packed import (
     Documents,
     by_kernel,
@@ -51,6 +48,16 @@ def cases(name, dtype):
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
         return [
             (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents}) for one in shapes
+        ]
+    if name == "packed_attention_slice":
+        documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+        return [
+            (
+                tuple(draw(i, 2, n, s, 16, dtype=dtype) for i, (n, s) in enumerate(((4, stop - start), *keys))),
+                {"pieces": documents.cut(slice(start, stop), 2)},
+            )
+            for start, stop in ((0, 3), (2, 8), (4, 5), (0, 8))
+            for keys in (((2, stop), (2, stop)), ((4, stop), (4, stop)))
         ]
     if name == "attention_slice":
         return [
@@ -84,7 +91,8 @@ def test_entry_equals_its_reference(name, device, dtype):
 
 
 def test_every_form_has_a_case():
-    assert {name for name, _ in ENTRIES} == {"attention", "attention_slice", "packed_attention", "rms_norm"}
+    attentions = {"attention", "attention_slice", "packed_attention", "packed_attention_slice"}
+    assert {name for name, _ in ENTRIES} == attentions | {"rms_norm"}
 
 
 def test_fp64_and_unknown_devices_take_the_reference():
@@ -195,3 +203,13 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(monkeypatch):
     tensors = [draw(i, 2, n, 8, 16, dtype=torch.float32) for i, n in enumerate((4, 2, 2))]
     expected = packed_attention_reference(*tensors, documents=documents)
     assert torch.allclose(by_kernel(*tensors, documents), expected, atol=1e-5)
+
+
+def test_slices_inside_documents_are_the_whole_cut():
+    documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
+    whole = packed_attention_reference(q, k, v, documents=documents)
+    for place in (slice(0, 3), slice(3, 4), slice(4, 8)):
+        seen = [x[:, :, : place.stop] for x in (k, v)]
+        got = packed_attention_slice_reference(q[:, :, place], *seen, pieces=documents.cut(place, 2))
+        assert float((got - whole[:, :, place]).detach().abs().max()) < 1e-14
