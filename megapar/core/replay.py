@@ -53,7 +53,7 @@ class Replay:
         if self.again:
             kept, needs_grad = self._recall()
             return self._whole(kept).detach().requires_grad_(needs_grad)
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # not the unit's hooks, which would ask it to be run again
+        with kept_as_it_is():
             x = find()
         self._found.append((self._keep(x.detach()), x.requires_grad))
         return x
@@ -61,6 +61,11 @@ class Replay:
     def _recall(self) -> Any:
         self._next += 1
         return self._found[self._next - 1]
+
+
+def kept_as_it_is() -> saved_tensors_hooks:
+    """Surrounds what saves small things that somebody keeps anyway: its backward asks no unit to be run again."""
+    return saved_tensors_hooks(_as_it_is, _as_it_is)
 
 
 def _as_it_is(kept: Any) -> Any:

@@ -243,4 +243,4 @@ class _See(torch.autograd.Function):
 
 def _cut(x: Tensor, slices: Sequence[slice]) -> tuple[Tensor, ...]:
     """Dim 1 of ``x`` in slices, whose gradients are put together by one copy."""
-    return x.split([place.stop - place.start for place in slices], dim=1)
+    return torch.split(x, [place.stop - place.start for place in slices], dim=1)

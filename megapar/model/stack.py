@@ -45,11 +45,10 @@ def run_layers(
 
 
 def _run(
-    layers: Sequence[nn.Module], x: Tensor | Sliced | Entering, context: Context
+    layers: Sequence[nn.Module], entering: Tensor | Sliced | Entering, context: Context
 ) -> tuple[Tensor | Sliced, list[MoeStats]]:
     stats = []
-    if isinstance(x, Entering):
-        x = x.take()
+    x = entering.take() if isinstance(entering, Entering) else entering
     for number, layer in enumerate(layers, 1):
         x, found = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
         if found is not None:

@@ -159,9 +159,17 @@ class MoeLayer(nn.Module):
         sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact, replay)
         out_RH = self.experts(lambda experts, *rows: experts.compute(*rows), sent.rows, sent.counts)
         y_BSH = self.dispatcher.combine(out_RH, sent, closing).view_as(x_BSH)
-        if self.shared is not None:
-            y_BSH = y_BSH + (self.shared(x_BSH) if closing is None else self.shared(x_BSH, closing))
+        beside_BSH = self.beside(x_BSH, closing)
+        if beside_BSH is not None:
+            y_BSH = y_BSH + beside_BSH
         return y_BSH, self.stats(sums, counts_PkE, tokens, routing.orthogonal)
+
+    def beside(self, x: Tensor, closing: Replay | None) -> Tensor | None:
+        """What the shared experts make of [.., H]; None where there are none."""
+        if self.shared is None:
+            return None
+        y: Tensor = self.shared(x) if closing is None else self.shared(x, closing)
+        return y
 
     def slice_by(self, slicing: Slicing) -> None:
         """How ``passage`` cuts what travels from now on."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megapar.core.collectives import gather
 from megapar.core.device.base import Event
-from megapar.core.replay import Replay, once
+from megapar.core.replay import Replay, kept_as_it_is, once
 from megapar.core.tickets import Deferred, Ticket, defer, wait
 from megapar.moe.capacity import capacity_on_device
 from megapar.moe.dispatch import Permutation, Plan, unpermute, weigh
@@ -59,7 +59,9 @@ class Arriving:
     def finish(self, number: int, tokens: Sequence[Tensor]) -> Tensor:
         """[T, H]: wait for slice ``number``, whose pieces have these tokens, and sum each token's rows."""
         rows = [wait(token, ticket) for token, ticket in zip(tokens, self._tickets[number], strict=True)]
-        return unpermute(rows[0] if len(rows) == 1 else torch.cat(rows), self._permutations[number])
+        # So that in a recomputed unit's backward the gradients of all slices leave before the unit runs again.
+        with kept_as_it_is():
+            return unpermute(rows[0] if len(rows) == 1 else torch.cat(rows), self._permutations[number])
 
 
 @dataclass(frozen=True)
@@ -201,8 +203,8 @@ class Passage:
             plan, (flying, weights_R) = self._slices[c].plans[p], left[number]
             out_RH = self._dispatcher.wait_leave(flying, plan)
             sent[c].append(self._dispatcher.start_combine(weigh(out_RH, weights_R), plan, self._closing))
-            if p == len(self._slices[c].plans) - 1 and layer.shared is not None:
-                shared[c] = self._shared(self._slices[c].x_BsH)
+            if p == len(self._slices[c].plans) - 1:
+                shared[c] = layer.beside(self._slices[c].x_BsH, self._closing)
 
         for number, (c, p) in enumerate(jobs):
             while len(entered) <= min(number + ahead, len(jobs) - 1):

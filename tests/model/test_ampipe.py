@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
+from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
+from megapar.core.recompute import Interval, Recompute
 from megapar.core.tickets import Traffic
 from megapar.model.table import table_of
 from megapar.moe.slicing import Slicing
@@ -123,6 +124,55 @@ def test_launches_and_waits_are_those_of_the_drawing(degree, cross, ahead):
         assert backward == mirrored(drawn(degree, 2, cross, False))
         assert launched == {"all_to_all": 4 * degree * 2, "counts": degree * 2}
         assert waits == degree * 2
+
+
+class Unnumbered(Diary):
+    """Writes down what travels, without numbers: a slice's rows go to the experts again in a recomputation."""
+
+    def note(self, what):
+        return what
+
+    def launch(self, exchange, x, aside=False):
+        flight = super().launch(exchange, x, aside)
+        if flight.work is None and id(flight) in self._names:  # a combine that is not sent again
+            del self._names[id(flight)]
+            self.events.pop()
+        return flight
+
+
+def recomputed(rank, world_size, slicing, layers, ahead):
+    """(gradients, what a backward launches and waits for, launched, host waits) with so many layers in a unit."""
+    diary = Unnumbered(slicing.degree, TWO.num_layers, Ahead() if ahead else Device())
+    model = build(TWO, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=diary, slicing=slicing)
+    model.recompute = Recompute(Interval(layers), diary, Ledger()) if layers else None
+    loss = total(model, batch_for(TWO, seed=rank))
+    diary.events = []
+    loss.backward()
+    diary.check_settled()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return gradients, " ".join(diary.events), dict(diary.launched), diary.host_waits
+
+
+# A unit of one layer and two slices: gradients of combines leave, the unit runs again while they travel (its slices go
+# to the experts, but not back), then its backward.
+AGAIN = "C^ C^ D^ D^ Dv Dv Cv D^ Cv D^ Dv Dv"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("layers", "sent"), [(1, (5, 5)), (2, (6, 5))])
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_recomputed_unit_sends_no_counts_and_not_its_last_combine(cross, layers, sent, ahead):
+    """All-to-alls per slice: 5 in a unit's last layer, 6 in the others; the host waits in the forward only."""
+    for degree in (2, 4):
+        slicing = Slicing(degree, cross_layer=cross)
+        kept = run_ranks(2, recomputed, slicing, 0, ahead, backend="late")
+        results = run_ranks(2, recomputed, slicing, layers, ahead, backend="late")
+        for (grads, events, launched, waits), (want, *_) in zip(results, kept, strict=True):
+            assert launched == {"all_to_all": sum(sent) * degree, "counts": degree * 2}
+            assert waits == degree * 2
+            assert all(torch.equal(grads[name], grad) for name, grad in want.items())
+            if degree == 2 and not cross and layers == 1:
+                assert events == f"{AGAIN} {AGAIN}"
 
 
 def stepped(rank, world_size, sizes, slicing, ahead, padded):
@@ -247,6 +297,25 @@ def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
         run.attend(number, x[:, place])
         storages.update(seen._buffer.untyped_storage().data_ptr() for seen in (run._keys, run._values))
     assert len(storages) == 2
+
+
+def test_what_slices_add_to_keys_and_values_is_rounded_once():
+    """In bf16 the gradients of keys, seen by every later slice, are as good as one sum in fp32 makes them."""
+    from megapar.model.ampipe import Growing
+
+    slices = Slicing(8).cut(64)
+    keys = torch.randn(1, 64, 1, 4, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    for growing in (Growing(keys.data), Growing()):
+        pieces, keys.grad = keys.split(8, dim=1), None
+        seen = [growing.add(piece, place, 64) for piece, place in zip(pieces, slices, strict=True)]
+        assert all(torch.equal(own, keys[:, : place.stop]) for own, place in zip(seen, slices, strict=True))
+        generator = torch.Generator().manual_seed(2)
+        factors = [torch.randn(own.shape, generator=generator).bfloat16() for own in seen]
+        sum((own * factor).float().sum() for own, factor in zip(seen, factors, strict=True)).backward()
+        exact = torch.zeros(keys.shape, dtype=torch.float64)
+        for factor in factors:
+            exact[:, : factor.shape[1]] += factor.double()
+        assert torch.equal(keys.grad, exact.bfloat16())
 
 
 WIDER = replace(TWO, num_layers=4, hidden_size=64, head_dim=16, moe=replace(MOE.moe, hidden_size=64, shared_experts=0))

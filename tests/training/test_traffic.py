@@ -103,3 +103,14 @@ def test_a_coarser_reduction_rounds_gradients_and_nothing_else(stage: str) -> No
     assert coarse[0].grad_norm != fine[0].grad_norm
     assert coarse[0].grad_norm == pytest.approx(fine[0].grad_norm, rel=2e-3)
     assert coarse[-1].loss == pytest.approx(fine[-1].loss, rel=2e-2)
+
+
+@pytest.mark.parametrize("more", [(), ("--ampipe-cross-layer", "--recompute-interval", "1")])
+def test_slices_gather_and_reduce_experts_once(more: tuple[str, ...]) -> None:
+    """At stage 3, where experts form groups of their own; in bf16 a router does too, small, once per slice."""
+    flags = ("--sharding-degree", "4", "--sharding-stage", "3", "--ep-degree", "2", "--dtype", "fp64")
+    whole = sent(4, "moe", *flags, *more[1:])
+    sliced = sent(4, "moe", *flags, "--ampipe-degree", "3", *more)
+    kinds = [f"{axis}/{kind}" for axis in ("shard", "expert_shard") for kind in ("all_gather", "reduce_scatter")]
+    assert [sliced[kind] for kind in kinds] == [whole[kind] for kind in kinds]
+    assert min(sliced[kind] for kind in kinds) > 0

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.block import Block, block_backward_reference, block_reference
-from megapar.core.device.ops import op, wide
+from megapar.core.device.dtypes import wide
+from megapar.core.device.ops import op
 
 Index = tuple[slice, slice, slice]
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.context_parallel.blocks import RowGradients, Rows
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.block import Block
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 
 
 class Columns(NamedTuple):
