@@ -10,9 +10,8 @@ WIDTH = 1200
 
 
 def draw_step(began: float, events: Sequence[Mapping[str, float | str]], title: str, path: Path) -> None:
-    """Lanes of one rank: what it computed in the forward pass, and each collective from its launch to its arrival.
-
-    The hatched end of a collective is the time that the host waited for it: what nothing hid.
+    """Lanes of one rank: its projections (blue) and experts (red), forward and backward, and each collective (green)
+    from its launch to its arrival. The dark end of a collective is the time that the host waited: what nothing hid.
     """
     lanes = ["compute", *sorted({str(event["lane"]) for event in events} - {"compute"})]
     last = max(float(event["there"]) for event in events) - began
@@ -25,7 +24,8 @@ def draw_step(began: float, events: Sequence[Mapping[str, float | str]], title: 
         for place, event in enumerate(sorted(rows[lane], key=lambda event: float(event["launch"]))):
             start, end = ((float(event[key]) - began) / last for key in ("launch", "there"))
             x, width = 80 + start * (WIDTH - 90), max(1.0, (end - start) * (WIDTH - 90))
-            color = COLORS[0] if event["name"] == "attention" else COLORS[1] if lane == "compute" else COLORS[2]
+            own = COLORS[0] if str(event["name"]).startswith("attention") else COLORS[1]
+            color = own if lane == "compute" else COLORS[2]
             # Flights of one axis overlap: they take turns on four thin rows.
             y, thick = (top, 40) if lane == "compute" else (top + 12 * (place % 4), 10)
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{thick}" fill="{color}"/>')

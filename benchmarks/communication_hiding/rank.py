@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -54,17 +55,25 @@ class Diary(Traffic):
             self.events.append({"lane": flight.exchange.axis.name, "name": flight.exchange.kind, **times})
         return output
 
-    def watch(self, module: nn.Module, name: str) -> None:
-        """Note the forward calls of a module."""
-        begun: list[float] = []
-        module.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter()))
+    def watch(self, owner: nn.Module, method: str, name: str) -> None:
+        """Note the calls of a method, and what lies between the gradients of its result and of its first input."""
+        call = getattr(owner, method)
 
-        def done(*_: object) -> None:
-            first = begun.pop()
-            if self.events is not None:
-                self.events.append({"lane": "compute", "name": name, "launch": first, "there": time.perf_counter()})
+        def noted(x: Tensor, *more: Any) -> Any:
+            begun = time.perf_counter()
+            y = call(x, *more)
+            self._note(name, begun)
+            if isinstance(y, Tensor) and y.requires_grad and x.requires_grad:
+                starts: list[float] = []
+                y.register_hook(lambda _: starts.append(time.perf_counter()))
+                x.register_hook(lambda _: self._note(f"{name} backward", starts.pop()) if starts else None)
+            return y
 
-        module.register_forward_hook(done)
+        setattr(owner, method, noted)
+
+    def _note(self, name: str, begun: float) -> None:
+        if self.events is not None:
+            self.events.append({"lane": "compute", "name": name, "launch": begun, "there": time.perf_counter()})
 
 
 class Steps:
@@ -96,8 +105,8 @@ class Steps:
                 for bias in model.correction_biases():
                     bias.zero_()
             for block in model.layers.values():
-                self.diary.watch(block.attention.proj, "attention")
-                self.diary.watch(block.moe.experts, "experts")  # type: ignore[union-attr,arg-type]
+                self.diary.watch(block.attention.proj, "forward", "attention")
+                self.diary.watch(block.moe.experts, "compute", "experts")  # type: ignore[union-attr,arg-type]
             self.models[name] = model
         generator = torch.Generator().manual_seed(rank)
         positions = torch.arange(sizes.seq_length).unsqueeze(0)
