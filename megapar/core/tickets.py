@@ -350,8 +350,6 @@ class Ticket:
         self.there: Flight | None = None
         self.back: Flight | None = None
         self.waited = False
-        self.held = False
-        self.landed: Tensor | None = None
         # On one rank what ``start`` was given is the token; what a deferred one will carry is not made yet.
         self.passes = exchange is not None and exchange.axis.size == 1
 
@@ -362,29 +360,21 @@ class Ticket:
             raise DistributedError("a deferred ticket was waited for before its launch")
         return self._exchange
 
-    def hold(self) -> None:
-        """Keep the result after the wait: the ticket enters a recomputed unit, where it is waited for again."""
-        self.held = True
-
     def claim(self) -> None:
-        """Note the wait. Raises DistributedError the second time, unless held, and before a deferred launch."""
+        """Note the wait. Raises DistributedError the second time, and before a deferred launch."""
         exchange = self.exchange
-        if self.waited and not self.held:
+        if self.waited:
             raise DistributedError(
-                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; "
-                "hold() one that enters a recomputed unit"
+                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; what flies into a "
+                "recomputed unit arrives through Replay.arrival"
             )
         self.waited = True
 
     def arrive(self) -> Tensor:
-        """The result, waited for the first time and remembered where the ticket is held."""
-        if self.there is not None:
-            self.landed, self.there = self.traffic.land(self.there), None
-        assert self.landed is not None
-        if self.held:
-            return self.landed.detach()
-        output, self.landed = self.landed, None
-        return output
+        """The result."""
+        flight, self.there = self.there, None
+        assert flight is not None
+        return self.traffic.land(flight)
 
 
 def start(exchange: Exchange, x: Tensor, traffic: Traffic) -> tuple[Tensor, Ticket]:
@@ -414,7 +404,7 @@ class _Start(torch.autograd.Function):
             raise DistributedError(f"the gradient of {ticket.exchange.kind} was never sent: its wait had no backward")
         # Inside a recomputed unit this asks for it to be run again, here, where the gradient is still in flight.
         _ = ctx.saved_tensors
-        flight, ticket.back, ticket.landed = ticket.back, None, None
+        flight, ticket.back = ticket.back, None
         return ticket.traffic.land(flight), None
 
 
@@ -497,7 +487,7 @@ class Deferred:
         if self._message is None or any(flight is None for flight in flights):
             raise DistributedError("the gradient of a deferred message was never sent: its wait had no backward")
         for ticket in self.tickets:
-            ticket.back = ticket.landed = None
+            ticket.back = None
         grads = [self._traffic.land(flight) for flight in flights if flight is not None]
         return self._message.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
 
