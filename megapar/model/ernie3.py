@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
-from megapar.core.device.ops import wide
+from megapar.core.device.dtypes import wide
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Linear, local, parameter
 from megapar.model.block import ErnieBlock
