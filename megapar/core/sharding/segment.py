@@ -295,6 +295,7 @@ class Segment:
         """Send this rank's row to the others in the compute dtype; ``receive`` puts it into the parameters."""
         if self.aliased:
             return
+        self.receive()  # nothing that is in flight is dropped: its messages would be taken for the next gather's
         # A copy also where the dtypes agree: the optimizer may step while the row still travels.
         # From host memory it is copied first and cast on the device: a cast on the host would not wait for its values.
         master = self.master.to(self.members[0].parameter.device, non_blocking=True)
