@@ -1,4 +1,4 @@
-"""Real processes and real faults, the quick ones; scripts/fault_matrix.sh has all of them."""
+"""Real processes and real faults: one in the suite, two by ``-m table``; scripts/fault_matrix.sh has all of them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def test_a_rank_that_is_killed_in_a_save_costs_no_more_than_the_interval(
     check(run_job(tmp_path, 2, fault, *LAYOUT, "--no-async-save", restarts=1), want, 2)
 
 
+@pytest.mark.table
 def test_a_rank_that_stands_still_is_named_and_replaced(tmp_path: Path, want: dict[int, float]) -> None:
     fault = Fault("SIGSTOP", rank=1, iteration=4)
     ended = run_job(tmp_path, 2, fault, *LAYOUT, "--step-timeout-seconds", "4", restarts=1)
@@ -40,6 +41,7 @@ def test_a_rank_that_stands_still_is_named_and_replaced(tmp_path: Path, want: di
     assert "step 4 has taken" in ended.output
 
 
+@pytest.mark.table
 def test_a_signal_saves_and_the_next_start_goes_on(tmp_path: Path, want: dict[int, float]) -> None:
     ended = run_job(tmp_path, 2, Fault("SIGTERM", rank=1, iteration=3), *LAYOUT)
     assert ended.status == 0, ended.output

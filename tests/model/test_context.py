@@ -24,7 +24,7 @@ def logits(model, layout, rank, tokens, ends):
     if ends is not None:
         batch["ends"] = torch.tensor(ends)
     with torch.no_grad():
-        x, _ = model._run(batch, tokens.numel())
+        x, *_ = model._run(batch, tokens.numel())
         y = model.lm_head.logits(x, model.tied_weight)
     return {at: y[0, place] for place, at in enumerate(own)}
 

@@ -127,11 +127,12 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
-def full_disk(file: HashedFile, tensor: torch.Tensor) -> None:
+def full_disk(file: HashedFile, tensor: torch.Tensor) -> int:
     """A tensor writer that finds the disk full when checkpoint 4 is written."""
     if "iter_0000004" in str(file._path):
         raise OSError(28, "No space left on device")
     file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return tensor.nbytes
 
 
 def test_a_full_disk_is_reported_and_training_goes_on(
