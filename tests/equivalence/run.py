@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -189,5 +190,8 @@ def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference over the norm of ``b``."""
-    return float(torch.linalg.vector_norm(a.double() - b.double()) / torch.linalg.vector_norm(b.double()))
+    """Norm of the difference over the norm of ``b``; where both are zero (a task without samples), 0."""
+    difference, size = (float(torch.linalg.vector_norm(x.double())) for x in (a.double() - b.double(), b))
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size
