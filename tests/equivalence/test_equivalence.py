@@ -61,7 +61,8 @@ def test_fp64(row: Row) -> None:
 
 def _decided_by_rounding(row: Row) -> bool:
     """Attention in blocks rounds otherwise, and of two tokens with nearly the same probability it drops the other."""
-    return "--cp-degree" in row.layout and "probs" in row.options
+    in_blocks = "--cp-degree" in row.layout and "ulysses_cp_algo" not in row.layout
+    return in_blocks and "probs" in row.options
 
 
 @pytest.mark.parametrize("row", _sampled([row for row in ROWS if not _decided_by_rounding(row)], 4))
