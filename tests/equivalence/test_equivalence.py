@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -59,13 +60,19 @@ def test_fp64(row: Row) -> None:
     assert differences(got, want) == []
 
 
-def _decided_by_rounding(row: Row) -> bool:
-    """Attention in blocks rounds otherwise, and of two tokens with nearly the same probability it drops the other."""
+def _steady(row: Row) -> Row:
+    """The row as bf16 can compare it: with drops by position where attention runs in blocks.
+
+    Blocks round otherwise, and of two tokens with nearly the same probability the other one would be dropped.
+    """
     in_blocks = "--cp-degree" in row.layout and "ulysses_cp_algo" not in row.layout
-    return in_blocks and "probs" in row.options
+    if not in_blocks or "probs" not in row.options:
+        return row
+    at = row.options.index("probs")
+    return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
 
 
-@pytest.mark.parametrize("row", _sampled([row for row in ROWS if not _decided_by_rounding(row)], 4))
+@pytest.mark.parametrize("row", _sampled([_steady(row) for row in ROWS], 4))
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see."""
     flags = still(row.reference_flags())
