@@ -225,8 +225,9 @@ class _AllWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for each."""
-        for work in self._works:
+        """Wait for each; the second time nothing (gloo waits for ever for a message that was waited for)."""
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
         return True
 

@@ -209,6 +209,21 @@ def chained(rank, world_size):
     return seen, [result.isfinite().all().item() for result in results]
 
 
+def waited_for_before(rank, world_size):
+    """A message whose work somebody waits for before it lands."""
+    axis, traffic = world_axis(rank, world_size), Traffic()
+    flight = traffic.launch(SendReceive(axis, (rank + 1) % world_size, (rank - 1) % world_size), rows_of(rank, 2))
+    flight.work.wait()
+    assert flight.work.is_completed()
+    return traffic.land(flight)
+
+
+def test_a_message_may_be_waited_for_before_it_lands():
+    """gloo itself would wait for ever the second time."""
+    for rank, arrived in enumerate(run_ranks(2, waited_for_before)):
+        assert torch.equal(arrived, rows_of(1 - rank, 2))
+
+
 def test_chained_axes_never_use_the_link_at_once():
     for seen, finite in run_ranks(2, chained, backend="late"):
         assert seen == [1, 2, 1, 1]
