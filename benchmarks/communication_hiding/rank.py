@@ -1,7 +1,9 @@
 """One of the two ranks whose all-to-alls are hidden or not: forward and backward of one sample per turn.
 
-Requests: a name of ``shape.WAYS``; ``alone WAY`` (the same computation, messages stay where they are); ``talk`` (the
-serial step's all-to-alls, one after the other, and nothing else); ``draw WAY FILE`` (a step whose events are written).
+Requests: a name of ``shape.WAYS``; ``auto`` (the degree that ``--ampipe-degree auto`` chooses, at its first turn);
+``alone WAY`` (the same computation, messages stay where they are); ``talk`` (the serial step's all-to-alls, one after
+the other, and nothing else); ``memory WAY`` (the most bytes that a step holds beside the weights); ``draw WAY FILE``
+(a step whose events are written; behind ``mp`` one whose ranks share attention, too).
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.communication_hiding.shape import WAYS, make_sizes
+from benchmarks.communication_hiding.shape import AUTO, WAYS, make_sizes
 from benchmarks.support.contest import Figures, serve
 from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
+from megapar.core.memory import MemoryTracker
 from megapar.core.meter import WaitMeter
+from megapar.core.overlap import Overlap
+from megapar.core.tensor_parallel import hide_communication
 from megapar.core.tickets import AllToAll, Exchange, Flight, Traffic, start, wait
 from megapar.model.decoder import Decoder
+from megapar.training import degree
 
 
 class Diary(Traffic):
@@ -81,69 +87,124 @@ class Steps:
 
     def __init__(self, rank: int, device: str) -> None:
         self.device = pick(device, rank)
-        sizes, torch_device = make_sizes(device), self.device.torch_device
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        ep, single = Axis("ep", 2, rank, dist.group.WORLD, (0, 1)), Axis.single("mp")
-        self.ep, self.diary = ep, Diary(WaitMeter(self.device.timed_event()), self.device)
+        self.sizes, torch_device = make_sizes(device), self.device.torch_device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.ep = Axis("ep", 2, rank, dist.group.WORLD, (0, 1))
+        self.mp = Axis("mp", 2, rank, dist.new_group([0, 1]), (0, 1))
+        self.diary = Diary(WaitMeter(self.device.timed_event()), self.device)
         self.models: dict[str, Decoder] = {}
-        for name, slicing in WAYS.items():
-            model = Decoder(
-                sizes,
-                mp=single,
-                ep=ep,
-                emp=single,
-                traffic=self.diary,
-                slicing=slicing,
-                dtype=dtype,
-                device=torch_device if not self.models else "meta",
-            )
-            if self.models:
-                model.load_state_dict(self.models["serial"].state_dict(keep_vars=True), assign=True)
-            else:
-                for parameter in model.parameters():
-                    nn.init.normal_(parameter.data, std=0.02)
-                for bias in model.correction_biases():
-                    bias.zero_()
-            for block in model.layers.values():
-                self.diary.watch(block.attention.proj, "forward", "attention")
-                self.diary.watch(block.moe.experts, "compute", "experts")  # type: ignore[union-attr,arg-type]
-            self.models[name] = model
-        generator = torch.Generator().manual_seed(rank)
-        positions = torch.arange(sizes.seq_length).unsqueeze(0)
-        tokens = torch.randint(sizes.vocab_size, positions.shape, generator=generator)
-        batch = {"tokens": tokens, "labels": tokens, "positions": positions}
-        self.batch = {name: tensor.to(torch_device) for name, tensor in batch.items()}
-        pairs = sizes.seq_length * 2
+        for name in WAYS:
+            self.models[name] = self._model(name, Axis.single("mp"), self.models.get("serial"))
+        self.chosen: int | None = None
+        self.own, self.shared = self._batch(rank), self._batch(2)
+        pairs = self.sizes.seq_length * 2
         self.messages = [
-            torch.zeros(pairs, sizes.hidden_size + extra, dtype=dtype, device=torch_device) for extra in (1, 0)
+            torch.zeros(pairs, self.sizes.hidden_size + extra, dtype=self.dtype, device=torch_device)
+            for extra in (1, 0)
         ]
 
     def __call__(self, request: str) -> Figures:
-        """Seconds of a step, and of it the seconds that were spent waiting."""
+        """Seconds of a step, and of it the seconds that were spent waiting; or what the request asks for."""
         kind, _, rest = request.partition(" ")
         if request == "talk":
             return self._timed(self._talk)
         if kind == "alone":
             with patch.object(transport, "all_to_all", _stay):
-                return self._timed(lambda: self._step(rest))
+                return self._timed(lambda: self._step(self.models[rest]))
+        if kind == "memory":
+            return {"bytes": self._peak_bytes(self.models[rest])}
         if kind == "draw":
             way, _, path = rest.rpartition(" ")
-            self.diary.events = []
-            figures = self._timed(lambda: self._step(way))
-            if self.ep.rank == 0:
-                Path(path).write_text(json.dumps({"began": self.began, "events": self.diary.events}))
-            self.diary.events = None
-            return figures
-        return self._timed(lambda: self._step(request))
+            return self._drawn(way, Path(path))
+        if request == AUTO:
+            found = self._choose()
+            return {**self._timed(lambda: self._step(self._sliced(found))), "degree": found}
+        return self._timed(lambda: self._step(self.models[request]))
 
-    def _step(self, way: str) -> None:
-        model = self.models[way]
+    def _batch(self, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        positions = torch.arange(self.sizes.seq_length).unsqueeze(0)
+        tokens = torch.randint(self.sizes.vocab_size, positions.shape, generator=generator)
+        batch = {"tokens": tokens, "labels": tokens, "positions": positions}
+        return {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
+
+    def _model(self, way: str, mp: Axis, weights: Decoder | None) -> Decoder:
+        """mp: of more than one rank, attention is shared and experts are not. weights: whose it takes."""
+        model = Decoder(
+            self.sizes,
+            mp=mp,
+            ep=self.ep,
+            emp=Axis.single("emp"),
+            sequence_parallel=mp.size > 1,
+            traffic=self.diary,
+            slicing=WAYS[way],
+            dtype=self.dtype,
+            device="meta" if weights is not None else self.device.torch_device,
+        )
+        if weights is not None:
+            model.load_state_dict(weights.state_dict(keep_vars=True), assign=True)
+        else:
+            for parameter in model.parameters():
+                nn.init.normal_(parameter.data, std=0.02)
+            for bias in model.correction_biases():
+                bias.zero_()
+        hide_communication(model, Overlap(), self.diary)
+        for block in model.layers.values():
+            self.diary.watch(block.attention.proj, "forward", "attention")
+            self.diary.watch(block.moe.experts, "compute", "experts")  # type: ignore[union-attr,arg-type]
+        return model
+
+    def _sliced(self, found: int) -> Decoder:
+        return self.models["serial" if found == 1 else f"ampipe {found}"]
+
+    def _choose(self) -> int:
+        """What the trainer does at its start with ``--ampipe-degree auto``."""
+        if self.chosen is None:
+            world = Axis("world", 2, self.ep.rank, self.ep.group, self.ep.ranks)
+            seconds = degree.measure(
+                degree.DEGREES,
+                lambda found: self._timed(lambda: self._step(self._sliced(found)))["seconds"],
+                world,
+                self.device.torch_device,
+            )
+            self.chosen = degree.choose(seconds)[0]
+        return self.chosen
+
+    def _step(self, model: Decoder) -> None:
         model.zero_grad()
-        sum(model(self.batch).sums.values()).backward()  # type: ignore[union-attr]
+        batch = self.own if model.mp.size == 1 else self.shared
+        sum(model(batch).sums.values()).backward()  # type: ignore[union-attr]
         self.diary.check_settled()
 
+    def _peak_bytes(self, model: Decoder) -> float:
+        """Of activations, messages and gradients."""
+        for other in self.models.values():
+            other.zero_grad()
+        if self.device.type == "cpu":
+            with MemoryTracker() as tracker:
+                self._step(model)
+            return tracker.peak_bytes
+        module = torch.get_device_module(self.device.type)
+        module.reset_peak_memory_stats()
+        before = module.memory_allocated()
+        self._step(model)
+        self.device.synchronize()
+        return float(module.max_memory_allocated() - before)
+
+    def _drawn(self, way: str, path: Path) -> Figures:
+        """A step, and its events in a file."""
+        shared = way.startswith("mp ")
+        model = self._model(way.removeprefix("mp "), self.mp, None) if shared else self.models[way]
+        self._step(model)  # the first one makes connections and buffers
+        self.diary.events = []
+        figures = self._timed(lambda: self._step(model))
+        if self.ep.rank == 0:
+            path.write_text(json.dumps({"began": self.began, "events": self.diary.events}))
+        self.diary.events = None
+        return figures
+
     def _talk(self) -> None:
-        for _ in range(2 * make_sizes(self.device.type).num_layers):
+        for _ in range(2 * self.sizes.num_layers):
             for message in self.messages:
                 wait(*start(AllToAll(self.ep), message, self.diary))
 

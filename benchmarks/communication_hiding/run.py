@@ -4,8 +4,8 @@
                                                   [--ways "ampipe 2" ...] [--results FOLDER]
 
 Two ranks over a slow link (two network namespaces and ``tc tbf``, which need root; on cuda two GPUs and their link).
-At each rate, in one run: the serial step, every way of slicing, the computation alone of each way, and the serial
-step's messages alone.
+At each rate, in one run: the serial step, every way of slicing, the degree that ``auto`` chooses, the computation alone
+of each way, and the serial step's messages alone; and the most memory that each way holds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.communication_hiding.picture import draw_shares, draw_step
-from benchmarks.communication_hiding.shape import WAYS
-from benchmarks.support.contest import Contest, Figures, Rank, median
+from benchmarks.communication_hiding.shape import AUTO, WAYS
+from benchmarks.support.contest import Contest, Figures, Rank, median, paired
 from benchmarks.support.slow_link import slow_link
 from benchmarks.support.table import machine, print_json, print_table
 
@@ -28,9 +28,9 @@ def main() -> None:
     """Measure every rate, print tables, pictures and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rates", nargs="+", default=["800mbit", "400mbit", "200mbit"], help="as tc writes them")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, AUTO], default=[*WAYS, AUTO])
     parser.add_argument("--results", type=Path, help="folder for the pictures")
     options = parser.parse_args()
     ways = ["serial", *(way for way in options.ways if way != "serial")]
@@ -66,13 +66,15 @@ def measure(
 def _one(
     contest: Contest, link: str, ways: Sequence[str], rounds: int, folder: Path, results: Path | None
 ) -> dict[str, object]:
+    sliced = [way for way in ways if way != AUTO]
     entries = {way: ("ranks", way) for way in ways}
-    entries |= {f"alone {way}": ("ranks", f"alone {way}") for way in ways}
+    entries |= {f"alone {way}": ("ranks", f"alone {way}") for way in sliced}
     entries["talk"] = ("ranks", "talk")
-    measured = _table(link, ways, contest.rounds(rounds, entries))
+    memory = {way: contest.turn("ranks", f"memory {way}")["bytes"] for way in sliced}
+    measured = _table(link, ways, contest.rounds(rounds, entries), memory)
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
-        for way in ways:
+        for way in [*sliced, *(f"mp {way}" for way in sliced if WAYS[way].cross_layer)]:
             file = folder / "events.json"
             contest.turn("ranks", f"draw {way} {file}")
             drawn = json.loads(file.read_text())
@@ -81,7 +83,9 @@ def _one(
     return measured
 
 
-def _table(link: str, ways: Sequence[str], rounds: Mapping[str, Sequence[Figures]]) -> dict[str, object]:
+def _table(
+    link: str, ways: Sequence[str], rounds: Mapping[str, Sequence[Figures]], memory: Mapping[str, float]
+) -> dict[str, object]:
     """Hidden: what a way takes away of the time that communication adds to the serial step. Ideal: the longer of the
     computation (of this way, slices cost a little) and the messages, as if either covered the other whole."""
     seconds = {name: median(figures) for name, figures in rounds.items()}
@@ -89,22 +93,23 @@ def _table(link: str, ways: Sequence[str], rounds: Mapping[str, Sequence[Figures
     added = seconds["serial"] - seconds["alone serial"]
     share = added / seconds["serial"]
     hidden = {way: (seconds["serial"] - seconds[way]) / added for way in ways}
-    ideal = {way: max(seconds[f"alone {way}"], seconds["talk"]) for way in ways}
+    to_serial = {way: paired(rounds[way], rounds["serial"]) for way in ways}
+    ideal = {way: max(seconds[f"alone {way}"], seconds["talk"]) for way in memory}
+    more = {way: held / memory["serial"] for way, held in memory.items()}
     print(f"Link {link}: communication is {share:.0%} of the serial step; its messages alone {seconds['talk']:.3f} s\n")
-    rows = [
-        (
-            way,
-            f"{seconds[way]:.3f}",
-            f"{exposed[way]:.3f}",
-            f"{hidden[way]:.0%}",
-            f"{seconds[f'alone {way}']:.3f}",
-            f"{ideal[way]:.3f}",
-            f"{seconds[way] / ideal[way]:.2f}",
-        )
-        for way in ways
-    ]
-    print_table(("", "seconds", "exposed", "hidden", "computation", "ideal", "to ideal"), rows)
-    return {"link": link, "share": share, "hidden": hidden, "seconds": seconds, "exposed": exposed, "ideal": ideal}
+    rows = []
+    for way in ways:
+        row = [f"{seconds[way]:.3f}", f"{to_serial[way]:.2f}", f"{exposed[way]:.3f}", f"{hidden[way]:.0%}"]
+        if way == AUTO:
+            rows.append((f"{AUTO}: {rounds[AUTO][0]['degree']}", *row, *[""] * 4))
+        else:
+            alone = seconds[f"alone {way}"]
+            figures = (f"{alone:.3f}", f"{ideal[way]:.3f}", f"{seconds[way] / ideal[way]:.2f}", f"{more[way]:.3f}")
+            rows.append((way, *row, *figures))
+    header = ("", "seconds", "to serial", "exposed", "hidden", "computation", "ideal", "to ideal", "memory")
+    print_table(header, rows)
+    found: dict[str, object] = {"link": link, "share": share, "hidden": hidden, "seconds": seconds, "exposed": exposed}
+    return {**found, "to_serial": to_serial, "ideal": ideal, "memory_bytes": dict(memory), "memory": more}
 
 
 def _python(rank: int, device: str, meet: Path) -> list[str]:
