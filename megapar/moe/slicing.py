@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import dataclass
+
+from megapar.core.context_parallel.layout import cut_sequence
 
 CAPACITIES = ("global", "slice")
 
@@ -45,17 +45,9 @@ class Slicing:
     def cut(self, length: int, parts: int = 1) -> tuple[slice, ...]:
         """The slices of a sequence of ``length`` positions, each a multiple of ``parts`` (ranks that share it).
 
-        Equal slices differ by at most ``parts``. Balanced ones end at length · sqrt(j / d), where causal attention's
-        triangle is cut into equal areas. Raises ValueError where a slice would be empty.
+        As ``cut_sequence`` does it.
         """
-        units, rest = divmod(length, parts)
-        if rest or units < self.degree:
-            raise ValueError(f"{length} positions on {parts} ranks cannot be cut into {self.degree} slices")
-        share = [math.sqrt(j / self.degree) if self.balanced else j / self.degree for j in range(self.degree + 1)]
-        edges = [round(units * part) for part in share]
-        for j in range(1, self.degree):  # a short sequence still gives every slice a position
-            edges[j] = min(max(edges[j], edges[j - 1] + 1), units - (self.degree - j))
-        return tuple(slice(a * parts, b * parts) for a, b in itertools.pairwise(edges))
+        return cut_sequence(length, parts, self.degree, balanced=self.balanced)
 
     def order(self, length: int, parts: int) -> list[int]:
         """Where each position of the data comes from, so that a rank's chunk holds its part of every slice.

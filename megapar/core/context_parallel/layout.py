@@ -1,17 +1,22 @@
 """Which positions of a sequence each rank of cp holds. Standard library only.
 
 Every rank holds two runs of consecutive positions. In order, they are neighbours; in zig-zag the second one mirrors the
-first, so that under a causal mask every rank has the same number of keys to look at:
+first, so that under a causal mask every rank has the same number of keys to look at. Where the sequence is cut into
+slices that are worked on one after another (AMPipe), every rank holds a run of each slice, and in zig-zag every second
+slice is mirrored: two slices in zig-zag are what zig-zag is anyway.
 
-    cp 4      position   0 ........................ S
-    in order  rank       0  0  1  1  2  2  3  3
-    zig-zag   rank       0  1  2  3  3  2  1  0
+    cp 4                 position   0 ........................ S
+    in order             rank       0  0  1  1  2  2  3  3
+    zig-zag              rank       0  1  2  3  3  2  1  0
+    2 slices, in order   rank       0  1  2  3  0  1  2  3
 
 Source of the zig-zag: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,16 +26,31 @@ RING, ULYSSES, GATHERED = "megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_a
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``size`` ranks share a sequence."""
+    """How ``size`` ranks share a sequence.
+
+    slices: the sequence is cut into so many first, as ``cut_sequence`` does it, and every rank has a part of each.
+    balanced: as there. parts: ranks that share what one of these ranks holds.
+    """
 
     size: int = 1
     zigzag: bool = False
+    slices: int = 1
+    balanced: bool = False
+    parts: int = 1
 
-    def runs(self, length: int, rank: int) -> tuple[range, range]:
-        """The two runs of a rank, in order; in a short sequence one of them may be empty.
+    def order(self, number: int) -> tuple[int, ...]:
+        """The ranks in order of their positions in slice ``number`` (without slices, in the first or second run)."""
+        ranks = tuple(range(self.size))
+        return ranks[::-1] if self.zigzag and number % 2 else ranks
+
+    def runs(self, length: int, rank: int) -> tuple[range, ...]:
+        """The runs of a rank, in order: two, of which one may be empty in a short sequence; or one of each slice.
 
         Raises ValueError where ``size`` (in zig-zag twice that) does not divide the length.
         """
+        if self.slices > 1:
+            slices = cut_sequence(length, self.size * self.parts, self.slices, balanced=self.balanced)
+            return tuple(self._run(place, self.order(n).index(rank)) for n, place in enumerate(slices))
         pieces = 2 * self.size if self.zigzag else self.size
         if length % pieces:
             raise ValueError(f"{length} positions cannot be shared by {self.size} ranks in {pieces} equal pieces")
@@ -43,13 +63,13 @@ class Layout:
 
     def positions(self, length: int, rank: int) -> list[int]:
         """All positions of a rank, in the order in which it holds them."""
-        first, second = self.runs(length, rank)
-        return [*first, *second]
+        return [position for run in self.runs(length, rank) for position in run]
 
     def places(self, length: int, parts: int = 1) -> tuple[Place, ...]:
         """What every rank holds where each rank's positions are cut further into ``parts`` ranks, in order of position.
 
-        Ranks are numbered rank * parts + part. Neighbouring runs of one rank are one place.
+        Ranks are numbered rank * parts + part. Neighbouring runs of one rank are one place. Not for slices, whose ranks
+        cut each of them on its own.
         """
         share = length // self.size
         found: list[tuple[int, Place]] = []
@@ -67,6 +87,11 @@ class Layout:
                     offset += len(run)
         return tuple(place for _, place in sorted(found))
 
+    def _run(self, place: slice, number: int) -> range:
+        """Part ``number`` of a slice."""
+        share = (place.stop - place.start) // self.size
+        return range(place.start + number * share, place.start + (number + 1) * share)
+
 
 class Place(NamedTuple):
     """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of what it holds."""
@@ -76,13 +101,33 @@ class Place(NamedTuple):
     stop: int
 
 
-def choose_layout(algorithm: str, size: int, *, causal: bool, length: int) -> Layout:
+def choose_layout(
+    algorithm: str, size: int, *, causal: bool, length: int, slices: int = 1, balanced: bool = False, parts: int = 1
+) -> Layout:
     """Zig-zag where it evens out the work: under a causal mask, unless heads are shared, which are alike.
 
-    Gathered keys can do with any even cut, so a length that zig-zag does not divide stays in order.
+    Gathered keys can do with any even cut, so a length that zig-zag does not divide stays in order. slices, balanced,
+    parts: as ``Layout`` has them; mirrored slices go with every length.
     """
-    fits = algorithm == RING or length % (2 * size) == 0
-    return Layout(size, zigzag=size > 1 and causal and algorithm != ULYSSES and fits)
+    fits = algorithm == RING or slices > 1 or length % (2 * size) == 0
+    zigzag = size > 1 and causal and algorithm != ULYSSES and fits
+    return Layout(size, zigzag, slices, balanced, parts) if size > 1 else Layout()
+
+
+def cut_sequence(length: int, parts: int, slices: int, *, balanced: bool) -> tuple[slice, ...]:
+    """The slices of a sequence of ``length`` positions, each a multiple of ``parts`` (ranks that share it).
+
+    Equal slices differ by at most ``parts``. Balanced ones end at length · sqrt(j / slices), where causal attention's
+    triangle is cut into equal areas. Raises ValueError where a slice would be empty.
+    """
+    units, rest = divmod(length, parts)
+    if rest or units < slices:
+        raise ValueError(f"{length} positions on {parts} ranks cannot be cut into {slices} slices")
+    share = [math.sqrt(j / slices) if balanced else j / slices for j in range(slices + 1)]
+    edges = [round(units * part) for part in share]
+    for j in range(1, slices):  # a short sequence still gives every slice a position
+        edges[j] = min(max(edges[j], edges[j - 1] + 1), units - (slices - j))
+    return tuple(slice(a * parts, b * parts) for a, b in itertools.pairwise(edges))
 
 
 def same(values: Sequence[object]) -> bool:
