@@ -565,6 +565,7 @@ class Trainer:
                     self.config,
                     self.world,
                     self.peak,
+                    self.peak_source,
                     parameters,
                 )
         return Monitor(
@@ -577,6 +578,7 @@ class Trainer:
             report.make_loggers(self.config, self.terminal, self.progress.iteration),
             flops_per_token=flops_per_token(self.job.sizes, self.config.model.seq_length),
             peak=self.peak,
+            peak_source=self.peak_source,
         )
 
     def _greet(self) -> None:

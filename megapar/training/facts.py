@@ -27,7 +27,9 @@ SHOWN_ENVIRONMENT = (
 )
 
 
-def write_facts(folder: Path, config: Config, world: World, peak_flops: float, parameters: int) -> None:
+def write_facts(
+    folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int
+) -> None:
     """The effective configuration with origins, the ranks, the environment. One rank calls it."""
     values = {
         flag.name: {
@@ -44,7 +46,12 @@ def write_facts(folder: Path, config: Config, world: World, peak_flops: float, p
         "world_size": config.grid.world_size,
         "grid": {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "cp", "mp", "edp", "ep", "emp")},
         "parameters": parameters,
-        "device": {"type": world.device.type, "name": world.device.name, "peak_flops": peak_flops},
+        "device": {
+            "type": world.device.type,
+            "name": world.device.name,
+            "peak_flops": peak_flops,
+            "peak_source": peak_source,
+        },
         "configuration": values,
         "environment": {
             "megapar": __version__,

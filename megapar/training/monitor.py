@@ -65,7 +65,7 @@ class Step:
 class Monitor:
     """Collects steps and tells loggers; every rank has one (sums need all data ranks), only one has loggers.
 
-    flops_per_token: of the model, forward and backward. peak: FLOP/s of one device.
+    flops_per_token: of the model, forward and backward. peak: FLOP/s of one device, peak_source: where it is from.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Monitor:
         *,
         flops_per_token: float,
         peak: float,
+        peak_source: str,
     ) -> None:
         self._world = world
         self._data = data
@@ -89,7 +90,7 @@ class Monitor:
         self._objective = objective
         self._loggers = loggers
         self._flops_per_token = flops_per_token
-        self._peak = peak
+        self._peak, self._peak_source = peak, peak_source
         self._steps: list[Step] = []
         self._since = time.perf_counter()
 
@@ -211,6 +212,7 @@ class Monitor:
             tokens_per_second=rate,
             model_tflops_per_device=flops / 1e12,
             mfu=flops / self._peak,
+            mfu_peak=self._peak_source,
             peak_memory_bytes=self._device.peak_memory_bytes(),
             exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
             exposed_seconds=exposed or {},

@@ -17,9 +17,10 @@ class Record:
     exposed_seconds: "axis/collective" -> the same by kind. skipped: nothing was changed, as gradients overflowed in
     fp16 or were not finite, or the step was a spike. tasks, eval_tasks: loss of every ERNIE 3.0 task, and accuracy
     where it asks for a class; lm_loss is per predicted token of all tasks then. sent_bytes: "axis/collective" -> what
-    the reporting rank sent in the step. pace: how long ranks worked of their own in the steps since the last report.
-    expert_load: percentiles of an expert's share of the routed pairs, times the number of experts, per
-    mixture-of-experts layer.
+    the reporting rank sent in the step. mfu_peak: where the peak that ``mfu`` is a share of comes from, ``table`` (the
+    vendor's data sheet) or ``measured`` (a GEMM at start-up). pace: how long ranks worked of their own in the steps
+    since the last report. expert_load: percentiles of an expert's share of the routed pairs, times the number of
+    experts, per mixture-of-experts layer.
     """
 
     iteration: int
@@ -42,6 +43,7 @@ class Record:
     tokens_per_second: float
     model_tflops_per_device: float
     mfu: float
+    mfu_peak: str
     peak_memory_bytes: int
     exposed_communication_seconds: float | None
     exposed_seconds: dict[str, float]

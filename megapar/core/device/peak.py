@@ -8,15 +8,20 @@ import torch
 
 from megapar.core.device.base import Device
 
-# Dense matrix FLOP/s from the vendors' data sheets: (part of the device's name, dtype) -> FLOP/s. First hit counts.
-_TABLE: tuple[tuple[str, torch.dtype, float], ...] = (
-    ("H200", torch.bfloat16, 989e12),
-    ("H100", torch.bfloat16, 989e12),
-    ("H800", torch.bfloat16, 989e12),
-    ("A100", torch.bfloat16, 312e12),
-    ("A800", torch.bfloat16, 312e12),
-    ("V100", torch.float16, 125e12),
-    ("910B", torch.bfloat16, 376e12),
+_16_BITS = (torch.bfloat16, torch.float16)
+# Dense matrix FLOP/s from the vendors' data sheets: (part of the device's name, dtypes) -> FLOP/s. First hit counts.
+_TABLE: tuple[tuple[str, tuple[torch.dtype, ...], float], ...] = (
+    ("B200", _16_BITS, 2250e12),
+    ("H200", _16_BITS, 989e12),
+    ("H20", _16_BITS, 148e12),
+    ("H100 PCIe", _16_BITS, 756e12),
+    ("H100", _16_BITS, 989e12),
+    ("H800", _16_BITS, 989e12),
+    ("A100", _16_BITS, 312e12),
+    ("A800", _16_BITS, 312e12),
+    ("L40S", _16_BITS, 362e12),
+    ("V100", (torch.float16,), 125e12),
+    ("910B", _16_BITS, 376e12),
 )
 
 
@@ -25,8 +30,8 @@ def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
 
     Measured is the best of a few square GEMMs on this machine with this process's threads.
     """
-    for name, kind, flops in _TABLE:
-        if name in device.name and kind == dtype:
+    for name, dtypes, flops in _TABLE:
+        if name in device.name and dtype in dtypes:
             return flops, "table"
     return _measure(device, dtype), "measured"
 

@@ -1,0 +1,43 @@
+"""The peak that MFU is a share of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapar.core.device.base import Device
+from megapar.core.device.peak import peak_flops
+
+
+class Named(Device):
+    """A CPU under the name of an accelerator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989),
+        ("NVIDIA H20", torch.bfloat16, 148),
+        ("NVIDIA H100 PCIe", torch.float16, 756),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989),
+        ("Tesla V100-SXM2-32GB", torch.float16, 125),
+        ("Ascend910B2", torch.bfloat16, 376),
+    ],
+)
+def test_a_known_device_has_its_data_sheets_peak(name: str, dtype: torch.dtype, teraflops: float) -> None:
+    assert peak_flops(Named(name), dtype) == (teraflops * 1e12, "table")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("some CPU", torch.float32), ("Tesla V100-SXM2-32GB", torch.bfloat16)])
+def test_what_the_table_lacks_is_measured(name: str, dtype: torch.dtype) -> None:
+    flops, source = peak_flops(Named(name), dtype)
+    assert source == "measured"
+    assert flops > 1e7
