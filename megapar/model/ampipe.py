@@ -18,13 +18,15 @@ D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.dtypes import wide
 from megapar.core.device.ops import op
@@ -132,13 +134,18 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
 class CausalSlices:
     """Attention of one layer over one micro-batch, slice after slice.
 
-    prepare: heads of all slices by one product, where the whole input is there; else each slice makes its own.
+    prepare: heads of all slices by one product, where the whole input is there; else each slice makes its own. Where
+    ranks share slices, their keys come to each other (``core.context_parallel.slices``), or whole slices of some heads.
     """
 
     def __init__(self, attention: Attention, context: Context) -> None:
         self._attention, self._context = attention, context
         self._heads: list[tuple[Tensor, ...]] = []
         self._keys, self._values = Growing(), Growing()
+        self._shared: SharedSlices | None = None
+        if context.slice_plans is not None:
+            cp = attention.cp
+            self._shared = SharedSlices(cp.axis, cp.slice_transport, context.slice_plans, flash=attention.sizes.flash)
 
     @property
     def prepared(self) -> bool:
@@ -149,38 +156,59 @@ class CausalSlices:
         """Queries, keys and values of every slice."""
         q, k, v = self._attention.heads(x_BSH, self._context.angles)
         self._heads = list(zip(*(_cut(x, self._context.slices) for x in (q, k, v)), strict=True))
-        self._keys, self._values = Growing(k.data), Growing(v.data)
+        if not self._attention.cp.active:
+            self._keys, self._values = Growing(k.data), Growing(v.data)
 
     def attend(self, number: int, x_BsH: Tensor | None) -> Tensor:
         """[B, s, H]: attention and projection of slice ``number``; x_BsH: its input, unless prepared."""
         attention, context = self._attention, self._context
-        place, total = context.slices[number], context.slices[-1].stop
         if self._heads:
             q, k, v = self._heads[number]
         else:
             assert x_BsH is not None
-            angles = context.angles
+            angles, place = context.angles, context.slices[number]
             here = None if angles is None else (angles[0][:, place], angles[1][:, place])
             q, k, v = attention.heads(x_BsH, here)
+        if self._shared is not None:  # what came from other ranks is kept; to compute again would be to send again
+            out: Tensor = attention.proj(self._attend_shared(self._shared, q, k, v, number))
+            return out
+        if attention.cp.deals_heads:
+            q, k, v = to_heads(q, k, v, attention.cp.axis, attention.cp.traffic)
+        place, total = context.whole_slices[number], context.whole_slices[-1].stop
         heads = (q, self._keys.add(k, place, total), self._values.add(v, place, total), number)
-        out: Tensor = attention.proj(again(self._attend, *heads) if attention.selective else self._attend(*heads))
+        y = again(self._attend, *heads) if attention.selective else self._attend(*heads)
+        if attention.cp.deals_heads:
+            y = to_positions(y, attention.cp.axis, attention.cp.traffic)
+        out = attention.proj(y.flatten(2))
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-        """q [B, s, N, D], k and v [B, end of the slice, G, D] to [B, s, N D]."""
-        attention, context = self._attention, self._context
-        flash, documents = attention.sizes.flash, context.documents
-        dropout = attention.dropout if attention.training else 0.0
-        heads = tuple(x.transpose(1, 2) for x in (q, k, v))
-        place = context.place(attention.place, number)
-        with context.streams.drawing(q.device, place, attention.mp.rank) if dropout else nullcontext():
+        """q [B, s, N, D], k and v [B, end of the slice, G, D] to [B, s, N, D]."""
+        context, documents = self._context, self._context.documents
+        flash, heads = self._attention.sizes.flash, tuple(x.transpose(1, 2) for x in (q, k, v))
+        with self._drawing(q, number) as dropout:
             if documents is not None:
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
-                y = packed(*heads, pieces=documents.cut(context.slices[number], q.shape[0]), dropout=dropout)
+                y = packed(*heads, pieces=documents.cut(context.whole_slices[number], q.shape[0]), dropout=dropout)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference
                 y = form(*heads, dropout=dropout)
-        return y.transpose(1, 2).flatten(2)
+        return y.transpose(1, 2)
+
+    def _attend_shared(self, shared: SharedSlices, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+        """q [B, s, N, D], k and v [B, s, G, D] to [B, s, N D]."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with self._drawing(q, number) as dropout:
+            return shared.attend(q, k, v, number, dropout).transpose(1, 2).flatten(2)
+
+    @contextmanager
+    def _drawing(self, q: Tensor, number: int) -> Iterator[float]:
+        """Dropout's probability, and inside it the slice's own random numbers."""
+        attention, context = self._attention, self._context
+        dropout = attention.dropout if attention.training else 0.0
+        place = context.place(attention.place, number)
+        with context.streams.drawing(q.device, place, attention.stream) if dropout else nullcontext():
+            yield dropout
 
 
 class Growing:

@@ -112,7 +112,9 @@ class DecoderBlock(nn.Module):
 
         Where the context has slices, layers run as drawn in ``model.ampipe``.
         """
-        if isinstance(x, Sliced) or (context.slices and (self.moe is not None or context.cut)):
+        # A rank of cp holds a part of every slice: of those attention knows, not of the sequence as a whole.
+        apart = self.moe is not None or context.cut or self.attention.cp.active
+        if isinstance(x, Sliced) or (context.slices and apart):
             return run_sliced(self, x, context)
         x = x + self.drop(self.attention(self.attention_norm(x), context), context, "attention")
         normed = self.mlp_norm(x)

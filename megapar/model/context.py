@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megapar.core.context_parallel.blockwise import Plan
+from megapar.core.context_parallel.slices import SlicePlan
 from megapar.core.device.packed import Documents
 from megapar.core.random import Streams
 from megapar.core.replay import Replay
@@ -23,7 +24,8 @@ class Context:
     streams: where this micro-batch's dropout draws.
     documents: what attention stays inside of; None: the whole sample.
     plan: what this rank computes of attention where keys come from other ranks of cp; it knows documents and padding.
-    slices: of the sequence, where layers run slice by slice; own_slices: of this rank's activations.
+    slices: of the sequence, where layers run slice by slice, as far as this rank of cp has it; own_slices: of this
+    rank's activations; whole_slices: of the whole sequence. slice_plans: in place of ``plan`` where there are slices.
     replay: of the recomputed unit that the layer is in; None: it is in none. closes_unit: it is the unit's last.
     """
 
@@ -36,6 +38,8 @@ class Context:
     plan: Plan | None = None
     slices: tuple[slice, ...] = ()
     own_slices: tuple[slice, ...] = ()
+    whole_slices: tuple[slice, ...] = ()
+    slice_plans: tuple[SlicePlan, ...] | None = None
     replay: Replay | None = None
     closes_unit: bool = False
 

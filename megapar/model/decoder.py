@@ -7,7 +7,6 @@ under sequence parallelism, written S(/mp).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -315,12 +314,23 @@ class Decoder(nn.Module):
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
         ends = None if batch.get("ends") is None else batch["ends"].tolist()
-        plan = self.cp.plan(*batch["tokens"].shape, causal=True, ends=ends)
-        documents = None if ends is None or plan is not None else Documents.of(ends, batch["tokens"].device)
-        context = Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
+        shape = batch["tokens"].shape
         if not self.slicing.active:
-            return context
-        parts = self.mp.size if self.sequence_parallel else 1
-        slices = self.slicing.cut(batch["tokens"].shape[1], parts)
-        own = tuple(slice(s.start // parts, s.stop // parts) for s in slices)
-        return replace(context, slices=slices, own_slices=own)
+            plan = self.cp.plan(*shape, causal=True, ends=ends)
+            documents = None if ends is None or plan is not None else Documents.of(ends, batch["tokens"].device)
+            return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
+        plans = self.cp.slice_plans(*shape, ends=ends)
+        documents = None if ends is None or plans is not None else Documents.of(ends, batch["tokens"].device)
+        parts, ranks = self.mp.size if self.sequence_parallel else 1, self.cp.axis.size
+        slices = self.slicing.cut(shape[1], parts)
+        return Context(
+            valid,
+            own_valid,
+            valid_tokens,
+            angles,
+            documents=documents,
+            slices=slices,
+            own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
+            whole_slices=tuple(slice(s.start * ranks, s.stop * ranks) for s in slices),
+            slice_plans=plans,
+        )

@@ -191,9 +191,9 @@ class MoeLayer(nn.Module):
         batch, length: samples, and positions on this rank. The others: as ``forward`` takes them.
         """
         positions = batch * length
-        tokens = _host_count(own_valid_BS, valid_tokens, positions * (self.mp.size if self.cut else 1))
+        tokens = _host_count(own_valid_BS, valid_tokens, positions * self.share.size)
         capacity: int | Tensor = self.sizes.capacity(tokens)
-        if self.cut and self.alone:
+        if self.parted and self.alone:
             capacity = self.sizes.capacity(positions)
             if own_valid_BS is not None:
                 capacity = capacity_on_device(self.sizes, own_valid_BS.sum())

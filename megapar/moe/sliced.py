@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from megapar.core.collectives import gather
 from megapar.core.device.base import Event
 from megapar.core.replay import Replay, kept_as_it_is, once
 from megapar.core.tickets import Deferred, Ticket, defer, wait
@@ -121,10 +120,7 @@ class Passage:
         routing = layer.router(x_TH, valid_T, x_BsH.shape[0])
         self._sums.append(routing.sums)
         self._orthogonal = routing.orthogonal  # the same of every slice
-        counts_PkE = routing.sums.counts[None]
-        if layer.sizes.has_capacity and not layer.alone:
-            counts_PkE = gather(counts_PkE, layer.mp, 0)
-        kept_Tk = self._kept(routing, counts_PkE, valid_Bs, x_BsH.shape[0])
+        kept_Tk = self._kept(routing, valid_Bs, x_BsH.shape[0])
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity, scaling=layer.sizes.scaling)
         pieces = layer.slicing.expert_pieces * layer.experts_here or 1
         tokens, deferred = defer((x_TH, weights_Tk), pieces, layer.traffic)
@@ -238,26 +234,29 @@ class Passage:
         """Those of the micro-batch, from sums over all slices; with capacity ``slice`` each has drops of its own."""
         layer, sums = self.layer, add_sums(self._sums)
         counts_PkE = sums.counts[None]
-        if layer.cut:
+        if layer.parted:
             sums, counts_PkE = gather_sums(sums, layer.share)
         stats = layer.stats(sums, counts_PkE, self.tokens, self._orthogonal)
         if not layer.sizes.has_capacity or layer.slicing.capacity == "global":
             return stats
         counts_PdkE = torch.stack([part.counts for part in self._sums])[None]
-        if layer.cut:
-            counts_PdkE = gather(counts_PdkE, layer.mp, 0)
-        if not (layer.cut and layer.alone):
+        if layer.parted:
+            counts_PdkE = layer.share.gather(counts_PdkE)
+        if not (layer.parted and layer.alone):
             counts_PdkE = counts_PdkE.sum(0, keepdim=True)
         capacity_Pd = capacity_on_device(layer.sizes, counts_PdkE[:, :, 0].sum(2))
         over_PdE = counts_PdkE.sum(2) - capacity_Pd[:, :, None]
         return stats._replace(dropped=over_PdE.clamp(min=0).sum())
 
-    def _kept(self, routing: Routing, counts_PkE: Tensor, valid_Bs: Tensor | None, batch: int) -> Tensor | None:
+    def _kept(self, routing: Routing, valid_Bs: Tensor | None, batch: int) -> Tensor | None:
         layer, sizes = self.layer, self.layer.sizes
         valid_T = None if valid_Bs is None else valid_Bs.flatten()
-        piece = layer.mp.rank if counts_PkE.shape[0] > 1 else 0
+        counts_PkE, piece = routing.sums.counts[None], 0
         if not sizes.has_capacity:
-            return layer.kept(routing, counts_PkE, valid_T, batch, 0, piece)
+            return layer.kept(routing, counts_PkE, valid_T, batch, 0)
+        if not layer.alone:  # ranks stand in order of position in this slice
+            order = layer.share.slice_order(len(self._slices))
+            counts_PkE, piece = layer.share.gather(counts_PkE)[order], order.index(layer.share.rank)
         if layer.slicing.capacity == "slice":
             capacity: int | Tensor = capacity_on_device(sizes, counts_PkE[:, 0].sum())
             return layer.kept(routing, counts_PkE, valid_T, batch, capacity, piece)

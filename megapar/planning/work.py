@@ -261,6 +261,8 @@ class Work:
         if blockwise:  # sums in fp32; columns and their gradients, of two ranks at a time or of all
             columns = 2 * t * G * D * (e + a.wide)
             backward_core += a.wide * t * width_out + columns * (2 if algorithm == RING else cp + 1)
+            if a.config.ampipe.ampipe_degree > 1:
+                kept_core += 2 * e * cp * t * G * D  # later slices need the columns of all ranks
         elif cp > 1:
             kept_core += e * t * width_out  # what attention keeps is not what travels
         # ERNIE normalises behind the sum: its norm keeps the sum, and its output is the next half's input.
@@ -439,12 +441,14 @@ class Work:
             heads = e * (2 * queries + 2 * keys * copies)
             return tuple(self._message("cp", "all_to_all", heads, phase) for phase in ("forward", "backward"))
         both, others = 2 * keys, cp - 1
+        again = self.layout.config.ampipe.ampipe_degree <= 1  # with slices keys are kept, and do not come again
         if algorithm == RING:
-            sent = ((e, "forward"), (e, "backward"), (w, "backward"))
+            sent = ((e, "forward"), *([(e, "backward")] if again else []), (w, "backward"))
             return tuple(Message("cp", "send", others * both * size, phase, True) for size, phase in sent)
+        keys_again = [self._message("cp", "all_gather", cp * both * e, "backward", hidden=True)] if again else []
         return (
             self._message("cp", "all_gather", cp * both * e, "forward", hidden=True),
-            self._message("cp", "all_gather", cp * both * e, "backward", hidden=True),
+            *keys_again,
             self._message("cp", "reduce_scatter", cp * both * w, "backward", hidden=True),
         )
 

@@ -46,37 +46,22 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
     )
 
 
-def _beside_cp(id: str, name: str, asked: Test, spelled: str, failing: str) -> Rule:
-    """The row `what slices the experts' layers is not there beside sequences that ranks share`."""
-    return Rule(
-        id=id,
-        reads=(name, "cp_degree"),
-        when=lambda f: f.cp_degree > 1 and asked(f),
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="not-built-cp-pipe-experts",
+        reads=("use_pipe_experts", "ampipe_degree", "cp_degree"),
+        when=lambda f: f.cp_degree > 1 and f.use_pipe_experts and f.ampipe_degree <= 1,
         requires=lambda f: False,
-        message=f"{spelled} slices sequences that are whole on a rank, which --cp-degree cuts",
-        fix="Leave one of them out.",
+        message=(
+            "--use-pipe-experts without slices decides who is dropped by runs in order of position, and --cp-degree "
+            "leaves a rank two runs of a sequence"
+        ),
+        fix="Add --ampipe-degree 2, or leave one of them out.",
         source="later version",
         passing="",
-        failing=failing,
+        failing="--world-size 2 --cp-degree 2 --use-pipe-experts",
         kind=NOT_BUILT,
         models=MOE,
-    )
-
-
-RULES: tuple[Rule, ...] = (
-    _beside_cp(
-        "not-built-cp-ampipe",
-        "ampipe_degree",
-        lambda f: f.ampipe_degree != 1,
-        "--ampipe-degree",
-        "--world-size 2 --cp-degree 2 --ampipe-degree 2",
-    ),
-    _beside_cp(
-        "not-built-cp-pipe-experts",
-        "use_pipe_experts",
-        lambda f: f.use_pipe_experts,
-        "--use-pipe-experts",
-        "--world-size 2 --cp-degree 2 --use-pipe-experts",
     ),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
     _ahead("recompute_in_bubble", "in idle slots of the pipeline", "--recompute-in-bubble"),

@@ -125,12 +125,15 @@ def _task_data(config: Config) -> TaskData | None:
 
 def make_layout(config: Config) -> Layout:
     """How the ranks of cp share a sequence."""
-    parallel = config.parallel
+    parallel, slicing = config.parallel, make_slicing(config)
     return choose_layout(
         parallel.context_parallel_algo,
         parallel.cp_degree,
         causal=config.kind != "ernie",
         length=config.model.seq_length,
+        slices=slicing.degree,
+        balanced=slicing.balanced,
+        parts=parallel.mp_degree if parallel.sequence_parallel else 1,
     )
 
 

@@ -28,6 +28,7 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
         (moe.num_experts == 0 or parallel.ep_degree == 1, "without --ep-degree there is no all-to-all to hide"),
         (not model.use_flash_attn, "slices need --use-flash-attn"),
         (parallel.pp_degree > 1, "under a pipeline the degree is given, not measured"),
+        (parallel.cp_degree > 1, "with --cp-degree the order of the data follows the degree, which is given"),
         (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute measures whole layers"),
         (segments, "segments at stage 3 allow no slices"),
         (model.attention_dropout > 0 or model.hidden_dropout > 0, "slices draw other dropout masks"),

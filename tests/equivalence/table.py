@@ -481,6 +481,33 @@ CONTEXT_ROWS: tuple[Row, ...] = (
     Row("moe", 8, (*_cp(2, "ring"), *EP4, *MP2, *SP, *EMP1, *_stages(2)[1]), (*DROPS, *BIASED, *APART), 2),
 )
 
+
+def shared_slices_row(
+    algorithm: str, degree: int, place: tuple[int, int, tuple[str, ...]], ways: tuple[str, ...], *rest: object
+) -> Row:
+    """AMPipe where ranks share every slice; rest: as ``sliced_row`` takes it."""
+    ranks, cp, beside = place
+    return sliced_row(degree, ways, (ranks, (*_cp(cp, algorithm), *beside)), *rest)  # type: ignore[arg-type]
+
+
+ONLY_CP, CP4 = (2, 2, EP2), (4, 4, EP4)
+CP_SP, CP_STAGES = (4, 2, (*EP2, *MP2, *SP)), (4, 2, (*EP2, *_stages(2)[2]))
+
+SHARED_SLICES_ROWS: tuple[Row, ...] = (
+    shared_slices_row("ring", 2, ONLY_CP, CROSS, DROPS, 2, _every(1)),
+    shared_slices_row("ring", 2, ONLY_CP, (), (), 1, BOUNDARIES),
+    shared_slices_row("allgather", 4, ONLY_CP, CROSS, DROPS, 1, _every(1)),
+    shared_slices_row("allgather", 2, ONLY_CP, (*_pipe(4), *BALANCED), (*DROPS, *TOP1), 2),
+    shared_slices_row("ulysses", 4, ONLY_CP, CROSS, DROPS, 2, _every(2)),
+    shared_slices_row("ulysses", 2, ONLY_CP, BALANCED, TOP4, 1, BOUNDARIES),
+    shared_slices_row("ring", 4, CP4, (), (*DROPS, *APART), 2),
+    shared_slices_row("ring", 2, CP_SP, (*HIDDEN_MP, *CROSS), DROPS, 1, _every(1)),
+    shared_slices_row("allgather", 3, CP_SP, BALANCED, DROPS, 2, BOUNDARIES),
+    shared_slices_row("ulysses", 3, CP_SP, CROSS, (*AHEAD, *QK_NORM), 1, SELECTIVE),
+    shared_slices_row("ring", 3, CP_STAGES, CROSS, TOP4, 1, _every(2)),
+    Row("moe", 4, (*_cp(2, "ring"), *TWO_STAGES, "--ampipe-degree", "2", *CROSS, *_every(1)), FOUR_LAYERS),
+)
+
 ROWS: tuple[Row, ...] = (
     *SHARDING_ROWS,
     *TENSOR_ROWS,
@@ -492,6 +519,7 @@ ROWS: tuple[Row, ...] = (
     *AMPIPE_ROWS,
     *ROUTING_ROWS,
     *CONTEXT_ROWS,
+    *SHARED_SLICES_ROWS,
     *ERNIE3_ROWS,
     Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

@@ -290,7 +290,8 @@ def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
 
     slices = Slicing(4).cut(16)
     model = build(MOE, dtype=torch.float64)
-    run = CausalSlices(model.layers["0"].attention, Context(None, None, 32, slices=slices, own_slices=slices))
+    context = Context(None, None, 32, slices=slices, own_slices=slices, whole_slices=slices)
+    run = CausalSlices(model.layers["0"].attention, context)
     x = torch.randn(2, 16, MOE.hidden_size, dtype=torch.float64)
     storages = set()
     for number, place in enumerate(slices):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.moe.slicing import Slicing
 from tests.model.small import DENSE, build
 from tests.support.ranks import run_ranks
 
@@ -29,11 +30,16 @@ def logits(model, layout, rank, tokens, ends):
     return {at: y[0, place] for place, at in enumerate(own)}
 
 
-def who_sees(rank, size, algorithm, ends):
+def who_sees(rank, size, algorithm, ends, slices=1):
     """For each changed position, those of this rank's positions whose logits change."""
     axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)))
-    layout = choose_layout(algorithm, size, causal=True, length=LENGTH)
-    model = build(replace(DENSE, num_layers=3), dtype=torch.float64, cp=ContextParallel(axis, algorithm, layout))
+    layout = choose_layout(algorithm, size, causal=True, length=LENGTH, slices=slices)
+    model = build(
+        replace(DENSE, num_layers=3),
+        dtype=torch.float64,
+        cp=ContextParallel(axis, algorithm, layout),
+        slicing=Slicing(slices),
+    )
     tokens = torch.randint(67, (1, LENGTH), generator=torch.Generator().manual_seed(2))
     before = logits(model, layout, rank, tokens, ends)
     seen = {}
@@ -46,9 +52,11 @@ def who_sees(rank, size, algorithm, ends):
 
 
 @pytest.mark.parametrize("ends", [None, (6, 7, 16)])
-@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
-def test_a_position_reaches_itself_and_what_follows_in_its_document(algorithm, ends):
-    found = run_ranks(2, who_sees, algorithm, ends)
+@pytest.mark.parametrize(
+    ("algorithm", "slices"), [(RING, 1), (ULYSSES, 1), (GATHERED, 1), (RING, 2), (ULYSSES, 3), (GATHERED, 4)]
+)
+def test_a_position_reaches_itself_and_what_follows_in_its_document(algorithm, slices, ends):
+    found = run_ranks(2, who_sees, algorithm, ends, slices)
     for changed in range(LENGTH):
         end = next(e for e in ends or (LENGTH,) if changed < e)
         assert found[0][changed] | found[1][changed] == set(range(changed, end))

@@ -28,6 +28,7 @@ def legal(line: str, world_size: int = 2) -> tuple[tuple[int, ...], str]:
         ("--ep-degree 2 --seq-length 3", (1, 2), ""),
         ("", (1,), "--ep-degree"),
         ("--ep-degree 2 --hidden-dropout 0.1", (1,), "dropout"),
+        ("--cp-degree 2 --ep-degree 2", (1,), "order of the data"),
         ("--ep-degree 2 --no-use-flash-attn", (1,), "flash"),
         ("--ep-degree 2 --recompute-interval 1 --reset-attention-mask", (1, 2, 4), ""),
         ("--ep-degree 2 --adaptive-recompute-device-size 1", (1,), "adaptive"),

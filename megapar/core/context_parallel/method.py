@@ -11,6 +11,7 @@ from megapar.core.context_parallel.gathered import Gathered, gathered_plan
 from megapar.core.context_parallel.layout import RING, ULYSSES, Layout
 from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
+from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
 from megapar.core.context_parallel.tiles import Sight
 from megapar.core.tickets import Traffic
 
@@ -44,6 +45,11 @@ class ContextParallel:
             return Ring(self.axis, self.traffic)
         return Gathered(self.axis, self.layout, self.traffic)
 
+    @property
+    def slice_transport(self) -> SliceTransport:
+        """The same where the sequence is attended to slice by slice."""
+        return (RingSlices if self.algorithm == RING else GatheredSlices)(self.axis, self.traffic)
+
     def share(self, mp: Axis, *, sequence_parallel: bool) -> Share:
         """The ranks that have positions of one micro-batch."""
         return Share.of(self.axis, self.layout, mp, sequence_parallel=sequence_parallel)
@@ -66,3 +72,12 @@ class ContextParallel:
         sight = Sight.of(samples, own_length * self.axis.size, causal=causal, ends=ends, lengths=lengths)
         make = ring_plan if self.algorithm == RING else gathered_plan
         return make(self.layout, self.axis.rank, sight)
+
+    def slice_plans(
+        self, samples: int, own_length: int, *, ends: Sequence[int] | None = None
+    ) -> tuple[SlicePlan, ...] | None:
+        """The tiles of a micro-batch slice by slice, causal; None where attention sees whole slices."""
+        if not self.active or self.deals_heads:
+            return None
+        sight = Sight.of(samples, own_length * self.axis.size, causal=True, ends=ends)
+        return slice_plans(self.layout, self.axis.rank, sight, ring=self.algorithm == RING)

@@ -53,6 +53,10 @@ class Share:
         """[n, ..] to [size * n, ..], by rank; what follows must be the same on every rank."""
         return gather(gather(x, self.mp, 0), self.cp, 0)
 
+    def slice_order(self, number: int) -> list[int]:
+        """The ranks in order of their positions in slice ``number`` of the sequence, of which each has one run."""
+        return [rank * self.mp.size + part for rank in self.layout.order(number) for part in range(self.mp.size)]
+
     def places(self, own_length: int) -> tuple[Place, ...]:
         """Who holds what in order of position, where each rank holds ``own_length`` positions."""
         return self.layout.places(own_length * self.size, self.mp.size)

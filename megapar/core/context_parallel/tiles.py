@@ -107,6 +107,23 @@ def gathered_tiles(layout: Layout, rank: int, sight: Sight) -> list[Tile]:
     return _tiles(own, _gaps(own, sight.length), sight, in_order=True)
 
 
+def tiles_before(own: range, keys: range, sight: Sight) -> list[Tile]:
+    """Rows of consecutive positions against columns that stand before them, both named by position in the columns."""
+    return _tiles([own], [keys], sight, in_order=True)
+
+
+def diagonal_tiles(own: range, sight: Sight) -> list[Tile]:
+    """Rows of consecutive positions against their own columns, which are named by position; causal."""
+    tiles = []
+    for sample, ends, _ in sight.groups():
+        start = 0
+        for end in ends:
+            keys = range(max(start, own.start), min(end, own.stop))
+            tiles += [Tile(sample, _shift(keys, -own.start), keys, causal=True)] if keys else []
+            start = end
+    return tiles
+
+
 def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
     """A rank's own tiles as two parts of about the same work. middle: rows of its first run.
 

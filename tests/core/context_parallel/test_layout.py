@@ -21,6 +21,10 @@ def test_the_drawings():
     assert drawing(Layout(2, zigzag=True), 8) == "00111100"
     assert drawing(Layout(3), 9) == "000111222"
     assert drawing(Layout(), 5) == "00000"
+    assert drawing(Layout(2, zigzag=True, slices=2), 8) == drawing(Layout(2, zigzag=True), 8)
+    assert drawing(Layout(2, zigzag=True, slices=3), 12) == "001111000011"
+    assert drawing(Layout(2, slices=2), 8) == "00110011"
+    assert drawing(Layout(2, zigzag=True, slices=2, balanced=True, parts=2), 16) == "0000001111111100"
 
 
 def test_zigzag_evens_out_causal_work():

@@ -1,0 +1,228 @@
+"""Attention slice by slice of the sequence where the ranks of cp share every slice.
+
+    forward    kv of slice c ^             earlier slices, own keys     kv v     keys of others in slice c
+    backward   keys of others in slice c   dkv of slice c ^             earlier slices, own keys     dkv v
+
+(``^`` launch, ``v`` wait.) Slice c has the keys of slices 0..c, in order of position. They come round the ring, block
+by block, or all at once, and stay until the backward of the layer: later slices need them again. A key's gradient is
+summed over the slices that saw it, in max(fp32, dtype), and goes home when its own slice's queries, the last in the
+backward, have added theirs.
+
+Shape letters: B batch, N query heads, G key-value heads, S sequence, s positions of this rank in a slice, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar.core.axis import Axis
+from megapar.core.context_parallel.blocks import RowGradients, Rows
+from megapar.core.context_parallel.blockwise import Columns
+from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
+from megapar.core.device.block import Block
+from megapar.core.tickets import AllGather, Flight, ReduceScatter, SendReceive, Traffic
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """What this rank computes of one slice. Columns of tiles are positions of the whole sequence.
+
+    runs: the positions that each rank has. near: tiles of earlier slices' and of own keys; others: of the keys of other
+    ranks, one list for each arrival.
+    """
+
+    runs: tuple[range, ...]
+    near: tuple[Tile, ...]
+    others: tuple[tuple[Tile, ...], ...]
+
+
+def slice_plans(layout: Layout, rank: int, sight: Sight, *, ring: bool) -> tuple[SlicePlan, ...]:
+    """Of every slice of ``layout``. ring: others' keys arrive from the ranks before this one, the nearest first."""
+    plans, start = [], 0
+    for runs in zip(*(layout.runs(sight.length, other) for other in range(layout.size)), strict=True):
+        own = runs[rank]
+        near = (*tiles_before(own, range(start), sight), *diagonal_tiles(own, sight))
+        arrivals = [range(start, own.start)]
+        if ring:
+            sources = (runs[(rank - step) % layout.size] for step in range(1, layout.size))
+            arrivals = [run if run.start < own.start else range(0) for run in sources]
+        others = tuple(tuple(tiles_before(own, keys, sight)) for keys in arrivals)
+        plans.append(SlicePlan(runs, near, others))
+        start += sum(map(len, runs))
+    return tuple(plans)
+
+
+# What attends to tiles, and for a backward adds to the gradients of their columns.
+See = Callable[[Iterable[Tile]], None]
+
+
+class SliceTransport(Protocol):
+    """How the keys and values of a slice come to the other ranks, and their gradients home."""
+
+    def fetch(self, columns: Tensor, plan: SlicePlan, see: See) -> None:
+        """See all tiles; the slice's columns [S, ..] of other ranks are filled in."""
+        ...
+
+    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
+        """See all tiles; what the other ranks add to gradients [S, ..] of this rank's columns [s, ..]."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatheredSlices:
+    """One all-gather, and one reduce-scatter, for each slice."""
+
+    axis: Axis
+    traffic: Traffic
+
+    def fetch(self, columns: Tensor, plan: SlicePlan, see: See) -> None:
+        """All-gather under what is near."""
+        flight = self.traffic.launch(AllGather(self.axis), _rows(columns, plan.runs[self.axis.rank]).clone())
+        see(plan.near)
+        pieces = self.traffic.land(flight).chunk(self.axis.size)
+        for rank, run in enumerate(plan.runs):
+            if rank != self.axis.rank:
+                _rows(columns, run).copy_(pieces[rank])
+        see(plan.others[0])
+
+    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
+        """Reduce-scatter under what is near."""
+        see(plan.others[0])
+        message = torch.cat([_rows(gradients, run) for run in plan.runs])
+        message.chunk(self.axis.size)[self.axis.rank].zero_()  # it is here
+        flight = self.traffic.launch(ReduceScatter(self.axis), message)
+        see(plan.near)
+        return self.traffic.land(flight)
+
+
+@dataclass(frozen=True)
+class RingSlices:
+    """Blocks go round a ring, each passed on before it is used; their gradients follow them and come home."""
+
+    axis: Axis
+    traffic: Traffic
+
+    def fetch(self, columns: Tensor, plan: SlicePlan, see: See) -> None:
+        """The first block arrives under what is near."""
+        flight = self._pass_on(_rows(columns, plan.runs[self.axis.rank]).clone())
+        see(plan.near)
+        for step, tiles in enumerate(plan.others, start=1):
+            block = self.traffic.land(flight)
+            if step < len(plan.others):
+                flight = self._pass_on(block)
+            _rows(columns, self._source(plan, step)).copy_(block)
+            see(tiles)
+
+    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
+        """The own block's gradients come home under what is near."""
+        going: Flight | None = None
+        for step, tiles in enumerate(plan.others, start=1):
+            see(tiles)
+            theirs = _rows(gradients, self._source(plan, step)).clone()
+            if going is not None:
+                theirs.add_(self.traffic.land(going))
+            going = self._pass_on(theirs)
+        see(plan.near)
+        assert going is not None
+        return self.traffic.land(going)
+
+    def _source(self, plan: SlicePlan, step: int) -> range:
+        return plan.runs[(self.axis.rank - step) % self.axis.size]
+
+    def _pass_on(self, block: Tensor) -> Flight:
+        size, rank = self.axis.size, self.axis.rank
+        return self.traffic.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), block)
+
+
+class SharedSlices:
+    """Attention of one layer over one micro-batch whose slices ranks share; ``attend`` for every slice in order.
+
+    flash: fused kernels where the device has them.
+    """
+
+    def __init__(self, axis: Axis, transport: SliceTransport, plans: Sequence[SlicePlan], *, flash: bool) -> None:
+        self.axis, self.transport, self.plans, self.flash = axis, transport, plans, flash
+        self.columns: Columns | None = None
+        self.gradients: Columns | None = None
+        self._token: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float) -> Tensor:
+        """q [B, N, s, D], k and v [B, G, s, D] of slice ``number`` on this rank to [B, N, s, D]."""
+        out: Tensor
+        out, self._token = _Attend.apply(q, k, v, self._token, _Call(self, number, dropout))
+        return out
+
+    def put(self, k: Tensor, v: Tensor, run: range) -> Columns:
+        """Add this rank's columns of a slice to those of all slices."""
+        own = Columns.of(k, v)
+        if self.columns is None:
+            length = sum(len(part) for plan in self.plans for part in plan.runs)
+            self.columns = Columns(own.message.new_empty((length, *own.message.shape[1:])))
+        _rows(self.columns.message, run).copy_(own.message)
+        return self.columns
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One slice's part. No pytree."""
+
+    shared: SharedSlices
+    number: int
+    dropout: float
+
+    @property
+    def plan(self) -> SlicePlan:
+        return self.shared.plans[self.number]
+
+    @property
+    def own(self) -> range:
+        return self.plan.runs[self.shared.axis.rank]
+
+
+class _Attend(torch.autograd.Function):
+    """The token passed from slice to slice brings gradients back last slice first."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+        shared = call.shared
+        columns = shared.put(k, v, call.own)
+        rows = Rows(q, flash=shared.flash, dropout=call.dropout)
+        shared.transport.fetch(columns.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v))
+        result = rows.result()
+        ctx.call, ctx.drawn, ctx.first = call, rows.drawn, token is None
+        ctx.save_for_backward(q, *result[:2])
+        return result.out, q.new_zeros(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, lse = ctx.saved_tensors
+        call: _Call = ctx.call
+        shared, columns = call.shared, call.shared.columns
+        assert columns is not None
+        if shared.gradients is None:
+            shared.gradients = columns.zeros()
+        sums, near = shared.gradients, len(call.plan.near)
+        # The forward saw what is near first.
+        drawn = itertools.chain(ctx.drawn[near:], ctx.drawn[:near])
+        rows = RowGradients(grads[0], q, Block(out, lse), drawn, flash=shared.flash, dropout=call.dropout)
+        landed = shared.transport.bring_home(
+            sums.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v, sums.k, sums.v)
+        )
+        own = Columns(_rows(sums.message, call.own) + landed)
+        if ctx.first:
+            shared.gradients = None
+        token = None if ctx.first else grads[1]
+        return rows.dq.to(q.dtype), own.k.to(q.dtype), own.v.to(q.dtype), token, None
+
+
+def _rows(x: Tensor, run: range) -> Tensor:
+    return x[run.start : run.stop]
