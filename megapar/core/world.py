@@ -8,7 +8,7 @@ has no group, and axes with the same ranks share one communicator.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -23,6 +23,8 @@ from megapar.core.grid import DENSE_AXES, Grid
 from megapar.errors import DistributedError
 
 GRACE = timedelta(seconds=3)
+ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
+"""Of the environment: how often the ranks of this job have met before; the same on all of them."""
 
 # Made in this order on every rank. "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat
 # them, "data" are the positions that read data of their own.
@@ -90,7 +92,7 @@ class World:
             raise DistributedError(f"the grid has {grid.world_size} ranks, WORLD_SIZE is {world_size}")
         store, rank, world_size = next(rendezvous(rendezvous_url or "env://", rank, world_size, timeout=timeout))
         # torch's agent keeps the store when it starts ranks again; what those that died left must not be found in it.
-        store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = dist.PrefixStore(f"start-{starts_before(os.environ)}", store)
         store.set_timeout(timeout)
         roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
         ordered = replace(grid, order=DENSE_AXES)
@@ -204,6 +206,11 @@ class World:
                 f"group {name} of ranks {list(launched)} failed its first collective; {who}. {error}"
             ) from error
         return group
+
+
+def starts_before(environ: Mapping[str, str]) -> int:
+    """How often ranks of this job were started before: by ``megapar launch``, or by torchrun as this node counts."""
+    return int(environ.get(ROUND) or environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def silent_ranks(store: dist.Store, ranks: tuple[int, ...], rank: int, grace: timedelta = GRACE) -> list[int]:

@@ -1,12 +1,18 @@
-"""torch's elastic agent as ``megapar launch`` runs it: on one node everything listens on loopback only."""
+"""torch's elastic agent as ``megapar launch`` runs it: it listens where the other nodes are, and nowhere else.
+
+torch's own stores listen on every interface. Here one node's job listens on loopback; that of several nodes on the
+address by which a node reaches ``--rdzv-endpoint``, or on ``--local-addr``.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -18,24 +24,100 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megapar.core.world import ROUND
+from megapar.errors import DistributedError
+
 LOOPBACK = "127.0.0.1"
+CONNECT = timedelta(minutes=5)  # nodes of a cluster do not start in the same minute
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where nodes meet. endpoint: "" for a free port of this machine. settings: further ones of the backend."""
+    """Where nodes meet. store: that of a ``Place``; None for backends of their own. address: this node's, for the
+    others. endpoint: of those backends. settings: further ones of the backend.
+    """
 
     backend: str
-    endpoint: str
     id: str
     min_nodes: int
     max_nodes: int
+    address: str | None
+    store: TCPStore | None
+    endpoint: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def local(self) -> bool:
-        """Whether nobody from outside this machine is to take part."""
-        return self.max_nodes == 1 and self.backend == "c10d" and not self.endpoint
+
+@dataclass(frozen=True)
+class Place:
+    """A store that nodes can meet at. endpoint: of it, for the others. address: this node's, as they reach it.
+
+    hosted: whether the store is in this process.
+    """
+
+    store: TCPStore
+    endpoint: str
+    address: str
+    hosted: bool
+
+
+def meet_here() -> Place:
+    """For a job of this node alone: a free port that only this machine can reach."""
+    store = listening_store(LOOPBACK, 0)
+    return Place(store, f"{LOOPBACK}:{store.port}", LOOPBACK, hosted=True)
+
+
+def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> Place:
+    """The store at HOST:PORT, made here where HOST is an address of this machine and nobody has made it yet.
+
+    local_addr: this node's address for the others. hosts: whether this node is to make it, where that is known. Port 0
+    is a free one, which only the node that makes the store can choose. Raises DistributedError.
+    """
+    host, port = split_endpoint(endpoint)
+    found = _address_of(host)
+    if found.startswith("127.") and host != "localhost" and not host.startswith("127.") and not local_addr:
+        raise DistributedError(
+            f"--rdzv-endpoint {endpoint} is {found} on this machine, which no other node can reach; "
+            "give an address that all of them reach, or --local-addr"
+        )
+    listens = local_addr if local_addr and (hosts or found.startswith("127.")) else found
+    if hosts is not False:
+        try:
+            store = listening_store(listens, port)
+        except OSError as error:
+            elsewhere = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another machine's address, or made already
+            if hosts or not port or error.errno not in elsewhere:
+                raise DistributedError(f"cannot listen on {listens}, port {port}: {error.strerror}") from error
+        else:
+            return Place(store, f"{host}:{store.port}", local_addr or listens, hosted=True)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    return Place(store, endpoint, local_addr or _towards(found, port), hosted=False)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """HOST and PORT (29400 where there is none) of HOST:PORT. Raises DistributedError."""
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or (endpoint.startswith("[") and endpoint.endswith("]")):
+        host, port = endpoint, "29400"
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise DistributedError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint}")
+    return host.strip("[]"), int(port)
+
+
+def _address_of(host: str) -> str:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise DistributedError(f"--rdzv-endpoint: {host} has no address: {error.strerror}") from error
+    ordered = sorted(found, key=lambda one: one[0] != socket.AF_INET)
+    return str(ordered[0][4][0])
+
+
+def _towards(address: str, port: int) -> str:
+    """The address of this machine from which it reaches another one; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
 
 
 def make_agent(
@@ -48,16 +130,15 @@ def make_agent(
     """
     # The agent would end at once on a signal and forget how its ranks ended: the launcher passes signals on instead.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP"
-    local_addr = "localhost" if meeting.max_nodes == 1 else None
     spec = WorkerSpec(
         role="rank",
         local_world_size=nproc,
         entrypoint=sys.executable,
         args=tuple(arguments),
-        rdzv_handler=_handler(meeting, local_addr),
+        rdzv_handler=_handler(meeting),
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        local_addr=local_addr,
+        local_addr=meeting.address,
     )
     logs = DefaultLogsSpecs(log_dir=log_dir or None, tee=Std.ALL if log_dir else Std.NONE)
     return LocalElasticAgent(spec, logs_specs=logs, shutdown_timeout=grace)
@@ -68,41 +149,47 @@ def no_more_restarts(agent: Any) -> None:
     agent._remaining_restarts = 0  # the agent has no other way to be told
 
 
-def _handler(meeting: Meeting, local_addr: str | None) -> Any:
+def _handler(meeting: Meeting) -> Any:
     parameters = RendezvousParameters(
         backend=meeting.backend,
-        endpoint=meeting.endpoint or f"{LOOPBACK}:0",
+        endpoint=meeting.endpoint,
         run_id=meeting.id,
         min_nodes=meeting.min_nodes,
         max_nodes=meeting.max_nodes,
-        local_addr=local_addr,
+        local_addr=meeting.address,
         **meeting.settings,
     )
-    if not meeting.local:
+    if meeting.store is None:
         return _fresh(get_rendezvous_handler(parameters))
-    store = loopback_store()
-    handler = create_handler(store, C10dRendezvousBackend(store, meeting.id), parameters)
+    handler = create_handler(meeting.store, C10dRendezvousBackend(meeting.store, meeting.id), parameters)
     # The ranks' own store is made by the handler, on all interfaces if left to itself.
-    handler._create_tcp_store_server = lambda *_: loopback_store()  # type: ignore[method-assign]
+    handler._create_tcp_store_server = listening_store  # type: ignore[method-assign,assignment]
     return _fresh(handler)
 
 
 def _fresh(handler: Any) -> Any:
-    """A new store for the ranks of each rendezvous: torch 2.13 keeps the first one, with what the dead left."""
+    """Each rendezvous tells the ranks which one it is, and has a new store for them.
+
+    Nodes count their own restarts, which differ where one of them came later; the number of the rendezvous is the same
+    on all. torch 2.13 keeps the first store, with what the dead left in it.
+    """
     if not hasattr(handler, "_bootstrap_store_info"):
         return handler  # of a backend that has none
     meet = handler.next_rendezvous
 
     def next_rendezvous() -> Any:
         handler._bootstrap_store_info = handler._shared_tcp_store_server = None
-        return meet()
+        met = meet()
+        os.environ[ROUND] = str(handler._state_holder.state.round)
+        return met
 
     handler.next_rendezvous = next_rendezvous
     return handler
 
 
-def loopback_store() -> TCPStore:
-    """A store that only this machine can reach: torch's own sockets listen on every interface."""
-    listener = socket.create_server((LOOPBACK, 0))
+def listening_store(address: str, port: int) -> TCPStore:
+    """A store that is reached by one address of this machine. Raises OSError where that cannot be listened on."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megapar.config.flag import SCRIPTS
+from megapar.errors import MegaparError
+
+if TYPE_CHECKING:
+    from megapar.tools.agent import Place
 
 REFUSED = 2
 MOST_GRACE_SECONDS = 30
@@ -39,7 +43,8 @@ class Launch:
     rdzv_conf: Mapping[str, str]
     stop_timeout: float
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: dict[str, str]
+    local_addr: str = ""
     log_dir: str = ""
 
     @property
@@ -66,18 +71,46 @@ def main(argv: Sequence[str]) -> int:
     _validate(script, options.flags, launch.world_size, options.node_rank)
     for line in _fewer_nodes(launch):
         print(f"megapar launch: {line}", file=sys.stderr)
-    for name, value in launch.environment.items():
+    try:
+        place = _meet(launch)
+    except MegaparError as error:
+        print(f"megapar launch: {error}", file=sys.stderr)
+        return error.exit_status
+    for name, value in (launch.environment | _interfaces(place)).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
     if options.preflight:
         measure = ("-m", "megapar.tools.preflight")
         name = f"{launch.rdzv_id}-preflight"
         before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
-        status = run(before)
+        status = run(before, place)
         if status:
             print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
             return status
-    return run(launch)
+    return run(launch, place)
+
+
+def _meet(launch: Launch) -> Place | None:
+    """Where the nodes meet, and what this one listens on; None where a backend of torch's own decides that."""
+    from megapar.tools import agent
+
+    if launch.rdzv_backend != "c10d" or launch.rdzv_conf.get("store_type", "tcp") != "tcp":
+        return None
+    if not launch.rdzv_endpoint:
+        return agent.meet_here()
+    said = launch.rdzv_conf.get("is_host", "").lower()
+    hosts = None if not said else said in ("1", "true", "yes", "t", "y")
+    place = agent.meet_at(launch.rdzv_endpoint, launch.local_addr, hosts)
+    if place.hosted:
+        print(f"megapar launch: nodes meet at {place.endpoint}", file=sys.stderr, flush=True)
+    return place
+
+
+def _interfaces(place: Place | None) -> dict[str, str]:
+    """Variables by which gloo and NCCL listen on loopback, where nothing of the job need be reached from outside."""
+    if place is None or not place.address.startswith("127.") or sys.platform != "linux":
+        return {}
+    return {name: "lo" for name in INTERFACES if name not in os.environ}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,7 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--node-rank", type=int, metavar="N", help="this node's number; only node 0 prints the report")
     add("--rdzv-backend", default="c10d", help="rendezvous backend of torch's elastic agent (default: c10d)")
-    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet (default: a free local port)")
+    add(
+        "--rdzv-endpoint",
+        default="",
+        metavar="HOST:PORT",
+        help="where nodes meet, an address of one of them (default: a free local port)",
+    )
+    add("--local-addr", default="", metavar="HOST", help="this node's address (default: as it reaches the endpoint)")
     add("--rdzv-id", default="", help="name of the job, the same on every node (default: megapar, one node: random)")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
     add("--log-dir", default="", metavar="DIR", help="write every rank's output to files there, too, with its prefix")
@@ -139,8 +178,6 @@ def _launch(options: argparse.Namespace) -> Launch:
         name: value for name, value in _environment(options.nproc_per_node).items() if name not in os.environ
     }
     least, most = options.nnodes
-    if most == 1:  # nothing of one node's job need be reached from outside
-        environment |= {name: "lo" for name in INTERFACES if name not in os.environ and sys.platform == "linux"}
     return Launch(
         nproc_per_node=options.nproc_per_node,
         min_nodes=least,
@@ -150,6 +187,7 @@ def _launch(options: argparse.Namespace) -> Launch:
         rdzv_endpoint=options.rdzv_endpoint,
         rdzv_id=options.rdzv_id or ("megapar" if most > 1 else uuid.uuid4().hex),
         rdzv_conf=settings,
+        local_addr=options.local_addr,
         stop_timeout=options.stop_timeout,
         command=(options.script, *options.flags),
         environment=environment,
@@ -197,7 +235,7 @@ def _fewer_nodes(launch: Launch) -> Iterator[str]:
             yield f"on {nodes} nodes the run would end: {error}"
 
 
-def run(launch: Launch) -> int:
+def run(launch: Launch, place: Place | None) -> int:
     """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
     from megapar.tools.agent import Meeting, make_agent, no_more_restarts
 
@@ -205,7 +243,10 @@ def run(launch: Launch) -> int:
     if launch.min_nodes < launch.nnodes:
         command = ["-u", "-m", "megapar.tools.elastic", str(launch.world_size), *launch.command]
     meeting = Meeting(
-        *(launch.rdzv_backend, launch.rdzv_endpoint, launch.rdzv_id, launch.min_nodes, launch.nnodes),
+        *(launch.rdzv_backend, launch.rdzv_id, launch.min_nodes, launch.nnodes),
+        address=place.address if place else launch.local_addr or ("localhost" if launch.nnodes == 1 else None),
+        store=place.store if place else None,
+        endpoint=place.endpoint if place else launch.rdzv_endpoint,
         settings=launch.rdzv_conf,
     )
     grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))

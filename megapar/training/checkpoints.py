@@ -14,6 +14,7 @@ from megapar.config.run import Checkpoint
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
 from megapar.core.checkpoint.background import Background, State, Written
+from megapar.core.world import starts_before
 from megapar.errors import CheckpointError, CheckpointMismatchError
 from megapar.training import state
 from megapar.training.build import Job
@@ -29,7 +30,7 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 def is_restart(environ: Mapping[str, str]) -> bool:
     """Whether the launcher started this process in place of one that failed."""
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return starts_before(environ) > 0
 
 
 class Checkpoints:
@@ -59,7 +60,7 @@ class Checkpoints:
     def source(self) -> Path | None:
         """The folder of checkpoints to go on from: --load; on a restart what this very job has saved since."""
         options = self._options
-        if options.save and is_restart(os.environ) and self._saved_by_this_job(Path(options.save)):
+        if options.save and self._is_restart() and self._saved_by_this_job(Path(options.save)):
             return Path(options.save)
         if not options.load:
             return None
@@ -67,6 +68,9 @@ class Checkpoints:
         if options.save and root == Path(options.save) and not self._agree(folders.candidates(root))[0]:
             return None  # the usual script names one folder for both; its first run starts from scratch
         return root
+
+    def _is_restart(self) -> bool:
+        return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
 
     def _saved_by_this_job(self, root: Path) -> bool:
         def look() -> bool:
@@ -86,7 +90,7 @@ class Checkpoints:
         Raises CheckpointError where none is sound, or --on-bad-checkpoint stop.
         """
         options = self._options
-        if options.ckpt_step is not None and not is_restart(os.environ):
+        if options.ckpt_step is not None and not self._is_restart():
             folder = folders.find(root, options.ckpt_step)
             return self._resumed(folder, read(folder))
         found, problem = self._agree(folders.candidates(root))

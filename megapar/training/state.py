@@ -138,6 +138,8 @@ def load(
     CheckpointMismatchError where it is of another model or was trained on another schedule.
     """
     layout, facts, targets = store.read_layout(folder), model_facts(job), weights(job)
+    if facts.get("position_embedding_type") == "rope":  # no tensor depends on it, and longer samples are no other model
+        facts["max_position_embeddings"] = layout.model.get("max_position_embeddings")
     if not any(name.startswith("optimizer/") for name in layout.tensors):
         options = replace(options, finetune=True)
         if facts.get("sop") and layout.model.get("sop") is False:  # of a masked language model: that head starts anew

@@ -18,23 +18,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megapar.arguments import parse_or_exit
 from megapar.core.checkpoint import folder, shard_file, storage
+from megapar.core.world import starts_before
+from megapar.tools.launch import _children
 from megapar.trainer import Trainer, main
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
-ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+ATTEMPT = starts_before(os.environ)
 STEPS: list[int] = [0]  # the last iteration that this process has finished
 
 
-def strike(number: int = signal.SIGKILL) -> None:
-    """Note the fault and let it happen."""
+def note(what: str = "") -> None:
+    """The fault is about to happen. No fsync: a killed process leaves what it has written, and a fault waits there."""
+    line = {"attempt": ATTEMPT, "rank": RANK, "finished": STEPS[0], "at": time.time(), "what": what}
     with Path(SPEC["notes"]).open("a") as notes:
-        notes.write(json.dumps({"attempt": ATTEMPT, "rank": RANK, "finished": STEPS[0], "at": time.time()}) + "\n")
-        notes.flush()
-        os.fsync(notes.fileno())
+        notes.write(json.dumps(line) + "\n")
+
+
+def strike(number: int = signal.SIGKILL, what: str = "") -> None:
+    """Note the fault and let it happen."""
+    note(what)
     os.kill(os.getpid(), number)
+
+
+def strike_node() -> None:
+    """Kill this node: the launcher, its other ranks, and this one."""
+    note()
+    launcher, ranks = os.getppid(), _children(os.getppid())
+    os.kill(launcher, signal.SIGKILL)
+    for rank in ranks:
+        if rank != os.getpid():
+            os.kill(rank, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before(module: Any, name: str, when: Callable[..., bool], number: int = signal.SIGKILL) -> None:
@@ -58,6 +77,13 @@ def in_save(module: Any, name: str, path_of: Callable[..., Any]) -> None:
     """Strike in a phase of the save of the iteration."""
     wanted = f"iter_{SPEC['iteration']:07d}"
     before(module, name, lambda *args, **_: wanted in str(path_of(*args)))
+
+
+def node_is_due(trainer: Trainer, *_: Any) -> bool:
+    """Kill the node of this rank in the step; never comes back to say so."""
+    if trainer.progress.iteration + 1 == SPEC["iteration"]:
+        strike_node()
+    return False
 
 
 def after_rename() -> None:
@@ -92,6 +118,97 @@ def at_random() -> None:
     Trainer.run = run  # type: ignore[method-assign]
 
 
+# Phase -> the call that begins it, among how many calls one is drawn, and which ranks make it.
+PHASES: dict[str, tuple[Any, str, int, str]] = {
+    "step": (Trainer, "_forward_backward", 12, "any"),
+    "shard": (shard_file, "_write_tensor", 100, "any"),
+    "scalars and manifest": (storage, "write_bytes", 8, "0"),
+    "rename": (storage, "move_into_place", 4, "0"),
+    "latest": (folder, "publish", 4, "0"),
+}
+
+
+def in_phase_at_random() -> None:
+    """Strike in a phase, the attempts' in turns: in one of its next calls, up to a few milliseconds after it began."""
+    phase = list(PHASES)[ATTEMPT % len(PHASES)]
+    module, name, most, who = PHASES[phase]
+    draw = random.Random(f"{SPEC['seed']}/{ATTEMPT}/phase")
+    wanted, delay = draw.randrange(most), draw.uniform(0.0, SPEC["seconds"])
+    if (draw.randrange(int(os.environ["WORLD_SIZE"])) if who == "any" else 0) != RANK:
+        return
+    kept, calls = getattr(module, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if calls[0] == wanted:
+            threading.Timer(delay, strike, kwargs={"what": phase}).start()
+        calls[0] += 1
+        return kept(*args, **kwargs)
+
+    setattr(module, name, call)
+
+
+def not_a_number(always: bool) -> None:
+    """A module of this rank gives NaN: once in the step, or in every step from there on."""
+    kept = Trainer.run
+
+    def run(self: Trainer) -> Any:
+        struck: list[int] = []
+
+        def hook(module: object, inputs: object, output: Any) -> Any:
+            due = self.progress.iteration + 1 >= SPEC["iteration"] and (always or not struck)
+            if not due:
+                return output
+            if not struck:
+                note()
+                struck.append(1)
+            return output * torch.nan
+
+        dict(self.job.model.named_modules())["layers.1.mlp_norm"].register_forward_hook(hook)
+        return kept(self)
+
+    Trainer.run = run  # type: ignore[method-assign]
+
+
+def diverge() -> None:
+    """One bit of a parameter of this rank is another one after the step."""
+    kept = Trainer.step
+
+    def step(self: Trainer) -> Any:
+        done = kept(self)
+        if self.progress.iteration == SPEC["iteration"]:
+            note()
+            self.job.sharding.wait()
+            with torch.no_grad():
+                dict(self.job.model.named_parameters())["final_norm.weight"][0] *= 1 + 1e-12
+        return done
+
+    Trainer.step = step  # type: ignore[method-assign]
+
+
+def damage_local() -> None:
+    """Kill this rank in the step, with its newest local checkpoint damaged."""
+
+    def due(trainer: Trainer, *_: Any) -> bool:
+        if trainer.progress.iteration + 1 == SPEC["iteration"]:
+            saves = trainer.local_saves
+            assert saves is not None
+            saves.settle()
+            newest = max(saves._local._iterations().items())[1]
+            path = newest / f"rank-{RANK:05d}.{SPEC['name']}"
+            content = bytearray(path.read_bytes())
+            content[len(content) // 3] ^= 16
+            path.write_bytes(content if SPEC["harm"] == "bit flip" else content[: len(content) // 2])
+            strike()
+        return False
+
+    before(Trainer, "_forward_backward", due)
+
+
+def no_space_check() -> None:
+    """The disk is full before anybody has looked."""
+    storage._check_space = lambda *_: None
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "kill in step": lambda: in_step(signal.SIGKILL),
@@ -100,11 +217,20 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP": lambda: in_step(signal.SIGSTOP),
     "kill in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, tensor: file._path),
     "kill in scalars": lambda: in_save(storage, "write_bytes", lambda path, content: path),
-    "kill in manifest": lambda: in_save(storage, "move_into_place", lambda aside, folder: folder),
+    "kill in manifest": lambda: in_save(storage, "write_bytes", lambda path, _: path if path.stem == "layout" else ""),
+    "kill before rename": lambda: in_save(storage, "move_into_place", lambda aside, folder: folder),
     "kill after rename": after_rename,
     "kill in latest": in_latest,
     "kill at random": at_random,
+    "kill in a phase at random": in_phase_at_random,
+    "kill node": lambda: before(Trainer, "_forward_backward", node_is_due),
+    "NaN once": lambda: not_a_number(always=False),
+    "NaN always": lambda: not_a_number(always=True),
+    "divergence": diverge,
+    "damage local": damage_local,
+    "no space check": no_space_check,
 }
+EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 
 
 def watch_steps() -> None:
@@ -127,6 +253,7 @@ def watch_steps() -> None:
 
 if __name__ == "__main__":
     watch_steps()
-    if ATTEMPT in SPEC["attempts"] and (SPEC["kind"] == "kill at random" or SPEC["rank"] == RANK):
+    here = int(os.environ.get("LOCAL_RANK", "0")) if SPEC["kind"] == "kill node" else RANK
+    if ATTEMPT in SPEC["attempts"] and (SPEC["kind"] in EVERY_RANK or SPEC["rank"] == here):
         FAULTS[SPEC["kind"]]()
     main(parse_or_exit("moe", sys.argv[1:]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megapar.tools.agent import meet_here
 from tests.support.training import COMMON, SMALL, _last_wins
 
 ROOT = Path(__file__).parents[2]
@@ -28,16 +29,19 @@ class Fault:
     attempts: tuple[int, ...] = (0,)
     seed: int = 0
     seconds: float = 1.0
+    name: str = ""
+    harm: str = ""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended. losses: by iteration, of the metrics file. strikes: of the fault. starts: first steps after each
-    start. output: everything it said.
+    """How a job ended. losses, samples: by iteration, of the metrics file; samples that had been read then. strikes: of
+    the fault. starts: first steps after each start. output: everything it said.
     """
 
     status: int
     losses: dict[int, float]
+    samples: dict[int, int]
     strikes: list[dict[str, Any]]
     starts: list[dict[str, Any]]
     output: str
@@ -68,28 +72,71 @@ def run_job(
 ) -> Ended:
     """Launch, wait, and read what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    notes = folder / "strikes.jsonl"
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", str(world_size)]
     line += ["--max-restarts", str(restarts), "--stop-timeout", "2", *launcher, "tests/faults/faulty.py"]
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    spec = {**fault.__dict__, "notes": str(notes)}
-    environ = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGAPAR_TEST_FAULT": json.dumps(spec)}
     done = subprocess.run(
         [*line, *flags_of(folder, *flags)],
-        env=environ,
+        env=_environ(folder, fault),
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=PATIENCE_SECONDS,
     )
+    return _ended(folder, done.returncode, done.stdout)
+
+
+def _environ(folder: Path, fault: Fault) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    spec = {**fault.__dict__, "notes": str(folder / "strikes.jsonl")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGAPAR_TEST_FAULT": json.dumps(spec)}
+
+
+def _ended(folder: Path, status: int, output: str) -> Ended:
+    records = _lines(folder / "metrics.jsonl")
     return Ended(
-        done.returncode,
-        {record["iteration"]: record["loss"] for record in _lines(folder / "metrics.jsonl")},
-        _lines(notes),
-        _lines(Path(f"{notes}.starts")),
-        done.stdout,
+        status,
+        {record["iteration"]: record["loss"] for record in records},
+        {record["iteration"]: record["consumed_samples"] for record in records},
+        _lines(folder / "strikes.jsonl"),
+        _lines(folder / "strikes.jsonl.starts"),
+        output,
     )
+
+
+# Nodes that are gone are missed after 2 s. Others are waited for as long as a busy machine takes to start them.
+PATIENT = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=8"
+
+
+def run_nodes(folder: Path, ranks: int, iteration: int, *flags: str, another: bool = False) -> Ended:
+    """An elastic job of one or two nodes on this machine, which meet in this process; the second is killed in a step.
+
+    another: a third node comes in its place.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "pretrain_moe.py"  # only the trainers' scripts get another layout
+    script.write_text(f"import runpy\nrunpy.run_path({str(ROOT / 'tests/faults/faulty.py')!r}, run_name='__main__')\n")
+    place = meet_here()
+    line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nnodes", "1:2", "--nproc-per-node", str(ranks)]
+    line += ["--max-restarts", "3", "--rdzv-id", "job", "--rdzv-conf", PATIENT, "--rdzv-endpoint", place.endpoint]
+    line += [str(script), *flags_of(folder, *flags)]
+
+    def node(name: str, fault: Fault) -> subprocess.Popen[str]:
+        with (folder / f"{name}.log").open("w") as log:
+            return subprocess.Popen(line, env=_environ(folder, fault), cwd=ROOT, stdout=log, stderr=log, text=True)
+
+    none, killed = Fault("none", attempts=()), Fault("kill node", iteration=iteration, attempts=(0, 1))
+    nodes = [node("first", none), node("second", killed)]
+    try:
+        if another:
+            nodes[1].wait(PATIENCE_SECONDS)
+            nodes[1] = node("third", none)
+        statuses = [one.wait(PATIENCE_SECONDS) for one in (nodes if another else nodes[:1])]
+    finally:
+        for one in nodes:
+            one.kill()
+            one.wait()
+    return _ended(folder, max(statuses), "".join(path.read_text() for path in sorted(folder.glob("*.log"))))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -16,15 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megapar.core.checkpoint import folder as folders
-from tests.faults.job import Ended, Fault, run_job
+from tests.faults.job import ROOT, Ended, Fault, run_job, run_nodes
 
 SHARDING = ("--sharding-degree", "2")
 MP = ("--mp-degree", "2")
+DP = ("--sharding-degree", "1", "--hybrid-dp")
 FOUR = ("--mp-degree", "2", "--sharding-degree", "2")
 NONE = Fault("none", attempts=())
 INTERVAL = 2
@@ -34,18 +36,21 @@ INTERVAL = 2
 class Outcome:
     """Of one case. tried: faults. survived: of them those after which the run went on or was refused by name.
 
-    lost_steps: of each. worst: largest relative difference of a loss to the uninterrupted run.
+    lost_steps: of each. lost_samples: at most, of what the uninterrupted run had read at an iteration. worst: largest
+    relative difference of a loss to it. seconds: from each fault to the next step.
     """
 
     tried: int
     survived: int
     lost_steps: list[int] = field(default_factory=list)
+    lost_samples: int = 0
     worst: float = 0.0
     seconds: list[float] = field(default_factory=list)
     note: str = ""
 
 
 _WANTED: dict[tuple[int, tuple[str, ...]], dict[int, float]] = {}
+BATCH = 8
 
 
 def uninterrupted(world_size: int, *flags: str) -> dict[int, float]:
@@ -64,9 +69,10 @@ def compared(ended: Ended, want: dict[int, float], tolerance: float = 0.0) -> Ou
     same = ended.status == 0 and ended.losses.keys() == want.keys()
     worst = max((abs(ended.losses[i] - want[i]) / abs(want[i]) for i in want), default=0.0) if same else 1.0
     tried = max(1, len(ended.strikes))
-    good = same and worst <= tolerance
+    lost = max((abs(samples - BATCH * i) for i, samples in ended.samples.items()), default=0) if same else 0
+    good = same and worst <= tolerance and not lost
     note = "" if good else ended.output[-2000:]
-    return Outcome(tried, tried if good else 0, ended.lost_steps, worst, ended.seconds_to_next_step, note)
+    return Outcome(tried, tried if good else 0, ended.lost_steps, lost, worst, ended.seconds_to_next_step, note)
 
 
 def died(kind: str, rank: int, world_size: int, *flags: str, iteration: int = 4) -> Callable[[Path], Outcome]:
@@ -79,14 +85,70 @@ def died(kind: str, rank: int, world_size: int, *flags: str, iteration: int = 4)
     return case
 
 
-def random_kills(count: int) -> Callable[[Path], Outcome]:
-    """One long job, killed again and again at random moments."""
+def random_kills(kind: str, count: int, seconds: float) -> Callable[[Path], Outcome]:
+    """One long job, killed again and again; moments are drawn from so many seconds."""
 
     def case(folder: Path) -> Outcome:
-        flags = (*SHARDING, "--train-iters", "3000", "--lr-decay-iters", "3000", "--no-async-save")
-        fault = Fault("kill at random", attempts=tuple(range(count)), seed=20, seconds=1.5)
+        steps = str(200 + 60 * count)
+        flags = (*SHARDING, "--train-iters", steps, "--lr-decay-iters", steps)
+        fault = Fault(kind, attempts=tuple(range(count)), seed=20, seconds=seconds)
         ended = run_job(folder, 2, fault, *flags, restarts=count + 2)
-        return compared(ended, uninterrupted(2, *flags))
+        outcome = compared(ended, uninterrupted(2, *flags))
+        if len(ended.strikes) < count:
+            outcome.note += f"the job ended after {len(ended.strikes)} of {count} kills"
+        phases = [strike["what"] for strike in ended.strikes if strike["what"]]
+        if phases:
+            print("  kills by phase:", dict(sorted(Counter(phases).items())), flush=True)
+        return outcome
+
+    return case
+
+
+def node_lost(another: bool) -> Callable[[Path], Outcome]:
+    """One of two nodes of two ranks is killed in a step; another comes, or the run goes on without."""
+
+    def case(folder: Path) -> Outcome:
+        flags = ("--mp-degree", "2", "--sharding-degree", "-1")
+        ended = run_nodes(folder, 2, 4, *flags, another=another)
+        outcome = compared(ended, uninterrupted(4, *flags), 0.0 if another else 1e-10)
+        if not another and "2 of 4 ranks are there: sharding 2 -> 1" not in ended.output.partition("resumed")[2]:
+            outcome.survived, outcome.note = 0, "the layout was not told: " + ended.output[-2000:]
+        return outcome
+
+    return case
+
+
+def bad_once(folder: Path) -> Outcome:
+    """NaN on one rank that does not come again: the step is run again, and its second result is right."""
+    ended = run_job(folder, 2, Fault("NaN once", 1, 4), *SHARDING)
+    outcome = compared(ended, uninterrupted(2, *SHARDING))
+    outcome.lost_steps = [0]
+    if "a rank computed wrongly" not in ended.output:
+        outcome.survived, outcome.note = 0, "nothing was told: " + ended.output[-1500:]
+    return outcome
+
+
+def bad_for_good(folder: Path) -> Outcome:
+    """NaN on one rank in every step: nothing of it is applied, and the run ends with module, rank and samples."""
+    ended = run_job(folder, 2, Fault("NaN always", 1, 4), *SHARDING, "--bad-step-limit", "1")
+    told = "first bad: the output of layers.1.mlp_norm on rank 1; samples 32-39"
+    want = {i: loss for i, loss in uninterrupted(2, *SHARDING).items() if i <= 3}
+    same = {i: ended.losses.get(i) for i in want} == want
+    noted = (folder / "c" / "bad-batch-0000005.json").exists()
+    good = ended.status == 1 and told in ended.output and same and noted
+    return Outcome(1, int(good), [0], note="" if good else ended.output[-2500:])
+
+
+def diverged(layout: Sequence[str]) -> Callable[[Path], Outcome]:
+    """One element of a replica changes: the guard names parameter and rank, and a restart goes on from before it."""
+
+    def case(folder: Path) -> Outcome:
+        flags = (*layout, "--replica-check-interval", "1")
+        ended = run_job(folder, 2, Fault("divergence", 1, 3), *flags, restarts=1)
+        outcome = compared(ended, uninterrupted(2, *layout))
+        if "iteration 3: replicas of parameters differ: " not in ended.output:
+            outcome.survived, outcome.note = 0, "it was not named: " + ended.output[-1500:]
+        return outcome
 
     return case
 
@@ -114,15 +176,19 @@ def still(folder: Path) -> Outcome:
     return outcome
 
 
-def local(folder: Path) -> Outcome:
+def local(kind: str = "kill in step") -> Callable[[Path], Outcome]:
     """A kill with local checkpoints every step, and none on disk."""
-    flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
-    flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"), "--train-iters", "6")
-    ended = run_job(folder, 2, Fault("kill in step", 1, 5), *flags, restarts=1)
-    outcome = compared(ended, uninterrupted(2, *SHARDING))
-    if "taking the local checkpoint" not in ended.output:
-        outcome.survived, outcome.note = 0, "no local checkpoint was taken: " + ended.output[-1500:]
-    return outcome
+
+    def case(folder: Path) -> Outcome:
+        flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
+        flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"))
+        ended = run_job(folder, 2, Fault(kind, 1, 5), *flags, restarts=1)
+        outcome = compared(ended, uninterrupted(2, *SHARDING))
+        if "taking the local checkpoint" not in ended.output:
+            outcome.survived, outcome.note = 0, "no local checkpoint was taken: " + ended.output[-1500:]
+        return outcome
+
+    return case
 
 
 def moved(*flags: str) -> Callable[[Path], Outcome]:
@@ -189,42 +255,75 @@ def refused(status: int, told: str, *flags: str, world_size: int = 2) -> Callabl
     return case
 
 
-def bad_index(folder: Path) -> Outcome:
-    """A truncated .idx beside sound data."""
-    folder.mkdir(parents=True)
-    text = folder / "text.jsonl"
-    text.write_text("".join(f'{{"text": "one two three four five six seven {i}"}}\n' for i in range(200)))
-    prefix = folder / "data"
-    line = [sys.executable, "-m", "megapar.tools.main", "data", "prepare", str(text), "--output", str(prefix)]
-    made = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
-    index = next(iter(folder.glob("*.idx")), None)
-    if index is None:
-        return Outcome(1, 0, note=made.stderr[-1500:])
-    cut(index)
-    ended = run_job(folder, 1, NONE, "--data-path", str(index.with_suffix("")))
-    good = ended.status != 0 and "DataError" in ended.output and "Traceback" not in ended.output
-    return Outcome(1, int(good), note="" if good else ended.output[-2000:])
+def bad_data(suffix: str, harm: Callable[[Path], None]) -> Callable[[Path], Outcome]:
+    """A damaged .idx or .bin beside its sound partner, by the run and by ``data check``."""
+
+    def case(folder: Path) -> Outcome:
+        folder.mkdir(parents=True)
+        text, prefix, model = folder / "text.jsonl", str(folder / "data"), str(folder / "t.model")
+        text.write_text("".join(f'{{"text": "one two three four five six seven {i}"}}\n' for i in range(2000)))
+        made = data("train-tokenizer", "--input", str(text), "--vocab-size", "101", "--output", model)
+        made += data("prepare", "--input", str(text), "--tokenizer-model", model, "--output", prefix)
+        file = Path(prefix + suffix)
+        if not file.exists():
+            return Outcome(1, 0, note=made[-1500:])
+        harm(file)
+        ended = run_job(folder, 1, NONE, "--data-path", prefix)
+        checked = data("check", prefix, "--vocab-size", "101")
+        named = f"{folder / 'data'}." in ended.output and "DataError" in ended.output and not ended.losses
+        good = ended.status == 1 and named and "Traceback" not in ended.output + checked and "data." in checked
+        return Outcome(1, int(good), note="" if good else ended.output[-1500:] + checked[-500:])
+
+    return case
 
 
-def full_disk(folder: Path) -> Outcome:
-    """A tmpfs with room for one checkpoint: the second is not written, training goes on, the first stays sound."""
-    root = folder / "c"
-    root.mkdir(parents=True)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(root)], capture_output=True).returncode:
-        return Outcome(0, 0, note="no right to mount a tmpfs here")
-    try:
-        ended = run_job(folder, 1, NONE, "--exit-interval", "5")
-        kept = folders.checkpoints(root)
-        told = "was not saved" in ended.output or "CheckpointError" in ended.output
-        sound = run_job(
-            folder, 1, NONE, "--exit-interval", "3", "--save-interval", "0", "--save", str(folder / "other")
-        )
-        want = uninterrupted(1)
-        same = all(want[i] == loss for i, loss in ended.losses.items())
-        good = told and len(ended.losses) == 5 and same and bool(kept) and "resumed at" in sound.output
-        return Outcome(1, int(good), [0], note="" if good else ended.output[-1500:] + sound.output[-500:])
-    finally:
-        subprocess.run(["umount", str(root)], check=False)
+def data(*line: str) -> str:
+    """What ``megapar data`` says."""
+    command = [sys.executable, "-m", "megapar.tools.main", "data", *line]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
+    return done.stdout + done.stderr
+
+
+def foreign(*names: str) -> Callable[[Path], Outcome]:
+    """Files of the newest local checkpoint are damaged before the restart takes it: the one before it is taken."""
+
+    def case(folder: Path) -> Outcome:
+        flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
+        flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"))
+        ended = run_job(folder, 2, Fault("damage local", 1, 5, name=names[0], harm=names[1]), *flags, restarts=1)
+        outcome = compared(ended, uninterrupted(2, *SHARDING))
+        if "taking the local checkpoint of iteration 3" not in ended.output:
+            outcome.survived, outcome.note = 0, "not the one before it: " + ended.output[-1500:]
+        return outcome
+
+    return case
+
+
+def full_disk(size: str, fault: Fault, told: str) -> Callable[[Path], Outcome]:
+    """A tmpfs with room for one checkpoint: the others are not written, training goes on, the first stays sound."""
+
+    def case(folder: Path) -> Outcome:
+        root = folder / "c"
+        root.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(root)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            return Outcome(0, 0, note="no right to mount a tmpfs here")
+        try:
+            ended = run_job(folder, 1, fault)
+            kept = sorted(path.name for path in root.iterdir())
+            other = ("--save", str(folder / "other"), "--save-interval", "0", "--exit-interval", "3")
+            sound = run_job(folder, 1, NONE, *other)
+            # The final checkpoint is the only one that must not fail: the run has done its steps, and says so by 1.
+            good = ended.losses == uninterrupted(1) and ended.status == 1 and ended.output.count(told) >= 2
+            good = good and kept == ["iter_0000002", "latest"] and "resumed at iteration 2" in sound.output
+            return Outcome(
+                1, int(good), [0], note="" if good else f"{kept} {ended.output[-2500:]}{sound.output[-500:]}"
+            )
+        finally:
+            subprocess.run(["umount", str(root)], check=False)
+
+    return case
 
 
 def read_only(folder: Path) -> Outcome:
@@ -240,29 +339,52 @@ def cases(kills: int) -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
     for layout, flags in (("sharding 2", SHARDING), ("mp 2", MP), ("stage 3", (*SHARDING, "--sharding-stage", "3"))):
         yield f"kill -9 in a step, {layout}", died("kill in step", 1, 2, *flags)
     yield "kill -9 in a step, 4 ranks", died("kill in step", 3, 4, *FOUR)
-    for phase, rank in (("shard", 1), ("shard", 0), ("scalars", 0), ("manifest", 0)):
-        yield f"kill -9 in a save: {phase}, rank {rank}", died(f"kill in {phase}", rank, 2, *SHARDING)
-    yield "kill -9 in a save: after the rename", died("kill after rename", 0, 2, *SHARDING)
-    yield "kill -9 in a save: latest", died("kill in latest", 0, 2, *SHARDING)
-    yield "kill -9 at random moments", random_kills(kills)
-    yield "kill -9 with local checkpoints only", local
+    phases = (("in shard", 1), ("in shard", 0), ("in scalars", 0), ("in manifest", 0), ("before rename", 0))
+    for phase, rank in (*phases, ("after rename", 0), ("in latest", 0)):
+        yield f"kill -9 in a save: {phase}, rank {rank}", died(f"kill {phase}", rank, 2, *SHARDING)
+    yield "kill -9 at random moments", random_kills("kill at random", kills, 1.0)
+    yield "kill -9 at random moments of every phase", random_kills("kill in a phase at random", kills, 0.005)
+    yield "kill -9 with local checkpoints only", local()
+    yield "one of two nodes killed, no other comes", node_lost(False)
+    yield "one of two nodes killed, another comes", node_lost(True)
     yield "SIGTERM", stopped("SIGTERM")
     yield "SIGUSR1", stopped("SIGUSR1")
     yield "SIGSTOP", still
     yield "killed, continued on mp 2", moved(*MP)
     yield "killed, continued on one process", moved()
     yield "killed, continued on 4 ranks, mp 2 x sharding 2", moved(*FOUR)
+    yield from damages()
+    yield "NaN on one rank, once", bad_once
+    yield "NaN on one rank, for good", bad_for_good
+    yield "divergence of a replica, mp 2", diverged(MP)
+    yield "divergence of a replica, dp 2", diverged(DP)
+    yield "disk full, seen before the save", full_disk("2m", NONE, "no room under")
+    yield "disk full, seen while writing", full_disk("1m", Fault("no space check"), "No space left on device")
+    yield "read-only target", read_only
+    yield "wrong world size", refused(2, "world-size", "--sharding-degree", "3")
+
+
+def damages() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
+    """Files that are not what was written."""
     for name, harm in (("bit flip", flip), ("truncation", cut)):
         yield f"{name} in a shard", damaged(lambda root, newest, harm=harm: harm(a_shard(newest)))
         for file in ("layout.json", "scalars.json"):
             yield f"{name} in {file}", damaged(lambda root, newest, harm=harm, file=file: harm(newest / file))
+        for file in ("safetensors", "json"):
+            yield f"{name} in a local checkpoint's .{file}", foreign(file, name)
     yield "latest is empty", damaged(lambda root, newest: _lost(root, newest, ""))
     yield "latest is garbage", damaged(lambda root, newest: _lost(root, newest, "\0\1garbage"))
     yield "latest names a missing folder", damaged(lambda root, newest: shutil.rmtree(newest))
-    yield "disk full on a small tmpfs", full_disk
-    yield "read-only target", read_only
-    yield "wrong world size", refused(1, "world-size", "--sharding-degree", "3")
-    yield "corrupt .idx", bad_index
+    yield "truncated .idx", bad_data(".idx", cut)
+    yield "corrupt .idx", bad_data(".idx", spoil_index)
+    yield "truncated .bin", bad_data(".bin", cut)
+
+
+def spoil_index(path: Path) -> None:
+    """Another length of the first sequence."""
+    content = bytearray(path.read_bytes())
+    content[34] ^= 4
+    path.write_bytes(content)
 
 
 def _lost(root: Path, newest: Path, latest: str) -> None:
@@ -273,7 +395,9 @@ def _lost(root: Path, newest: Path, latest: str) -> None:
 def row(name: str, outcome: Outcome) -> str:
     """A line of the table."""
     lost = max(outcome.lost_steps, default=0)
-    return f"| {name} | {outcome.tried} | {outcome.survived} | {lost} | {outcome.worst:.1g} |"
+    seconds = f"{statistics.median(outcome.seconds):.1f}" if outcome.seconds else ""
+    counts = f"{outcome.tried} | {outcome.survived} | {lost} | {outcome.lost_samples}"
+    return f"| {name} | {counts} | {outcome.worst:.1g} | {seconds} |"
 
 
 def main() -> int:
@@ -283,7 +407,16 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
-    rows = ["| fault | tried | survived | most lost steps | largest loss error |", "|---|---|---|---|---|"]
+    heads = (
+        "fault",
+        "tried",
+        "survived",
+        "most lost steps",
+        "lost samples",
+        "largest loss error",
+        "seconds to next step",
+    )
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     everything: list[Outcome] = []
     with tempfile.TemporaryDirectory() as root:
         for number, (name, case) in enumerate(cases(options.kills)):
@@ -297,7 +430,9 @@ def main() -> int:
                     print(outcome.note, flush=True)
     seconds = [second for outcome in everything for second in outcome.seconds]
     tried, survived = sum(o.tried for o in everything), sum(o.survived for o in everything)
-    rows.append(f"| **all** | {tried} | {survived} | {max(max(o.lost_steps, default=0) for o in everything)} | |")
+    lost_steps = max(max(o.lost_steps, default=0) for o in everything)
+    lost_samples = max(o.lost_samples for o in everything)
+    rows.append(f"| **all** | {tried} | {survived} | {lost_steps} | {lost_samples} | | |")
     text = "\n".join(rows)
     if seconds:
         text += (

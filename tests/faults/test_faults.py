@@ -1,4 +1,4 @@
-"""Real processes and real faults: one in the suite, two by ``-m table``; scripts/fault_matrix.sh has all of them."""
+"""Real processes and real faults: one in the suite, some by ``-m table``; scripts/fault_matrix.sh has all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.job import Ended, Fault, run_job
+from tests.faults.job import Ended, Fault, run_job, run_nodes
 from tests.faults.matrix import uninterrupted
 
 LAYOUT = ("--sharding-degree", "2")
@@ -48,3 +48,16 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path: Path, want: dict[in
     assert "stopped at iteration 3: asked to stop by a signal; saved" in ended.output
     assert ended.losses == {step: want[step] for step in (1, 2, 3)}
     assert run_job(tmp_path, 2, Fault("none", attempts=()), *LAYOUT).losses == want
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("another", [False, True])
+def test_a_node_that_is_lost_is_done_without_or_replaced(tmp_path: Path, another: bool) -> None:
+    flags = ("--mp-degree", "2", "--sharding-degree", "-1")
+    whole = uninterrupted(4, *flags)
+    ended = run_nodes(tmp_path, 2, 4, *flags, another=another)
+    assert ended.status == 0, ended.output
+    assert ended.losses == pytest.approx(whole, rel=1e-10)
+    assert max(ended.lost_steps) <= 2
+    assert "on 1 nodes: 2 of 4 ranks are there: sharding 2 -> 1; the global batch stays" in ended.output
+    assert ("launch: 2 of 4 ranks are there: sharding 2 -> 1" in ended.output) is not another

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import parse_or_exit
+from megapar.errors import DistributedError
+from megapar.tools import agent
 from megapar.tools.launch import main
 from megapar.tools.preflight import describe
 
@@ -192,7 +194,8 @@ def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
-def test_one_nodes_rendezvous_listens_on_loopback_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--rdzv-endpoint", "localhost:0")])
+def test_what_is_not_told_otherwise_listens_on_loopback_only(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Every listening socket of the launcher and of its rank, by the inodes that they hold."""
     body = (
         "import glob, torch.distributed as dist\n"
@@ -204,9 +207,32 @@ def test_one_nodes_rendezvous_listens_on_loopback_only(tmp_path: Path) -> None:
         "print('listens', sorted(set(heard)), flush=True)\n"
         "os._exit(0)"
     )
-    done = launch(script(tmp_path, body))
+    done = launch(*options, script(tmp_path, body))
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("listens")]
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     heard = set(eval(line.removeprefix("listens ")))  # noqa: S307 (our own child's line)
     assert heard, done.stderr
     assert heard <= loopback
+
+
+def test_nodes_meet_at_the_store_of_the_first_one() -> None:
+    first = agent.meet_at("localhost:0")
+    second = agent.meet_at(first.endpoint)
+    assert (first.hosted, second.hosted) == (True, False)
+    assert {first.address, second.address} == {"127.0.0.1"}
+    first.store.set("from", "first")
+    assert second.store.get("from") == b"first"
+    with pytest.raises(DistributedError, match="cannot listen on"):
+        agent.meet_at(first.endpoint, hosts=True)
+
+
+@pytest.mark.parametrize("endpoint", ["host:port", ":1", "host:70000", "no.such.host.invalid:1", ""])
+def test_endpoints_that_are_none_are_refused(endpoint: str) -> None:
+    with pytest.raises(DistributedError, match="--rdzv-endpoint"):
+        agent.meet_at(endpoint)
+
+
+def test_a_name_that_only_this_machine_takes_for_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_address_of", lambda host: "127.0.1.1")
+    with pytest.raises(DistributedError, match=r"node0:1 is 127\.0\.1\.1 on this machine"):
+        agent.meet_at("node0:1")

@@ -205,6 +205,15 @@ def test_only_the_leaders_clock_counts() -> None:
     assert Control(limits, None, leader=True).votes() == [0, 1, 1]
 
 
+def test_a_rotary_model_may_know_more_positions_than_its_checkpoint(root: Path) -> None:
+    longer = ("--load", str(root), "--max-position-embeddings", "4096", "--train-iters", "7", "--save-interval", "0")
+    assert run_here(root, *longer, "--override-opt-param-scheduler").iteration == 7
+    learned = ("--position-embedding-type", "learned", "--save", str(root / "b"))
+    run_here(root, *learned, "--exit-interval", "1")
+    with pytest.raises(CheckpointError, match=r"max_position_embeddings is .* there and 4096 here"):
+        run_here(root, *learned, "--load", str(root / "b"), "--max-position-embeddings", "4096")
+
+
 def test_scalars_name_the_job(tmp_path: Path) -> None:
     run_here(tmp_path, "--exit-interval", "1", TORCHELASTIC_RUN_ID="job-a")
     assert json.loads((tmp_path / "iter_0000001" / "scalars.json").read_text())["job"] == "job-a"

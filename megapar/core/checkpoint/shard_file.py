@@ -214,6 +214,8 @@ class ShardFile:
 
     def _copy(self, position: int, sizes: Sequence[int], starts: Sequence[int], out: Tensor) -> None:
         """Copy the part [out.shape] at ``starts`` of a tensor of ``sizes`` at ``position``, by blocks of whole rows."""
+        if not out.numel():
+            return  # also of a tensor whose rows have no bytes
         row_bytes = prod(sizes[1:]) * out.dtype.itemsize
         if row_bytes > BLOCK_BYTES and len(sizes) > 1:
             for i in range(out.shape[0]):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megapar.core.box import Box
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
+from megapar.core.checkpoint.shard_file import ShardFile, TensorPlan, write_shards
 from megapar.errors import CheckpointError
 from tests.core.checkpoint.states import (
     LAYOUT,
@@ -286,3 +287,13 @@ def load_in_subgroup(rank: int, world: int, folder: Path) -> list[str] | None:
 
 def test_a_group_that_is_not_the_world_saves_and_loads(tmp_path: Path) -> None:
     assert run_ranks(3, load_in_subgroup, tmp_path / "c") == [None, [], []]
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (0, 5), (0,), (3, 0, 2)])
+def test_tensors_without_elements(shape: tuple[int, ...], tmp_path: Path) -> None:
+    write_shards(tmp_path / "s", [TensorPlan("x", torch.float32, shape)], lambda _: torch.empty(shape))
+    with ShardFile(tmp_path / "s") as file:
+        out, whole = torch.empty(shape), Box.whole(shape)
+        file.read("x", whole, whole, out)
+        file.read_as("x", shape, whole, whole, out)
+        assert file.describe("x") == ("F32", shape)
