@@ -1,7 +1,7 @@
 """One rank of a peer: the same model under torch's DistributedDataParallel, or under FSDP2 with one group per layer.
 
-A turn is one optimizer step: forward, backward, fused AdamW. DDP keeps fp32 weights and computes in bf16 by autocast;
-FSDP2 gathers in bf16 and reduces in fp32, as its documentation advises.
+A turn is a few optimizer steps: forward, backward, fused AdamW. DDP keeps fp32 weights and computes in bf16 by
+autocast; FSDP2 gathers in bf16 and reduces in fp32, as its documentation advises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.sharding.shape import DECODER, TRAINING
+from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.axis import Axis
@@ -90,9 +90,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     casts = options.kind == "ddp" and options.dtype == "bf16"
 
-    def step(request: str) -> Figures:
-        dist.barrier()
-        start = time.perf_counter()
+    def step() -> None:
         with torch.autocast(options.device, torch.bfloat16) if casts else contextlib.nullcontext():
             value = model(batch)
         value.backward()
@@ -100,9 +98,16 @@ def main() -> None:
         optimizer.zero_grad()
         if options.device == "cuda":
             torch.cuda.synchronize()
-        return {"seconds": time.perf_counter() - start}
 
-    serve(step)
+    def turn(request: str) -> Figures:
+        dist.barrier()
+        step()
+        start = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            step()
+        return {"seconds": (time.perf_counter() - start) / TIMED_STEPS}
+
+    serve(turn)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.sharding.balance import measure as measure_balance
 from benchmarks.sharding.ideal import Message, shortest
+from benchmarks.sharding.shape import SEQ_LENGTH
 from benchmarks.support.contest import Contest, Figures, Rank, median
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.support.table import machine, print_json, print_table
@@ -30,7 +31,7 @@ OURS = {
     "stage 3": ("--sharding-stage", "3"),
 }
 PEERS = {"DDP": "ddp", "FSDP2 per layer": "fsdp2"}
-TOKENS = 2 * 2048
+TOKENS = 2 * SEQ_LENGTH
 
 
 def main() -> None:
@@ -135,9 +136,9 @@ class Race:
             world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         place = {**world, "OMP_NUM_THREADS": "1"}
         if link is None:
-            return Rank(command, place)
+            return Rank(command, place, core=rank if self._device == "cpu" else None)
         there = link.rank(rank, command)
-        return Rank(there.argv, {**place, **there.env})
+        return Rank(there.argv, {**place, **there.env}, there.core)
 
 
 def _ideal(alone: float, marks: Sequence[Figures], communication: Sequence[Figures]) -> float:

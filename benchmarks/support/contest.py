@@ -25,10 +25,15 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Rank:
-    """How one process is started: command line, and environment beside the parent's."""
+    """How one process is started: command line, and environment beside the parent's.
+
+    core: the one it is bound to, modulo the cores there are; None: any. Where as many ranks as cores compute, the
+    threads that serve the network make an unbound one share a core with another for a tenth of a second at a time.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    core: int | None = None
 
 
 class Contest:
@@ -40,16 +45,7 @@ class Contest:
 
     def __enter__(self) -> Contest:
         for name, ranks in self._contestants.items():
-            self._processes[name] = [
-                subprocess.Popen(
-                    rank.argv,
-                    env={**os.environ, **rank.env},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for rank in ranks
-            ]
+            self._processes[name] = [_start(rank) for rank in ranks]
         return self
 
     def __exit__(
@@ -91,6 +87,15 @@ class Contest:
                 if number >= 0:
                     results[name].append(figures)
         return results
+
+
+def _start(rank: Rank) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        rank.argv, env={**os.environ, **rank.env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    if rank.core is not None:  # before it has threads: they inherit it
+        os.sched_setaffinity(process.pid, {rank.core % (os.cpu_count() or 1)})
+    return process
 
 
 def median(rounds: Sequence[Figures], key: str = "seconds") -> float:

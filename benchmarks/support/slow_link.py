@@ -33,13 +33,14 @@ class SlowLink:
     def rank(self, number: int, argv: Sequence[str]) -> Rank:
         """Start ``argv`` at one end."""
         command = ["ip", "netns", "exec", self.namespaces[number], *argv]
-        return Rank(command, {"GLOO_SOCKET_IFNAME": self.interfaces[number], "OMP_NUM_THREADS": "1"})
+        return Rank(command, {"GLOO_SOCKET_IFNAME": self.interfaces[number], "OMP_NUM_THREADS": "1"}, core=number)
 
     def set_rate(self, rate: str) -> None:
         """Limit both directions, in the words of tc (``400mbit``)."""
         for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
-            # A larger burst would be free credit after idle time.
-            shape = ["rate", rate, "burst", "64kb", "latency", "300ms"]
+            # A larger burst would be free credit after idle time; with a smaller one than the 64 KB that TCP sends at
+            # once, tbf cuts everything into packets, which takes a third of two cores.
+            shape = ["rate", rate, "burst", "192kb", "latency", "300ms"]
             _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
 
 
