@@ -78,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=exact)
         d_hidden = hidden.new_empty(hidden.shape) if differentiate else None
         # Sums over many chunks lose bits in 16-bit dtypes, so they are kept wide and rounded once.
-        d_weight = weight.new_zeros(weight.shape, dtype=exact) if differentiate else None
+        d_weight = weight.new_empty(weight.shape, dtype=exact) if differentiate else None
         d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=exact)
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
@@ -90,7 +90,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_bias += logits.sum(0)
             d_logits = logits.to(hidden.dtype)
             torch.mm(d_logits, weight, out=d_hidden[rows])
-            d_weight += d_logits.t() @ hidden[rows]
+            _add_product(d_weight, d_logits.t(), hidden[rows], begins=first == 0)
+        if d_weight is not None and not hidden.shape[0]:
+            d_weight.zero_()
         if d_hidden is not None and d_weight is not None:
             d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype), d_bias)
@@ -103,3 +105,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # A zero-dim factor does not promote: products stay in the gradients' dtypes.
         d_bias = None if d_bias is None else d_bias * grad
         return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> None:
+    """total (+)= a @ b. The size of the vocabulary's weight: in one dtype it is written by the product itself."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0.0 if begins else 1.0, out=total)
+    elif begins:
+        total.copy_(a @ b)
+    else:
+        total += a @ b

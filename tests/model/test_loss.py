@@ -70,6 +70,14 @@ def test_large_logits_do_not_overflow():
     assert torch.allclose(loss, expected, rtol=1e-12)
 
 
+def test_gradients_are_those_of_small_differences():
+    hidden, weight, offset, labels = inputs(5)
+    torch.autograd.gradcheck(
+        lambda *own: linear_cross_entropy(*own, labels, vocab_size=13, mp=SINGLE, logits_per_chunk=13 * 2),
+        (hidden, weight, offset),
+    )
+
+
 def test_backward_may_run_twice():
     hidden, weight, offset, labels = inputs(6)
     loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
