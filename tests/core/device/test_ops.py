@@ -43,6 +43,9 @@ def cases(name, dtype):
     """(tensors, keyword arguments) for one op."""
     if name == "rms_norm":
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
+    if name == "rotary":
+        angles = torch.linspace(0.0, 3.0, 2 * 8 * 8).view(2, 8, 8)
+        return [((draw(0, 2, 8, 4, 16, dtype=dtype),), {"cos": angles.cos(), "sin": angles.sin()})]
     if name == "packed_attention":
         documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
@@ -92,7 +95,7 @@ def test_entry_equals_its_reference(name, device, dtype):
 
 def test_every_form_has_a_case():
     attentions = {"attention", "attention_slice", "packed_attention", "packed_attention_slice"}
-    assert {name for name, _ in ENTRIES} == attentions | {"rms_norm"}
+    assert {name for name, _ in ENTRIES} == attentions | {"rms_norm", "rotary"}
 
 
 def test_fp64_and_unknown_devices_take_the_reference():
