@@ -96,6 +96,7 @@ def train(config: Config, rendezvous_url: str | None = None, stop_signal: StopSi
     rank to stop, which all then do together. Raises MegaparError.
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device.prepare_process()
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megapar.core.device.allocator import keep_freed_memory
+
 # torch.Stream and torch.Event where the device has streams, NoStream and NoEvent elsewhere.
 Stream = Any
 Event = Any
@@ -74,6 +76,10 @@ class Device:
     def default_dtype(self) -> torch.dtype:
         """The compute dtype where none is asked for."""
         return torch.float32
+
+    def prepare_process(self) -> None:
+        """Settings of the whole process that training on this device wants."""
+        keep_freed_memory()
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done; nothing to do on a CPU."""
@@ -147,6 +153,9 @@ class Accelerator(Device):
     def default_dtype(self) -> torch.dtype:
         """bf16 on an accelerator."""
         return torch.bfloat16
+
+    def prepare_process(self) -> None:
+        """Nothing: what matters lies on the device."""
 
     def synchronize(self) -> None:
         """Wait until everything enqueued on the device is done."""
