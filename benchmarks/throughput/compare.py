@@ -1,0 +1,51 @@
+"""Two trees of megapar, in turns: seconds of a step of the quickstart on two ranks. See scripts/compare_speed.sh."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.support.contest import Contest, Rank, median, paired
+from benchmarks.support.table import print_json, print_table
+
+HERE = Path(__file__).resolve().parents[2]
+RANKS = 2
+SLOWER = 1.10
+
+
+def main() -> None:
+    """Race, and say which is faster; status 1 where this tree is more than 10 % slower."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path, help="a checkout of another revision")
+    parser.add_argument("--rounds", type=int, default=21)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {"this tree": HERE, "the other": options.other.resolve()}
+        ranks = {name: _ranks(tree, Path(folder) / name.replace(" ", "-")) for name, tree in trees.items()}
+        with Contest(ranks) as contest:
+            times = contest.rounds(options.rounds, {name: (name, "step") for name in trees}, warmup=3)
+    ratio = paired(times["this tree"], times["the other"])
+    print_table(("", "seconds per step"), [(name, f"{median(rounds):.4f}") for name, rounds in times.items()])
+    print(f"this tree takes {ratio:.3f} of the other's time (median of {options.rounds} pairs)")
+    print_json({"ratio": ratio, "seconds": {name: median(rounds) for name, rounds in times.items()}})
+    sys.exit(ratio > SLOWER)
+
+
+def _ranks(tree: Path, meet: Path) -> list[Rank]:
+    """Both run this tree's script, each with its own tree's megapar."""
+    script = ["-m", "benchmarks.throughput.quickstart_rank", "--rendezvous", f"file://{meet}"]
+    config = str(HERE / "configs/quickstart.yaml")
+    path = {"PYTHONPATH": f"{tree}:{HERE}", "PYTHONSAFEPATH": "1"}
+    return [
+        Rank(
+            [sys.executable, *script, "--expect", str(tree), "--config", config],
+            {**path, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)},
+        )
+        for rank in range(RANKS)
+    ]
+
+
+if __name__ == "__main__":
+    main()

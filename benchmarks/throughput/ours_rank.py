@@ -1,0 +1,93 @@
+"""One rank of megapar's own trainer; a turn is one optimizer step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.contest import Figures, serve
+from benchmarks.support.memory import PeakMemory
+from benchmarks.throughput.shape import SHAPES, Shape
+from megapar.arguments import parse
+from megapar.core.device.peak import peak_flops
+from megapar.core.device.pick import pick
+from megapar.core.world import World
+from megapar.data.batches import Loader, MicroBatch
+from megapar.model.flops import step_flops
+from megapar.trainer import Trainer
+from megapar.training import build
+
+
+class RoundAndRound(Loader):
+    """The benchmark's own samples, again and again, made into batches once."""
+
+    def __init__(self, trainer: Trainer, shape: Shape, folder: Path) -> None:
+        samples = torch.load(folder / "samples.pt", weights_only=False)
+        data, size = trainer.data, trainer.config.training.micro_batch_size
+        super().__init__(samples, trainer.collate, size, data.rank, data.size, prefetch=False)
+        starts = range(0, len(samples), shape.micro_batch)
+        self._batches = [super(RoundAndRound, self).step(start, 1) for start in starts]
+        self._size_of_all = shape.micro_batch
+
+    def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
+        """The next ones."""
+        return self._batches[consumed_samples // self._size_of_all % len(self._batches)]
+
+
+def flags(shape: Shape, folder: Path, device: str, dtype: str, ranks: int) -> list[str]:
+    """Of the command line."""
+    return [
+        *("--load-hf", str(folder), "--seq-length", str(shape.seq_length), *shape.flags, "--dtype", dtype),
+        *("--data-path", "mock", "--micro-batch-size", str(shape.micro_batch // ranks), "--device", device),
+        *("--train-iters", "100000", "--lr", "1e-4", "--min-lr", "1e-4", "--clip-grad", "0", "--weight-decay", "0.1"),
+        *("--lr-decay-style", "constant", "--log-interval", "100000", "--eval-interval", "0"),
+    ]
+
+
+def main() -> None:
+    """Build the trainer and serve turns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rendezvous")
+    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("flags", nargs="*")
+    options = parser.parse_args()
+    shape = SHAPES[options.device][options.model]
+    ranks = int(os.environ["WORLD_SIZE"])
+    line = [*flags(shape, options.folder, options.device, options.dtype, ranks), *options.flags]
+    config = parse(shape.kind, line, dict(os.environ))  # type: ignore[arg-type]
+    corpus = build.make_corpus(config)
+    device = pick(options.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device.prepare_process()
+    trainer = Trainer(config, World.start(config.grid, device, build.timeout(config), options.rendezvous), corpus)
+    trainer.loader = RoundAndRound(trainer, shape, options.folder)
+    memory = PeakMemory(options.device)
+    peak, _ = peak_flops(device, build.compute_dtype(config, device))
+    work = step_flops(trainer.job.sizes, shape.micro_batch, shape.seq_length)
+
+    def step(request: str) -> Figures:
+        if ranks > 1:
+            dist.barrier()
+        device.synchronize()
+        start = time.perf_counter()
+        done = trainer.step()
+        device.synchronize()
+        seconds = time.perf_counter() - start
+        loss = done.sums["lm"].double()
+        if ranks > 1:
+            dist.all_reduce(loss)
+        figures = {"seconds": seconds, "loss": loss.item() / done.items["lm"], "peak_bytes": memory.read()}
+        return {**figures, "flops": float(work), "peak_flops": peak}
+
+    serve(step)
+
+
+if __name__ == "__main__":
+    main()

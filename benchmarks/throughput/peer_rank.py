@@ -1,0 +1,147 @@
+"""One rank of a peer: transformers' model, eager or compiled, alone or under DDP or FSDP2.
+
+A turn is one optimizer step: forward, backward, fused AdamW. Alone, under torch.compile and under DDP, bf16 means
+autocast over fp32 weights; FSDP2 gathers in bf16 and reduces in fp32, as its documentation advises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.support.contest import Figures, serve
+from benchmarks.support.memory import PeakMemory
+from benchmarks.throughput.shape import SHAPES, Shape
+
+KINDS = ("eager", "compile", "ddp", "fsdp2")
+
+
+def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Module:
+    """The published class with the folder's weights in fp32."""
+    kind = getattr(transformers, shape.architecture)
+    chosen = {} if not experts else {"experts_implementation": experts}
+    model: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **chosen)
+    # What is read straight from the file would stand in memory beside the process's own; copies are like training's.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.train().to(device)
+
+
+def wrap(model: nn.Module, kind: str, dtype: str) -> nn.Module:
+    """As the kind has it."""
+    if kind == "compile":
+        compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+        return compiled
+    if kind == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if kind == "fsdp2":
+        policy = MixedPrecisionPolicy()
+        if dtype == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        for layer in (layer for stack in stacks for layer in stack):
+            fully_shard(layer, mp_policy=policy)
+        whole: nn.Module = fully_shard(model, mp_policy=policy)
+        return whole
+    return model
+
+
+def batches(shape: Shape, folder: Path, device: str) -> list[dict[str, Tensor]]:
+    """This rank's part of each step's samples, as the model's forward takes them."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    samples = torch.load(folder / "samples.pt", weights_only=False)
+    own = shape.micro_batch // ranks
+    found = []
+    for start in range(0, len(samples), shape.micro_batch):
+        mine = samples[start + rank * own : start + (rank + 1) * own]
+        stacked = {
+            name: torch.from_numpy(np.stack([sample[name] for sample in mine])).to(device)
+            for name in ("tokens", "labels")
+        }
+        inputs = {"input_ids": stacked["tokens"], "labels": stacked["labels"]}
+        if shape.kind == "ernie":
+            types = torch.from_numpy(np.stack([sample["token_types"] for sample in mine])).to(device)
+            inputs |= {"token_type_ids": types, "task_type_ids": torch.zeros_like(types)}
+        else:
+            inputs |= {"shift_labels": stacked["labels"]}  # the samples bring the token behind the last one
+        found.append(inputs)
+    return found
+
+
+def join(device: str, rendezvous: str | None) -> None:
+    """The other ranks."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if rendezvous is not None:
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+
+
+def main() -> None:
+    """Build the model and serve turns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rendezvous")
+    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--experts", default="", help="transformers' experts implementation")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    shape = SHAPES[options.device][options.model]
+    join(options.device, options.rendezvous)
+    base = make_model(shape, options.folder, options.device, options.experts)
+    model = wrap(base, options.kind, options.dtype)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, fused=True
+    )
+    data = batches(shape, options.folder, options.device)
+    memory = PeakMemory(options.device)
+    casts: Any = contextlib.nullcontext()
+    if options.dtype == "bf16" and options.kind != "fsdp2":
+        casts = torch.autocast(options.device, torch.bfloat16)
+    number = 0
+
+    def step(request: str) -> Figures:
+        nonlocal number
+        if dist.is_initialized():
+            dist.barrier()
+        batch = data[number % len(data)]
+        number += 1
+        start = time.perf_counter()
+        with casts:
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        mean = loss.detach().double()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return {"seconds": seconds, "loss": mean.item(), "peak_bytes": memory.read()}
+
+    serve(step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What every contestant of one race starts from: a published model's folder with random weights, and random samples.
+
+python -m benchmarks.throughput.prepare --device cpu --model ernie FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.throughput.shape import SHAPES, Shape
+
+STEPS = 4  # different batches; contestants go round
+IGNORED = -100
+MASKED = 0.15
+
+
+def samples(shape: Shape, count: int) -> list[dict[str, np.ndarray]]:
+    """Full-length samples of random tokens, as megapar's collate takes them."""
+    draws = np.random.default_rng(0)
+    length, vocabulary = shape.seq_length, shape.config["vocab_size"]
+    if shape.kind == "moe":
+        tokens = draws.integers(7, vocabulary, (count, length + 1))
+        return [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    found = []
+    for row in draws.integers(7, vocabulary, (count, length)):
+        places = draws.permutation(length)[: round(length * MASKED)]
+        labels = np.full(length, IGNORED)
+        labels[places] = row[places]
+        row[places] = 6
+        types = (np.arange(length) >= length // 2).astype(np.int64)
+        valid = np.ones(length, dtype=bool)
+        found.append({"tokens": row, "token_types": types, "labels": labels, "valid": valid, "order": np.array(0)})
+    return found
+
+
+def main() -> None:
+    """Write the folder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    shape = SHAPES[options.device][options.model]
+    torch.manual_seed(0)
+    config = getattr(transformers, shape.config_class)(**shape.config)
+    with torch.device(options.device):
+        model = getattr(transformers, shape.architecture)(config)
+    if options.device == "cuda":
+        model.to(torch.bfloat16)  # half to write and to read; everybody trains from the same values in fp32
+    model.save_pretrained(options.folder)
+    torch.save(samples(shape, STEPS * shape.micro_batch), options.folder / "samples.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Tokens per second of a training step against transformers' own models, and against the sum of its kernels.
+
+    python -m benchmarks.throughput.run [--device cpu|cuda] [--model NAME] [--dtype fp32|bf16] [--ranks N] [--rounds N]
+
+Every contestant starts from the same weights and reads the same batches; the losses of the first step are compared.
+One rank: transformers eager and under torch.compile. Two: under DDP and FSDP2. On a CPU the ranks share its cores and
+take turns; on a GPU, whose memory would not hold them all, one runs after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.support.contest import Contest, Figures, Rank, median, paired
+from benchmarks.support.table import machine, print_json, print_table
+from benchmarks.throughput.shape import SHAPES, Shape
+
+HERE = "benchmarks.throughput"
+OURS, LIMIT = "megapar", "sum of kernels"
+PEERS = {
+    ("cpu", 1): ("eager", "compile"),
+    ("cpu", 2): ("ddp", "fsdp2"),
+    ("cuda", 1): ("compile",),
+    ("cuda", 2): ("fsdp2",),
+}
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the first step's loss, relative
+
+
+def main() -> None:
+    """Race, and print a table for each model and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
+    parser.add_argument("--model", action="append", help="ernie, moe; on cuda also dense; default: all")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), action="append", help="default: fp32 and bf16; cuda: bf16")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer", action="append", help="default: both of that many ranks")
+    parser.add_argument("--no-limit", action="store_true", help="leave the sum of kernels out")
+    parser.add_argument("--experts", default="grouped_mm", help="transformers' experts: grouped_mm, batched_mm, eager")
+    parser.add_argument("--folder", type=Path, help="keep weights and batches here, or find them here")
+    options = parser.parse_args()
+    result: dict[str, object] = {"benchmark": "throughput", "machine": machine(options.device), "ranks": options.ranks}
+    print(f"{result['machine']}, {options.ranks} ranks; {options.rounds} interleaved rounds\n")
+    for model in options.model or SHAPES[options.device]:
+        for dtype in options.dtype or (["bf16"] if options.device == "cuda" else ["fp32", "bf16"]):
+            with tempfile.TemporaryDirectory() as folder:
+                race = Race(options, model, dtype, Path(folder))
+                result[f"{model} {dtype}"] = race.run()
+    print_json(result)
+
+
+class Race:
+    """One model in one precision."""
+
+    def __init__(self, options: argparse.Namespace, model: str, dtype: str, folder: Path) -> None:
+        self._options, self._model, self._dtype = options, model, dtype
+        self._shape: Shape = SHAPES[options.device][model]
+        self._meet = folder
+        self._folder: Path = (options.folder or folder) / f"{options.device}-{model}"
+        self._peers = options.peer or PEERS[options.device, options.ranks]
+
+    def run(self) -> dict[str, object]:
+        """Everybody's steps, interleaved; the first ones for their loss."""
+        if not (self._folder / "samples.pt").exists():
+            common = ["--device", self._options.device, "--model", self._model, str(self._folder)]
+            subprocess.run([sys.executable, "-m", f"{HERE}.prepare", *common], check=True)
+        contestants = dict(self._contestants())
+        first: dict[str, float] = {}
+        times: dict[str, list[Figures]] = {}
+        groups = [[name] for name in contestants] if self._options.device == "cuda" else [list(contestants)]
+        for group in groups:
+            with Contest({name: contestants[name] for name in group}) as contest:
+                entries = {name: (name, "step") for name in group if name != LIMIT}
+                first |= {name: contest.turn(*entry)["loss"] for name, entry in entries.items()}
+                self._compare(first)
+                times |= contest.rounds(self._options.rounds, entries)
+                limit = contest.turn(LIMIT, "all") if LIMIT in group else {}
+        return self._tell(first, times, limit)
+
+    def _compare(self, first: Mapping[str, float]) -> None:
+        for name, loss in first.items():
+            if not math.isclose(loss, first[OURS], rel_tol=TOLERANCE[self._dtype]):
+                raise SystemExit(f"{self._model} {self._dtype}: first loss of {name} is {loss}, ours {first[OURS]}")
+
+    def _tell(
+        self, first: Mapping[str, float], times: Mapping[str, Sequence[Figures]], limit: Mapping[str, float]
+    ) -> dict[str, object]:
+        tokens = self._shape.tokens
+        seconds = {name: median(figures) for name, figures in times.items()}
+        gigabytes = {name: max(f["peak_bytes"] for f in figures) / 1e9 for name, figures in times.items()}
+        ratios = {name: paired(times[name], times[OURS]) for name in self._peers}
+        print(f"{self._model}, {self._dtype}: {tokens} tokens a step; first loss {first[OURS]:.6f} for all\n")
+        rows = [
+            (name, f"{value:.3f}", f"{tokens / value:.0f}", f"{gigabytes[name]:.2f}", f"{ratios.get(name, 1.0):.2f}")
+            for name, value in seconds.items()
+        ]
+        if limit:
+            rows.append((LIMIT, f"{limit['seconds']:.3f}", f"{tokens / limit['seconds']:.0f}", "", ""))
+        print_table(("", "seconds per step", "tokens/s", "peak GB", "speed of megapar to it"), rows)
+        found = {"seconds": seconds, "peak_gigabytes": gigabytes, "speed_to": ratios, "first_loss": dict(first)}
+        achieved = times[OURS][0]["flops"] / seconds[OURS] / self._options.ranks
+        mfu = achieved / times[OURS][0]["peak_flops"]
+        print(f"model FLOP/s of a rank: {achieved / 1e12:.4g} T, MFU {mfu:.1%}", end="")
+        if limit:
+            found |= {"kernels": dict(limit), "step_to_kernels": seconds[OURS] / limit["seconds"]}
+            print(f", {achieved / limit['gemm_flops']:.1%} of a large product's")
+            print(f"step to sum of kernels: {seconds[OURS] / limit['seconds']:.2f}; of it: {_groups(limit)}", end="")
+        print("\n", flush=True)
+        return {**found, "model_flops_per_second": achieved, "mfu": mfu}
+
+    def _contestants(self) -> Iterator[tuple[str, list[Rank]]]:
+        options, numbers = self._options, range(self._options.ranks)
+        common = ["--device", options.device, "--model", self._model, "--dtype", self._dtype, str(self._folder)]
+        yield OURS, [self._rank(n, OURS, "ours_rank", common) for n in numbers]
+        for kind in self._peers:
+            experts = ["--experts", options.experts] if self._model == "moe" else []
+            yield kind, [self._rank(n, kind, "peer_rank", [*common, "--kind", kind, *experts]) for n in numbers]
+        if not options.no_limit:
+            yield LIMIT, [Rank([sys.executable, "-m", f"{HERE}.limit_rank", *common], self._place(0))]
+
+    def _rank(self, number: int, name: str, module: str, argv: Sequence[str]) -> Rank:
+        meet = ["--rendezvous", f"file://{self._meet / name}"] if self._options.ranks > 1 else []
+        return Rank([sys.executable, "-m", f"{HERE}.{module}", *meet, *argv], self._place(number))
+
+    def _place(self, number: int) -> dict[str, str]:
+        ranks = self._options.ranks
+        threads = max(1, (os.cpu_count() or 1) // ranks) if self._options.device == "cpu" else 1
+        place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
+        return {**place, "OMP_NUM_THREADS": str(threads)}
+
+
+def _groups(limit: Mapping[str, float]) -> str:
+    shares = {name: value for name, value in limit.items() if name not in ("seconds", "gemm_flops")}
+    return ", ".join(f"{name} {value:.3f} s" for name, value in sorted(shares.items(), key=lambda pair: -pair[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The models of this benchmark, as their published classes' configurations, and how much of them a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its micro-batch.
+
+    kind: of entry script. architecture: transformers' class of the model, config: its settings, config_class: of them.
+    micro_batch: samples of a step, over all ranks. flags: of ours, beside what the published folder says.
+    """
+
+    kind: str
+    architecture: str
+    config_class: str
+    config: Mapping[str, Any]
+    seq_length: int
+    micro_batch: int
+    flags: tuple[str, ...] = field(default=())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.micro_batch * self.seq_length
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DROPOUT_FLAGS = ("--hidden-dropout", "0", "--attention-dropout", "0")
+_ROUTER_FLAGS = ("--moe-aux-loss-coeff", "0", "--moe-z-loss-coeff", "0")
+
+
+def _ernie(layers: int, hidden: int, heads: int, length: int, micro_batch: int) -> Shape:
+    config = {
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads},
+        **{"intermediate_size": 4 * hidden, "vocab_size": 40000, "max_position_embeddings": length},
+        **{"type_vocab_size": 2, "task_type_vocab_size": 3, "use_task_id": True, "hidden_act": "gelu", **_NO_DROPOUT},
+    }
+    flags = ("--sop-loss-weight", "0", *_DROPOUT_FLAGS)
+    return Shape("ernie", "ErnieForMaskedLM", "ErnieConfig", config, length, micro_batch, flags)
+
+
+def _decoder(layers: int, hidden: int, heads: int, groups: int, length: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": vocabulary},
+        **{"num_key_value_heads": groups, "max_position_embeddings": length, "tie_word_embeddings": False},
+        **{"use_bias": False, "use_cache": False, "hidden_act": "silu"},
+    }
+
+
+def _moe(decoder: Mapping[str, Any], experts: int, topk: int, width: int, micro_batch: int) -> Shape:
+    config = {
+        **{**decoder, "intermediate_size": width, "moe_intermediate_size": width, "moe_num_experts": experts},
+        **{"moe_k": topk, "moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+    }
+    length = decoder["max_position_embeddings"]
+    flags = (*_DROPOUT_FLAGS, *_ROUTER_FLAGS)
+    return Shape("moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig", config, length, micro_batch, flags)
+
+
+def _dense(decoder: Mapping[str, Any], width: int, micro_batch: int) -> Shape:
+    config = {
+        **decoder,
+        "intermediate_size": width,
+        "head_dim": decoder["hidden_size"] // decoder["num_attention_heads"],
+    }
+    length = decoder["max_position_embeddings"]
+    return Shape("moe", "Ernie4_5ForCausalLM", "Ernie4_5Config", config, length, micro_batch, _DROPOUT_FLAGS)
+
+
+SHAPES: Mapping[str, Mapping[str, Shape]] = {
+    "cpu": {
+        "ernie": _ernie(12, 768, 12, 512, 4),
+        "moe": _moe(_decoder(8, 512, 8, 4, 1024, 32000), 8, 2, 512, 2),
+    },
+    # About 1.5 B parameters, and 3 B of which 1 B act on a token.
+    "cuda": {
+        "dense": _dense(_decoder(24, 2048, 16, 16, 4096, 32000), 6144, 4),
+        "ernie": _ernie(28, 2048, 16, 4096, 4),
+        "moe": _moe(_decoder(16, 2048, 16, 4, 4096, 32000), 16, 4, 1536, 4),
+    },
+}
