@@ -13,6 +13,7 @@ import json
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -137,7 +138,7 @@ class Steps:
             emp=Axis.single("emp"),
             sequence_parallel=mp.size > 1,
             traffic=self.diary,
-            slicing=WAYS[way],
+            slicing=replace(WAYS[way], overlap_mp=mp.size > 1),
             dtype=self.dtype,
             device="meta" if weights is not None else self.device.torch_device,
         )

@@ -203,7 +203,7 @@ class Ampipe:
     ampipe_degree: int = flag(
         1, "slices of the sequence that attention to experts are pipelined over", low=0, words={"auto": 0}, models=MOE
     )
-    ampipe_tp_sp_comm_overlap: bool = flag(False, "hide the expert MLP's mp collectives too", models=MOE)
+    ampipe_tp_sp_comm_overlap: bool = flag(False, "hide the mp collectives of experts and attention too", models=MOE)
     ampipe_capacity: str = flag(
         "global", "capacity counted over the micro-batch, or per slice", choices=("global", "slice"), models=MOE
     )

@@ -114,22 +114,47 @@ class GatheredColumn(torch.autograd.Function):
         """dx [B, s, I], dw [O, I], db [O]."""
         road, (x, weight), dy = ctx.road, ctx.saved_tensors, grads[0].contiguous()
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        size, dx, dw, back = road.mp.size, None, None, None
+        dx, back = None, None
         gathered = _gather(x, road, Overlap(pieces=1)) if needs_dw else []
         if needs_dx:
-            dx_MBsI = dy.new_empty((size, *x.shape))
-            if x.shape[0] == 1:  # the ranks' rows lie in order
-                _multiply(dy, weight, None, dx_MBsI.flatten(0, 2).unsqueeze(0))
-            else:
-                for rank, dy_BsO in enumerate(dy.chunk(size, 1)):
-                    _multiply(dy_BsO, weight, None, dx_MBsI[rank])
-            back = road.launch(ReduceScatter(road.mp), dx_MBsI.flatten(0, 1))
-        for _, whole in _landings(gathered, road):
-            dw = road.weight_gradient(lambda x=whole: dy.flatten(0, 1).t() @ x.transpose(0, 1).flatten(0, 2))
+            back = road.launch(ReduceScatter(road.mp), _gathered_dgrad(dy, x, weight, road).flatten(0, 1))
+        dw = _gathered_wgrad(dy, gathered, road)
         db = dy.sum((0, 1)) if ctx.biased else None
         if back is not None:
             dx = road.traffic.land(back)
         return dx, dw, db, None
+
+
+class ArrivedColumn(torch.autograd.Function):
+    """``GatheredColumn`` behind an all-gather that others launched and waited for (``core.tickets``).
+
+    gathered [M B, s, I], x its rows of this rank [B, s, I], which are kept in its place -> y [B, S, O].
+    dgrad: dy @ w [M B, s, I], for the reduce-scatter of those others. wgrad: as there, x is gathered again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
+        """y [B, S, O]."""
+        ctx.road, ctx.biased = road, bias is not None
+        ctx.save_for_backward(x, weight)
+        size = road.mp.size
+        y, right = x.new_empty((x.shape[0], size * x.shape[1], weight.shape[0])), weight.t()
+        if x.shape[0] == 1:  # the ranks' rows lie in order
+            _multiply(gathered.flatten(0, 1).unsqueeze(0), right, bias, y)
+        else:
+            for x_BsI, y_BsO in zip(gathered.chunk(size), y.unflatten(1, (size, -1)).unbind(1), strict=True):
+                _multiply(x_BsI, right, bias, y_BsO)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """dx [M B, s, I], nothing for x, dw [O, I], db [O]."""
+        road, (x, weight), dy = ctx.road, ctx.saved_tensors, grads[0].contiguous()
+        needs_dx, _, needs_dw = ctx.needs_input_grad[:3]
+        flights = _gather(x, road, Overlap(pieces=1)) if needs_dw else []
+        dx = _gathered_dgrad(dy, x, weight, road).flatten(0, 1) if needs_dx else None
+        return dx, None, _gathered_wgrad(dy, flights, road), dy.sum((0, 1)) if ctx.biased else None, None
 
 
 class ScatteredRow(torch.autograd.Function):
@@ -244,6 +269,25 @@ class ReducedRow(torch.autograd.Function):
         dx = dy @ weight if needs_dx else None
         dw = road.weight_gradient(lambda: dy.flatten(0, -2).t() @ x.flatten(0, -2)) if needs_dw else None
         return dx, dw, dy.flatten(0, -2).sum(0) if ctx.biased else None, None
+
+
+def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, road: Road) -> Tensor:
+    """dx [M, B, s, I] of all ranks' rows; x: this rank's."""
+    dx_MBsI = dy.new_empty((road.mp.size, *x.shape))
+    if x.shape[0] == 1:  # the ranks' rows lie in order
+        _multiply(dy, weight, None, dx_MBsI.flatten(0, 2).unsqueeze(0))
+    else:
+        for rank, dy_BsO in enumerate(dy.chunk(road.mp.size, 1)):
+            _multiply(dy_BsO, weight, None, dx_MBsI[rank])
+    return dx_MBsI
+
+
+def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, Flight]], road: Road) -> Tensor | None:
+    """dw [O, I], from all ranks' x in one flight; None without it."""
+    if not gathered:
+        return None
+    ((_, x_MBsI),) = _landings(gathered, road)
+    return road.weight_gradient(lambda: dy.flatten(0, 1).t() @ x_MBsI.transpose(0, 1).flatten(0, 2))
 
 
 def _own_product(dy: Tensor, x_BMsI: Tensor, mp: Axis) -> Tensor:

@@ -11,6 +11,7 @@ N rows (tokens). A letter is the global size; /mp marks the cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_scatter
-from megapar.core.overlap import CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
+from megapar.core.overlap import ArrivedColumn, CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
 from megapar.core.replay import Replay
-from megapar.core.tickets import Traffic
+from megapar.core.tickets import AllGather, Reduce, ReduceScatter, Ticket, Traffic, copy_gradient, start, wait
 from megapar.core.weight_gradients import WeightGradients, linear
 from megapar.core.wide_sum import wide_use
 
@@ -76,6 +77,17 @@ class Linear(nn.Module):
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
+class Started(NamedTuple):
+    """A layer cut over mp between ``start`` and ``finish``.
+
+    x: what it started on, or its products where nothing flies. token, ticket: of what flies.
+    """
+
+    x: Tensor
+    token: Tensor | None = None
+    ticket: Ticket | None = None
+
+
 class ColumnLinear(nn.Module):
     """A linear layer whose out features are cut over mp; ``split`` is the out dim that is cut.
 
@@ -98,7 +110,7 @@ class ColumnLinear(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.mp = mp
+        self.mp, self.sequence_parallel = mp, sequence_parallel
         self.out_dims = piece_shape(out_dims, split, mp)
         self.weight = parameter((*self.out_dims, in_features), dtype, device)
         self.bias = parameter(self.out_dims, dtype, device) if bias else None
@@ -109,15 +121,36 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
-        weight = local(self.weight).flatten(0, -2)
-        bias = None if self.bias is None else local(self.bias).flatten()
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        weight, bias, road = self._operands()
         if self.mp.size == 1:
-            y = linear(x, weight, bias, later)
+            y = linear(x, weight, bias, road.later)
         else:
-            y = self.product.apply(x, weight, bias, Road(self.mp, self.overlap, self.traffic, later))
+            y = self.product.apply(x, weight, bias, road)
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
+
+    def start(self, x: Tensor) -> Started:
+        """Launch what ``forward`` needs from other ranks; ``finish`` does the rest, later."""
+        if self.mp.size == 1 or not self.sequence_parallel:
+            return Started(x)
+        # A copy travels: x is kept for the backward.
+        return Started(x, *start(AllGather(self.mp), x.clone(), self.traffic))
+
+    def finish(self, started: Started) -> Tensor:
+        """What ``forward`` returns."""
+        if started.token is None or started.ticket is None:
+            return self(started.x)  # type: ignore[no-any-return]
+        weight, bias, road = self._operands()
+        gathered = wait(started.token, started.ticket)
+        y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, road)
+        out: Tensor = y.unflatten(-1, self.out_dims)
+        return out
+
+    def _operands(self) -> tuple[Tensor, Tensor | None, Road]:
+        """Weight [O/mp, I], bias [O/mp] and the road, for one use."""
+        bias = None if self.bias is None else local(self.bias).flatten()
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        return local(self.weight).flatten(0, -2), bias, Road(self.mp, self.overlap, self.traffic, later)
 
 
 class RowLinear(nn.Module):
@@ -143,7 +176,7 @@ class RowLinear(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.mp = mp
+        self.mp, self.sequence_parallel = mp, sequence_parallel
         self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
         self.bias = parameter((out_features,), dtype, device) if bias else None
         self.product = ScatteredRow if sequence_parallel else ReducedRow
@@ -159,6 +192,24 @@ class RowLinear(nn.Module):
             return linear(x, weight, bias, later, closing)
         road = Road(self.mp, self.overlap, self.traffic, later, closing)
         return self.product.apply(x, weight, bias, road)  # type: ignore[no-any-return]
+
+    def start(self, x: Tensor) -> Started:
+        """Launch the sum of the products; ``finish`` waits for it, later."""
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        y = linear(x, local(self.weight), None, later)
+        if self.mp.size == 1:
+            return Started(y)
+        if not self.sequence_parallel:
+            return Started(y, *start(Reduce(self.mp), y, self.traffic))
+        by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
+        return Started(by_rank, *start(ReduceScatter(self.mp), by_rank, self.traffic))
+
+    def finish(self, started: Started) -> Tensor:
+        """What ``forward`` returns."""
+        y = started.x
+        if started.token is not None and started.ticket is not None:
+            y = copy_gradient(wait(started.token, started.ticket))
+        return y if self.bias is None else y + local(self.bias)
 
 
 def hide_communication(model: nn.Module, overlap: Overlap, traffic: Traffic) -> None:

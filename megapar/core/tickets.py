@@ -390,6 +390,21 @@ def wait(token: Tensor, ticket: Ticket) -> Tensor:
     return token if ticket.passes else _Wait.apply(token, ticket)  # type: ignore[no-any-return]
 
 
+def copy_gradient(y: Tensor) -> Tensor:
+    """``y`` behind a ``wait`` where its gradient is somebody else's too, as behind a sum: then a copy of it travels."""
+    return _CopyGradient.apply(y)  # type: ignore[no-any-return]
+
+
+class _CopyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].clone()
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ticket: Ticket) -> Tensor:

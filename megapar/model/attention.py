@@ -106,7 +106,11 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S(/mp), H] to q [B, S, N, D], k and v [B, S, G, D]; angles: those of these positions."""
-        q, k, v = self.qkv(x).split((self.sizes.queries_per_group, 1, 1), dim=3)
+        return self.parted(self.qkv(x), angles)
+
+    def parted(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D], normed and turned."""
+        q, k, v = qkv.split((self.sizes.queries_per_group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

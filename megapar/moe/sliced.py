@@ -188,7 +188,8 @@ class Passage:
         sent: list[list[Flying]] = [[] for _ in self._slices]
         shared: list[Tensor | None] = [None] * len(self._slices)
         jobs = [(c, p) for c, new in enumerate(self._slices) for p in range(len(new.plans))]
-        ahead = 1 if layer.slicing.overlap_mp or layer.slicing.expert_pieces else 0
+        over_emp = layer.slicing.overlap_mp and self._dispatcher.emp.size > 1
+        ahead = 1 if over_emp or layer.slicing.expert_pieces else 0
         if layer.slicing.chained and not self._device.runs_ahead:
             ahead = 0  # a host that chains by waiting would wait for what it is to compute on
         entered: list[tuple[Flying, Tensor]] = []

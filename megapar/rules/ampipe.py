@@ -320,17 +320,6 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         8,
-        "ampipe-overlap-emp",
-        ("ampipe_tp_sp_comm_overlap", "expert_mp_degree", "mp_degree"),
-        when=lambda f: f.ampipe_tp_sp_comm_overlap and f.mp_degree > 1,
-        requires=lambda f: f.expert_mp_degree > 1,
-        message="--ampipe-tp-sp-comm-overlap would do nothing with whole experts, which have no mp collectives",
-        fix="Leave it out, or leave --expert-mp-degree at --mp-degree.",
-        passing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2",
-        failing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2 --expert-mp-degree 1",
-    ),
-    _row(
-        8,
         "pipe-experts-alone",
         ("use_pipe_experts", "ep_degree", "expert_mp_degree"),
         when=lambda f: f.use_pipe_experts,

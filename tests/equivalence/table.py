@@ -370,6 +370,9 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     *(sliced_row(*factors) for factors in pairwise(SLICED_FACTORS)),  # type: ignore[arg-type]
     sliced_row(3, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], DROPS, 2),
     sliced_row(2, (*HIDDEN_MP, *CROSS), ONLY_MP, TOP1, 1, (*_every(1), *PARTITION, *OFFLOADED)),
+    sliced_row(2, HIDDEN_MP, SLICED_PLACES[3], ("--add-bias-linear", "--activation", "gelu", *QK_NORM), 1),
+    sliced_row(4, HIDDEN_MP, SLICED_PLACES[3], DROPS, 2, _every(1)),
+    sliced_row(4, (*HIDDEN_MP, *CROSS, *BALANCED), SLICED_PLACES[4], TOP4, 2, BOUNDARIES),
     sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2, _every(1)),
     # Whole sequences draw the masks of one process, pieces of experts or not.
     sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1, SELECTIVE),
@@ -383,6 +386,7 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     Row("moe", 8, ("--sharding-degree", "4", *TWO_STAGES, *_every(1), "--ampipe-degree", "2", *CROSS), FOUR_LAYERS),
     Row("moe", 4, (*TWO_STAGES, *INTERLEAVED, "--ampipe-degree", "3"), (*FOUR_LAYERS, *DROPS), 2, 4),
     Row("moe", 4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS), FOUR_LAYERS, accumulation=4),
+    Row("moe", 4, (*TWO_STAGES, *MP2, *SP, *EMP1, *ZBV, "--ampipe-degree", "3", *HIDDEN_MP), FOUR_LAYERS, 1, 4),
     Row("moe", 4, (*TWO_STAGES, *ZERO_BUBBLE, *_pipe(2)), (*FOUR_LAYERS, *DROPS), accumulation=4),
 )
 

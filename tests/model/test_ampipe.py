@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ import torch.distributed as dist
 
 from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
+from megapar.core.overlap import Overlap
 from megapar.core.recompute import Interval, Recompute
+from megapar.core.tensor_parallel import hide_communication
 from megapar.core.tickets import Traffic
+from megapar.model.attention_slices import CausalSlices, Growing
+from megapar.model.context import Context
 from megapar.model.table import table_of
 from megapar.moe.slicing import Slicing
 from tests.model.small import BIASED_MOE, MOE, batch_for, build, total
@@ -124,6 +129,79 @@ def test_launches_and_waits_are_those_of_the_drawing(degree, cross, ahead):
         assert backward == mirrored(drawn(degree, 2, cross, False))
         assert launched == {"all_to_all": 4 * degree * 2, "counts": degree * 2}
         assert waits == degree * 2
+
+
+class Lanes(Traffic):
+    """Writes down what travels: D dispatch and C combine over ep, g all-gather and r reduce-scatter over mp."""
+
+    def __init__(self):
+        super().__init__()
+        self.events, self._names = [], {}
+
+    def launch(self, exchange, x, aside=False):
+        flight = super().launch(exchange, x, aside)
+        names = {"all_to_all": "D" if x.shape[1] > TWO.hidden_size else "C", "all_gather": "g", "reduce_scatter": "r"}
+        if exchange.kind in names:
+            self._names[id(flight)] = names[exchange.kind]
+            self.events.append(self._names[id(flight)] + "^")
+        return flight
+
+    def land(self, flight, metered=True):
+        if id(flight) in self._names:
+            self.events.append(self._names.pop(id(flight)) + "v")
+        return super().land(flight, metered)
+
+
+def hidden_over_mp(rank, world_size, slicing):
+    """(forward, backward) of a step where two ranks share positions and heads, and have whole experts."""
+    lanes, ranks = Lanes(), tuple(range(world_size))
+    axes = {name: Axis(name, world_size, rank, dist.group.WORLD, ranks) for name in ("mp", "ep")}
+    model = build(TWO, dtype=torch.float64, **axes, sequence_parallel=True, traffic=lanes, slicing=slicing)
+    hide_communication(model, Overlap(pieces=1), lanes)
+    attend = CausalSlices.attend
+
+    def noted(slices, number):
+        lanes.events.append(f"attn{number}")
+        attend(slices, number)
+        slices._attended[number].register_hook(lambda _: lanes.events.append(f"attn{number}"))
+
+    with patch.object(CausalSlices, "attend", noted):
+        loss = total(model, batch_for(TWO, seed=0))
+        forward, lanes.events = lanes.events, []
+        loss.backward()
+    lanes.check_settled()
+    return " ".join(forward), " ".join(lanes.events)
+
+
+def drawn_over_mp(slices, layers, cross):
+    """The drawing of ``model.ampipe``, forward and backward."""
+    forward, backward, last = [], [], slices - 1
+    for layer in range(layers):
+        here, back = not (cross and layer), []  # back: the layer's backward, the other way round
+        for c in range(slices):
+            forward += ([] if here or c else ["Cv"]) + (["gv"] if c else ["g^", "gv"]) + (["rv", "D^"] if c else [])
+            back += ([] if here or c else ["C^"]) + (["r^", "gv", "g^"] if c else ["rv", "gv", "r^", "g^"])
+            back += ["g^", "Dv"] if c else []
+            arrives, leaves = (["g^"], ["rv"]) if here else (["Cv", "g^"], ["C^", "rv"])
+            arrives, leaves = (arrives, leaves) if c < last else ([], [])
+            forward += [*arrives, f"attn{c}"] if here else [f"attn{c}", *arrives]
+            back += [*leaves, f"attn{c}"] if here else [f"attn{c}", *leaves]
+            forward += ["r^"] if c < last else ["r^", "rv", "D^"]
+            back += ["gv"] if c < last else ["gv", "g^", "Dv"]
+        together = [] if cross and layer < layers - 1 else ["Cv"] * slices
+        forward += ["Dv", "C^"] * slices + together
+        back += ["D^", "Cv"] * slices + ["C^"] * len(together)
+        backward = back[::-1] + backward
+    return " ".join(forward), " ".join(backward)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_what_attention_needs_over_mp_flies_under_other_slices(degree, cross):
+    """All but a layer's first all-gather and last reduce-scatter, and the same in the backward."""
+    slicing = Slicing(degree, cross_layer=cross, overlap_mp=True)
+    for found in run_ranks(2, hidden_over_mp, slicing):
+        assert found == drawn_over_mp(degree, 2, cross)
 
 
 class Unnumbered(Diary):
@@ -285,9 +363,6 @@ def test_masks_are_those_of_a_place():
 
 def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
     """Under cross-layer slicing keys grow in one buffer: what all slices keep of it shares one storage."""
-    from megapar.model.ampipe import CausalSlices
-    from megapar.model.context import Context
-
     slices = Slicing(4).cut(16)
     model = build(MOE, dtype=torch.float64)
     context = Context(None, None, 32, slices=slices, own_slices=slices, whole_slices=slices)
@@ -295,15 +370,17 @@ def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
     x = torch.randn(2, 16, MOE.hidden_size, dtype=torch.float64)
     storages = set()
     for number, place in enumerate(slices):
-        run.attend(number, x[:, place])
+        run.enter(x[:, place])
+        run.project(number)
+        run.attend(number)
+        run.leave(number)
+        run.finish(number)
         storages.update(seen._buffer.untyped_storage().data_ptr() for seen in (run._keys, run._values))
     assert len(storages) == 2
 
 
 def test_what_slices_add_to_keys_and_values_is_rounded_once():
     """In bf16 the gradients of keys, seen by every later slice, are as good as one sum in fp32 makes them."""
-    from megapar.model.ampipe import Growing
-
     slices = Slicing(8).cut(64)
     keys = torch.randn(1, 64, 1, 4, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     for growing in (Growing(keys.data), Growing()):

@@ -109,9 +109,14 @@ CONTEXT = (
 BY_ALGORITHM = {"megatron_cp_algo": 1, "ulysses_cp_algo": 1, "allgather_cp_algo": 2}  # kinds of messages
 
 
-def shared_as(rank: int, world_size: int, rendezvous: str, algorithm: str) -> tuple[dict[str, int], dict[str, float]]:
+SLICES = ("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--ep-degree", "2", "--ampipe-degree", "2")
+
+
+def shared_as(
+    rank: int, world_size: int, rendezvous: str, algorithm: str, more: tuple[str, ...] = ()
+) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes sent of one step that shares sequences, and what a plan says of them."""
-    flags = (*CONTEXT, "--context-parallel-algo", algorithm, "--dtype", "bf16")
+    flags = (*CONTEXT, "--context-parallel-algo", algorithm, "--dtype", "bf16", *more)
     config = parse("moe", flags, {"WORLD_SIZE": "32", "RANK": "11"})
     with pretend(config, 11) as trainer:
         sent = trainer.step().sent_bytes
@@ -124,3 +129,9 @@ def test_shared_sequences_send_what_a_plan_says(algorithm: str) -> None:
     ours = {name: amount for name, amount in sent.items() if name.startswith("cp/")}
     assert len(ours) == BY_ALGORITHM[algorithm]
     assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}
+
+
+def test_shared_slices_send_keys_once() -> None:
+    sent, planned = run_ranks(1, shared_as, "megatron_cp_algo", SLICES, group=False, timeout=120)[0]
+    keys = 2 * 2 * 2 * 64 // 8 * 4 // 2 * 4  # layers, k and v, samples, positions, own heads, their size
+    assert sent["cp/send"] == planned["cp/send"] == 3 * 7 * keys * (2 + 4)  # there in bf16, gradients home in fp32

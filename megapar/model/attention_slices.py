@@ -1,0 +1,196 @@
+"""Attention slice by slice of the sequence: slice c sees the keys and values of slices 0..c (AMPipe).
+
+Shape letters: B samples, s positions of a slice, S sequence (each on this rank), H hidden, N query heads, G key-value
+heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.slices import SharedSlices
+from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
+from megapar.core.device.dtypes import wide
+from megapar.core.device.ops import op
+from megapar.core.selective import again
+from megapar.core.tensor_parallel import Started
+from megapar.model.context import Context
+
+if TYPE_CHECKING:
+    from megapar.model.attention import Attention
+
+
+class CausalSlices:
+    """Attention of one layer over one micro-batch, slice after slice: enter, project, attend, leave, finish.
+
+    prepare: heads of all slices by one product, where the whole input is there; else each slice makes its own. Where
+    ranks share slices, their keys come to each other (``core.context_parallel.slices``), or whole slices of some heads.
+    hides: the all-gathers of mp fly from ``enter`` to ``project``, and the sums over it from ``leave`` to ``finish``;
+    but for the first one and the last one, which nothing else could hide: they fly under parts of their own product.
+    """
+
+    def __init__(self, attention: Attention, context: Context, *, hides: bool = False) -> None:
+        self._attention, self._context = attention, context
+        self.hides = hides and attention.mp.size > 1 and len(context.slices) > 1
+        self.prepared = False
+        self._entering: dict[int, Started] = {}
+        self._heads: dict[int, tuple[Tensor, ...]] = {}
+        self._attended: dict[int, Tensor] = {}
+        self._leaving: dict[int, Started] = {}
+        self._entered = 0
+        self._keys, self._values = Growing(), Growing()
+        self._shared: SharedSlices | None = None
+        if context.slice_plans is not None:
+            cp = attention.cp
+            self._shared = SharedSlices(cp.axis, cp.slice_transport, context.slice_plans, flash=attention.sizes.flash)
+
+    def prepare(self, x_BSH: Tensor) -> None:
+        """Queries, keys and values of every slice."""
+        self.prepared = True
+        q, k, v = self._attention.heads(x_BSH, self._context.angles)
+        pieces = (split_slices(x, self._context.slices) for x in (q, k, v))
+        self._heads = dict(enumerate(zip(*pieces, strict=True)))
+        if not self._attention.cp.active:
+            self._keys, self._values = Growing(k.data), Growing(v.data)
+
+    def enter(self, x_BsH: Tensor | None) -> None:
+        """[B, s, H] of the next slice; None where all are prepared."""
+        number, self._entered = self._entered, self._entered + 1
+        if x_BsH is not None:
+            hidden = self.hides and number > 0
+            self._entering[number] = self._attention.qkv.start(x_BsH) if hidden else Started(x_BsH)
+
+    def project(self, number: int) -> None:
+        """Queries, keys and values of slice ``number``."""
+        if self.prepared:
+            return
+        angles, place = self._context.angles, self._context.slices[number]
+        here = None if angles is None else (angles[0][:, place], angles[1][:, place])
+        qkv = self._attention.qkv.finish(self._entering.pop(number))
+        self._heads[number] = self._attention.parted(qkv, here)
+
+    def attend(self, number: int) -> None:
+        """Slice ``number`` looks at all keys up to its own."""
+        attention, context = self._attention, self._context
+        q, k, v = self._heads.pop(number)
+        if self._shared is not None:  # what came from other ranks is kept; to compute again would be to send again
+            self._attended[number] = self._attend_shared(self._shared, q, k, v, number)
+            return
+        if attention.cp.deals_heads:
+            q, k, v = to_heads(q, k, v, attention.cp.axis, attention.cp.traffic)
+        place, total = context.whole_slices[number], context.whole_slices[-1].stop
+        heads = (q, self._keys.add(k, place, total), self._values.add(v, place, total), number)
+        y = again(self._attend, *heads) if attention.selective else self._attend(*heads)
+        if attention.cp.deals_heads:
+            y = to_positions(y, attention.cp.axis, attention.cp.traffic)
+        self._attended[number] = y.flatten(2)
+
+    def leave(self, number: int) -> None:
+        """The projection of slice ``number``."""
+        y, proj = self._attended.pop(number), self._attention.proj
+        if self.hides and number < len(self._context.slices) - 1:
+            self._leaving[number] = proj.start(y)
+        else:
+            self._attended[number] = proj(y)
+
+    def finish(self, number: int) -> Tensor:
+        """[B, s, H]: what attention makes of slice ``number``."""
+        started = self._leaving.pop(number, None)
+        return self._attended.pop(number) if started is None else self._attention.proj.finish(started)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+        """q [B, s, N, D], k and v [B, end of the slice, G, D] to [B, s, N, D]."""
+        context, documents = self._context, self._context.documents
+        flash, heads = self._attention.sizes.flash, tuple(x.transpose(1, 2) for x in (q, k, v))
+        with self._drawing(q, number) as dropout:
+            if documents is not None:
+                packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
+                y = packed(*heads, pieces=documents.cut(context.whole_slices[number], q.shape[0]), dropout=dropout)
+            else:
+                form = op("attention_slice", q) if flash else attention_slice_reference
+                y = form(*heads, dropout=dropout)
+        return y.transpose(1, 2)
+
+    def _attend_shared(self, shared: SharedSlices, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+        """q [B, s, N, D], k and v [B, s, G, D] to [B, s, N D]."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with self._drawing(q, number) as dropout:
+            return shared.attend(q, k, v, number, dropout).transpose(1, 2).flatten(2)
+
+    @contextmanager
+    def _drawing(self, q: Tensor, number: int) -> Iterator[float]:
+        """Dropout's probability, and inside it the slice's own random numbers."""
+        attention, context = self._attention, self._context
+        dropout = attention.dropout if attention.training else 0.0
+        place = context.place(attention.place, number)
+        with context.streams.drawing(q.device, place, attention.stream) if dropout else nullcontext():
+            yield dropout
+
+
+class Growing:
+    """Keys, or values, to which slices are added: each slice sees its own and all before it, in one buffer.
+
+    whole: all of them, where they are there from the start. The gradient of a slice comes from all that saw it; it is
+    summed in max(fp32, dtype) and rounded once.
+    """
+
+    def __init__(self, whole: Tensor | None = None) -> None:
+        self._buffer, self._filled = whole, whole is not None
+        self._token: Tensor | None = None
+        self._sum = _SeenSum()
+
+    def add(self, piece: Tensor, place: slice, total: int) -> Tensor:
+        """[B, s, G, D] of the next slice to [B, end of the slice, G, D]; total: positions of all slices."""
+        if self._buffer is None:
+            self._buffer = piece.new_empty((piece.shape[0], total, *piece.shape[2:]))
+        if not self._filled:
+            self._buffer.data[:, place] = piece.detach()
+        seen: Tensor
+        seen, self._token = _See.apply(self._token, piece, self._buffer, place, self._sum)
+        return seen
+
+
+class _SeenSum:
+    """The gradients of what slices saw, which come back last slice first."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def take(self, grad: Tensor, place: slice) -> Tensor:
+        """Add what slice ``place`` saw; its own part is complete then."""
+        if self._total is None:
+            self._total = grad.to(wide(grad.dtype), copy=True)
+        else:
+            self._total[:, : place.stop] += grad
+        own = self._total[:, place].to(grad.dtype)
+        if place.start == 0:
+            self._total = None
+        return own
+
+
+class _See(torch.autograd.Function):
+    """The buffer up to the end of a piece. The token passed from slice to slice brings gradients back in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _SeenSum
+    ) -> tuple[Tensor, Tensor]:
+        ctx.place, ctx.total, ctx.first = place, total, token is None
+        # ``data`` has a version counter of its own: what earlier slices have saved of the buffer is not touched.
+        return buffer.data[:, : place.stop], piece.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, token = grads
+        return None if ctx.first else token, ctx.total.take(grad, ctx.place), None, None, None
+
+
+def split_slices(x: Tensor, slices: Sequence[slice]) -> tuple[Tensor, ...]:
+    """Dim 1 of ``x`` in slices, whose gradients are put together by one copy."""
+    return torch.split(x, [place.stop - place.start for place in slices], dim=1)
