@@ -24,7 +24,7 @@ from megapar.config.from_hf import published_folder
 from megapar.core import replicas
 from megapar.core.adaptive import Adaptive
 from megapar.core.collectives import all_reduce_
-from megapar.core.device.base import Device
+from megapar.core.device.base import Device, Event
 from megapar.core.device.peak import peak_flops
 from megapar.core.device.pick import pick
 from megapar.core.first_bad import FirstBad, watch
@@ -49,6 +49,7 @@ from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.monitor import Monitor, Step
 from megapar.training.record import Record
 from megapar.training.resume import resume
+from megapar.training.stragglers import Stragglers
 from megapar.training.totals import Totals
 
 
@@ -136,6 +137,8 @@ class Trainer:
         self._watched: FirstBad | None = None
         self._found = ""
         self.numbers = build.make_numbers(config)
+        self._judges_late = self._may_judge_late()
+        self._pending: _Pending | None = None
         self._load()
         self.collate = build.make_collate(config, world, corpus)
         self.loader = Loader(
@@ -150,8 +153,17 @@ class Trainer:
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = self._make_monitor(world.device)
+        self._stragglers = Stragglers(config.reliability.straggler_factor)
         self._records: list[Record] = []
         self._evaluation: dict[str, float] | None = None
+
+    def _may_judge_late(self) -> bool:
+        """Whether the host may go on before it knows that a step's gradients are finite.
+
+        Not where the next step's loss scale or length hangs on it, or a spike is to be skipped.
+        """
+        late = self.world.device.runs_ahead and self.job.optimizer.skips_on_device
+        return late and self.loss_scale is None and self.progressive is None and not self.config.reliability.spike_skip
 
     def _choose_degree(self) -> str:
         """For --ampipe-degree auto: slice the model by the checkpoint's degree or a measured one; what to say of it."""
@@ -246,13 +258,15 @@ class Trainer:
         if (self.control.save or self.checkpoints.due(iteration)) and not self._done:
             self._save(final=False)
         if self.local_saves is not None and self.local_saves.due(iteration) and not self._done:
+            self._settle()
             self.local_saves.save(iteration, self._scalars())
 
     def _flush(self) -> None:
+        self._settle()
         records = self.monitor.flush()
         self._records += records
         pace = records[-1].pace if records else None
-        if pace is not None and (warning := pace.warning(self.config.reliability.straggler_factor)):
+        if pace is not None and (warning := self._stragglers.hear(pace, len(records))):
             self._say(warning)
         for record in records:
             if not self.config.reliability.spike_skip and not record.skipped:
@@ -265,6 +279,7 @@ class Trainer:
 
     def _check_replicas(self) -> None:
         """Raise TrainingError where ranks that should hold the same hold something else."""
+        self._settle()
         self.job.sharding.wait()
         replicas.check(build.copies(self.job), self.world, f"iteration {self.progress.iteration}")
 
@@ -277,49 +292,108 @@ class Trainer:
     def step(self) -> Step:
         """One optimizer step: forward and backward of every micro-batch, reduce, clip, update, publish.
 
-        In fp16 a step whose gradients are not all finite changes nothing but the loss scale.
+        A step whose gradients are not all finite changes nothing (in fp16 but the loss scale). Where the host runs
+        ahead of its device, the device decides that, and the host hears of it a step later (``_settle``).
         """
         start = time.perf_counter()
-        job, progress = self.job, self.progress
+        progress, work = self.progress, self._next_work()
+        denominators = work.denominators
+        totals, norm, votes = self._gradients(work)
+        if self._settle():
+            totals, norm, votes = self._gradients(work)
+        scale, skipped, bad = 1.0, False, None
+        if self._judges_late:
+            bad = norm.isfinite().logical_not().float()
+        else:
+            self._hear(self._values(votes))
+            if self.loss_scale is None and not math.isfinite(self._values(norm.view(1))[0]):
+                totals, norm = self._repeat(work, totals, norm)
+            scale, skipped = self._check_overflow(norm)
+            skipped = skipped or self._is_bad(work, totals, norm)
+        lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
+        if not skipped:
+            self._update(totals, norm, lr, bad)
+        progress.iteration += 1
+        progress.skipped_steps += skipped
+        progress.consumed_samples += work.global_batch
+        progress.consumed_tokens += denominators.tokens
+        progress.micro_batches += denominators.num_micro_batches
+        step = self._report_step(work, totals, norm, lr, scale, skipped, time.perf_counter() - start)
+        if bad is not None:
+            told = torch.cat([norm.view(1).to(votes.dtype), votes])
+            self._pending = _Pending(work, totals, step, *self.world.device.host_copy(told))
+        return step
+
+    def _next_work(self) -> _Work:
+        """The next global batch, as far as this rank has it."""
+        progress = self.progress
         global_batch, length = self._grow()
         share = global_batch // (self.config.training.micro_batch_size * self.data.size)
         batches = self.loader.step(progress.consumed_samples, share, length)
-        denominators = Denominators(batches, share * self.data.size, self.data, job.meter)
-        work = _Work(batches, denominators, global_batch)
+        denominators = Denominators(batches, share * self.data.size, self.data, self.job.meter)
+        place = progress.iteration + 1, progress.consumed_samples, progress.micro_batches
+        return _Work(batches, denominators, global_batch, *place)
+
+    def _gradients(self, work: _Work) -> tuple[Totals, Tensor, Tensor]:
+        """Forward and backward of a step, and the reduction: (sums, global norm, sums of the votes)."""
         with record_function("megapar: forward and backward"):
-            totals = self._forward_backward(batches, denominators)
+            totals = self._forward_backward(work)
         with record_function("megapar: reduce"):
-            norm = self._reduce(self._loss_factor(denominators))
-        if self.loss_scale is None and not math.isfinite(self._values(norm.view(1))[0]):
-            totals, norm = self._repeat(work, totals, norm)
-        scale, skipped = self._check_overflow(norm)
-        skipped = skipped or self._is_bad(work, totals, norm)
-        lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
-        if not skipped:
-            self.checkpoints.before_update()
-            if self.local_saves is not None:
-                self.local_saves.before_update()
-            if self.config.optimizer.clip_grad > 0:
-                clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
-            with record_function("megapar: optimizer"):
-                job.optimizer.step(lr)
-                job.sharding.publish()
-            self._move_router_bias(totals.load)
+            norm, votes = self._reduce(self._loss_factor(work.denominators))
+        return totals, norm, votes
+
+    def _update(self, totals: Totals, norm: Tensor, lr: float, bad: Tensor | None) -> None:
+        """Change the model. bad: on the device, where it is 1 nothing changes; None: it is good."""
+        job = self.job
+        self.checkpoints.before_update()
+        if self.local_saves is not None:
+            self.local_saves.before_update()
+        if self.config.optimizer.clip_grad > 0:
+            clip(job.sharding.parts, norm, self.config.optimizer.clip_grad)
+        with record_function("megapar: optimizer"):
+            job.optimizer.step(lr, bad)
+            job.sharding.publish()
+        self._move_router_bias(totals.load, bad)
+        if bad is None:
             self.numbers.good()
-        progress.iteration += 1
-        progress.skipped_steps += skipped
-        progress.consumed_samples += global_batch
-        progress.consumed_tokens += denominators.tokens
-        progress.micro_batches += denominators.num_micro_batches
+
+    def _settle(self) -> bool:
+        """Hear what became of the step before, where that is judged late; whether gradients were made for it again.
+
+        The device has changed nothing where the norm was not finite, so the step is run again as it would have been.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return False
+        pending.there.synchronize()
+        value, *votes = self._values(pending.told)
+        self._hear(votes)
+        if math.isfinite(value):
+            self.numbers.good()
+            return False
+        step = pending.step
+        totals, norm = self._repeat(pending.work, pending.totals, step.norm)
+        step.skipped = self._is_bad(pending.work, totals, norm)
+        self.progress.skipped_steps += step.skipped
+        if not step.skipped:
+            self._update(totals, norm, step.lr, None)
+            step.sums, step.routing, step.load, step.dropped = totals.sums, totals.routing, totals.load, totals.dropped
+            step.norm = norm
+        return True
+
+    def _report_step(
+        self, work: _Work, totals: Totals, norm: Tensor, lr: float, scale: float, skipped: bool, seconds: float
+    ) -> Step:
+        progress, job = self.progress, self.job
         return Step(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
-            tokens=denominators.tokens,
+            tokens=work.denominators.tokens,
             lr=lr,
             sums=totals.sums,
-            items=denominators.items,
-            num_micro_batches=denominators.num_micro_batches,
+            items=work.denominators.items,
+            num_micro_batches=work.denominators.num_micro_batches,
             routing=totals.routing,
             load=totals.load,
             dropped=totals.dropped,
@@ -327,7 +401,7 @@ class Trainer:
             loss_scale=scale,
             skipped=skipped,
             sent_bytes=self._take_sent(),
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             exposed=job.meter.take() if job.metered else None,
             waited_seconds=self._waited,
         )
@@ -341,10 +415,11 @@ class Trainer:
         self.job.model.scale_dropout(self.progressive.share(iteration))
         return self.progressive.batch_at(iteration), self.progressive.length_at(iteration)
 
-    def _forward_backward(self, batches: Sequence[MicroBatch], denominators: Denominators) -> Totals:
+    def _forward_backward(self, work: _Work) -> Totals:
         """Every micro-batch of this rank forward and backward; the sums of their terms."""
         job, progress, totals = self.job, self.progress, Totals()
-        first = progress.micro_batches + self.data.rank
+        batches, denominators = work.batches, work.denominators
+        first = work.first_micro_batch + self.data.rank
 
         def seed(number: int) -> None:
             if self._watched is not None:
@@ -379,8 +454,8 @@ class Trainer:
             return 1.0
         return self.loss_scale.value * denominators.tokens / denominators.num_micro_batches
 
-    def _reduce(self, factor: float) -> Tensor:
-        """Complete the gradients over all axes and divide ``factor`` out; their global norm."""
+    def _reduce(self, factor: float) -> tuple[Tensor, Tensor]:
+        """Complete the gradients over all axes and divide ``factor`` out; their global norm, and all ranks' votes."""
         job = self.job
         job.sharding.finish()
         job.traffic.check_settled()
@@ -392,8 +467,10 @@ class Trainer:
         start = time.perf_counter()
         norm, votes = global_norm(job.sharding.parts, self.world.axis("world"), self.control.votes())
         self._waited = time.perf_counter() - start
-        self.control.hear([round(vote) for vote in self._values(votes)])
-        return norm
+        return norm, votes
+
+    def _hear(self, votes: Sequence[float]) -> None:
+        self.control.hear([round(vote) for vote in votes])
 
     def _values(self, tensor: Tensor) -> list[float]:
         """What a vector holds; waits for the device."""
@@ -444,12 +521,13 @@ class Trainer:
         A number that does not come again was none of the data's or the model's: the step goes on with the second run.
         """
         with watch(self.job.model, self.world.axis("pp").rank) as self._watched:
-            again = self._forward_backward(work.batches, work.denominators)
-            repeated = self._reduce(1.0)
+            again = self._forward_backward(work)
+            repeated, votes = self._reduce(1.0)
+        self._hear(self._values(votes))
         found, self._watched = self._watched, None
         if math.isfinite(repeated.item()):
             self.numbers.news.append(
-                f"WARNING: iteration {self.progress.iteration + 1}: gradient norm {norm.item()}, but {repeated.item()} "
+                f"WARNING: iteration {work.iteration}: gradient norm {norm.item()}, but {repeated.item()} "
                 "when the step was run again: a rank computed wrongly; the step goes on with the second result"
             )
             return again, repeated
@@ -460,9 +538,9 @@ class Trainer:
 
     def _is_bad(self, work: _Work, totals: Totals, norm: Tensor) -> bool:
         """Whether the step is not to change the model; the same on every rank. Raises TrainingError at the limit."""
-        iteration, value = self.progress.iteration + 1, self._values(norm.view(1))[0]
-        last = self.progress.consumed_samples + work.global_batch - 1
-        samples = f"{sample_at(self.progress.consumed_samples, self._skipped)}-{sample_at(last, self._skipped)}"
+        iteration, value = work.iteration, self._values(norm.view(1))[0]
+        first, last = work.first_sample, work.first_sample + work.global_batch - 1
+        samples = f"{sample_at(first, self._skipped)}-{sample_at(last, self._skipped)}"
         if not math.isfinite(value):
             self.numbers.not_finite(iteration, value, samples, f"first bad: {self._found}")
             return True
@@ -477,21 +555,22 @@ class Trainer:
         self.world.ledger.clear()
         return sent
 
-    def _move_router_bias(self, load: Tensor) -> None:
+    def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
         """Raise the correction bias of experts that got less than their share of the global batch."""
-        rate = self.config.moe.moe_router_bias_update_rate
+        rate: float | Tensor = self.config.moe.moe_router_bias_update_rate
         if rate and isinstance(self.job.model, Decoder):
             total = load.clone()
             if self.data.group is not None:
                 dist.all_reduce(total, group=self.data.group)
             rows = total if self.job.pipeline is None else total[self.job.model.load_rows]
-            self.job.model.update_router_bias(rows, rate)
+            self.job.model.update_router_bias(rows, rate if bad is None else rate * (1 - bad.double()))
 
     # Around the step
 
     def _evaluate(self) -> dict[str, float]:
         training, heldout = self.config.training, self.corpus.heldout
         assert heldout is not None  # a rule row: who evaluates holds something out
+        self._settle()
         self.job.sharding.wait()
         sent = dict(self.world.ledger)
         self._evaluation = evaluate(
@@ -533,6 +612,7 @@ class Trainer:
             self._notes += (f"weights: {self.checkpoints.resumed_from}; the run starts at iteration 0",)
 
     def _save(self, *, final: bool) -> None:
+        self._settle()
         self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()
         self.monitor.resume_clock()
@@ -610,6 +690,20 @@ class _Work:
     batches: Sequence[MicroBatch]
     denominators: Denominators
     global_batch: int
+    iteration: int
+    first_sample: int
+    first_micro_batch: int
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step of which the host does not know yet what became of it. told: its norm and the votes, when it is there."""
+
+    work: _Work
+    totals: Totals
+    step: Step
+    told: Tensor
+    there: Event
 
 
 def _due(iteration: int, interval: int) -> bool:

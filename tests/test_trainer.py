@@ -176,7 +176,7 @@ def test_an_export_loads_in_transformers_from_any_layout(tmp_path: Path) -> None
     from transformers import AutoModelForCausalLM
 
     logits = []
-    for name, (world_size, flags) in LAYOUTS.items():
+    for name, (world_size, flags) in {**LAYOUTS, "pp 2": (2, ("--pp-degree", "2"))}.items():
         folder = tmp_path / name
         run(world_size, "moe", *flags, "--train-iters", "1", "--save-hf", str(folder), "--dtype", "fp32")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -75,6 +75,13 @@ def plain_loop(kind: str, path: str, model: str) -> float:
     return tokens / (time.perf_counter() - start)
 
 
+def plain_loops(kind: str, path: str, model: str, processes: int) -> float:
+    """Tokens per second of so many plain loops at once, together: what the cores can do beside each other."""
+    command = [sys.executable, "-m", "benchmarks.data.run", "--plain", kind, path, model]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    return sum(float(process.communicate()[0]) for process in running)
+
+
 def ours(path: str, model: str, output: str, workers: int) -> float:
     """Tokens per second of ``prepare``, from its call to the finished files."""
     from megapar.data.prepare import prepare
@@ -84,23 +91,28 @@ def ours(path: str, model: str, output: str, workers: int) -> float:
 
 
 def part_prepare(folder: Path, rounds: int, megabytes: float) -> dict[str, object]:
-    """Per core against the plain loop; both in this process, in turns. And all cores together."""
+    """In turns: one plain loop, prepare with one worker, a plain loop on every core at once, prepare on all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     path, cores = str(folder / "in.jsonl"), os.cpu_count() or 1
     write_jsonl(Path(path), megabytes)
     rows, result = [], {}
     for kind, model in make_tokenizers(folder).items():
-        plain, one, many = [], [], []
+        rates: dict[str, list[float]] = {"plain": [], "one": [], "plain_all": [], "all": []}
         for _ in range(rounds):
-            plain.append(plain_loop(kind, path, model))
-            one.append(ours(path, model, str(folder / "out"), 1))
-            many.append(ours(path, model, str(folder / "out"), cores))
-        medians = [statistics.median(rates) for rates in (plain, one, many)]
-        ratio = statistics.median(a / b for a, b in zip(one, plain, strict=True))
-        shares = (f"{ratio:.2f}", f"{medians[2] / medians[0] / cores:.2f}")
-        rows.append([kind, *(f"{rate:,.0f}" for rate in medians), *shares])
-        result[kind] = {"plain": medians[0], "one": medians[1], "all": medians[2], "ratio": ratio}
-    heads = ("plain loop, tokens/s", "prepare, 1 worker", f"{cores} workers", "per core, 1", f"per core, {cores}")
+            rates["plain"].append(plain_loop(kind, path, model))
+            rates["one"].append(ours(path, model, str(folder / "out"), 1))
+            rates["plain_all"].append(plain_loops(kind, path, model, cores))
+            rates["all"].append(ours(path, model, str(folder / "out"), cores))
+        medians = {name: statistics.median(found) for name, found in rates.items()}
+        ratios = {
+            name: statistics.median(a / b for a, b in zip(rates[name], rates[plain], strict=True))
+            for name, plain in (("one", "plain"), ("all", "plain_all"))
+        }
+        columns = [f"{medians['plain']:,.0f}", f"{medians['one']:,.0f}", f"{ratios['one']:.2f}"]
+        columns += [f"{medians['plain_all']:,.0f}", f"{medians['all']:,.0f}", f"{ratios['all']:.2f}"]
+        rows.append([kind, *columns])
+        result[kind] = {**medians, "ratio_one": ratios["one"], "ratio_all": ratios["all"]}
+    heads = ("plain loop, tokens/s", "1 worker", "ratio", f"{cores} plain loops at once", f"{cores} workers", "ratio")
     print_table(["tokenizer", *heads], rows)
     return result
 
@@ -232,10 +244,14 @@ def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--plain", nargs=3, metavar=("KIND", "PATH", "MODEL"), help="one plain loop, and no more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=1000, help="input of the memory part")
     parser.add_argument("--prepare-megabytes", type=float, default=40, help="input of the prepare part")
     args = parser.parse_args()
+    if args.plain:
+        print(plain_loop(*args.plain))
+        return
     result: dict[str, object] = {"machine": machine("cpu")}
     for part in args.part or PARTS:
         with tempfile.TemporaryDirectory() as name:

@@ -29,6 +29,8 @@ class OffloadedOptimizer:
     Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one.
     """
 
+    skips_on_device = True
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -51,8 +53,11 @@ class OffloadedOptimizer:
         self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self._in, self._out = device.new_stream(), device.new_stream()
 
-    def step(self, lr: float) -> None:
-        """One update of all masters from their parts' gradients; the current stream sees them in host memory."""
+    def step(self, lr: float, unless: Tensor | None = None) -> None:
+        """One update of all masters from their parts' gradients; the current stream sees them in host memory.
+
+        unless: as in ``Optimizer``.
+        """
         current = self._device.current_stream()
         self._in.wait_stream(current)
         self._load(0)
@@ -61,9 +66,9 @@ class OffloadedOptimizer:
             current.wait_stream(self._in)
             if number + 1 < len(self._parts):
                 self._load(number + 1)
-            self._update(number, part, lr, steps.clone())
+            self._update(number, part, lr, steps.clone(), unless)
             self._store(number, current)
-        self._step += 1
+        self._step += 1 if unless is None else 1 - unless
         current.wait_stream(self._out)
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -85,7 +90,7 @@ class OffloadedOptimizer:
             for target, source in zip(*self._views(number), strict=True):
                 target.copy_(source, non_blocking=True)
 
-    def _update(self, number: int, part: Part, lr: float, step: Tensor) -> None:
+    def _update(self, number: int, part: Part, lr: float, step: Tensor, unless: Tensor | None) -> None:
         assert part.grad is not None
         master, first, second = self._views(number)[1]
         adamw(
@@ -98,6 +103,7 @@ class OffloadedOptimizer:
             weight_decay=self._weight_decay if part.decay else 0.0,
             eps=self._eps,
             maximize=False,
+            found_inf=unless,
         )
 
     def moments(self, name: str) -> list[Tensor]:

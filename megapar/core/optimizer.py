@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +69,9 @@ class Optimizer:
             }
             for kind in ((True, False), (True, True), (False, False))
         ]
-        fused = parts[0].master.device.type in ("cpu", "cuda")
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=fused
+        self.skips_on_device = parts[0].master.device.type in ("cpu", "cuda")  # as fused kernels do
+        self._adamw: Any = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=self.skips_on_device
         )
         for part in parts:
             self._adamw.state[part.master] = {
@@ -78,8 +79,13 @@ class Optimizer:
                 **{name: torch.zeros_like(part.master) for name in MOMENTS},
             }
 
-    def step(self, lr: float) -> None:
-        """One update of all masters from their parts' gradients."""
+    def step(self, lr: float, unless: Tensor | None = None) -> None:
+        """One update of all masters from their parts' gradients.
+
+        unless: a scalar on the device, where it is 1 nothing changes; only where ``skips_on_device``.
+        """
+        assert unless is None or self.skips_on_device
+        self._adamw.found_inf = unless
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["ratio"]
         for part in self._parts:

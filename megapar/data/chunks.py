@@ -1,7 +1,8 @@
 """Inputs of ``megapar data prepare``, cut in chunks that do not depend on who reads them.
 
-Text and JSONL files are cut at every 16 MiB: a chunk holds the documents that begin in its bytes. Parquet files are cut
-by row groups, ``datasets`` sources by 8,192 rows.
+Text and JSONL files are cut at every 16 MiB, those below 1 GiB in 64 chunks of 1 MiB at least, so that no worker waits
+long for another: a chunk holds the documents that begin in its bytes. Parquet files are cut by row groups, ``datasets``
+sources by 8,192 rows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megapar.data.source import (
 from megapar.errors import DataError
 
 CHUNK_BYTES = 16 << 20
+LEAST_CHUNK_BYTES = 1 << 20
+CHUNKS = 64  # of a file, where they are not larger or smaller than these
 CHUNK_ROWS = 8192
 
 
@@ -66,7 +69,9 @@ def _of_source(source: Source, field: str) -> list[Chunk]:
     kind = "jsonl"
     if isinstance(source, TextFile):
         kind = "blank" if source.has_blank_line() else "lines"
-    return _steps(kind, source.name, source.path.stat().st_size, CHUNK_BYTES, field)
+    size = source.path.stat().st_size
+    step = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, size // CHUNKS))
+    return _steps(kind, source.name, size, step, field)
 
 
 def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[Chunk]:

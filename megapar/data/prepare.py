@@ -18,15 +18,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megapar.data.cache import digest
 from megapar.data.chunks import Chunk, chunks_of, describe
 from megapar.data.indexed import IndexedDataset, IndexedDatasetBuilder, smallest_dtype, without_suffix
 from megapar.data.parts import Done, claimed, claims, finish, finished, part
+from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.source import BadRecords
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VERSION = 1
 _BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
@@ -178,18 +182,31 @@ def _encode(number: int, chunk: Chunk, job: _Job, tokenizer: Tokenizer) -> Done:
     documents = tokens = 0
     with IndexedDatasetBuilder(part(Path(job.folder), number), job.dtype) as builder:
         for texts in _batches(chunk.documents(bad)):
-            lengths, flat = [], array(_CODES[job.dtype])
-            for ids in tokenizer.encode_batch(texts):
-                if job.end is not None:
-                    ids.append(job.end)
-                flat.fromlist(ids)
-                lengths.append(len(ids))
-            builder.add_documents(np.frombuffer(flat, dtype=job.dtype), np.array(lengths))
+            flat, lengths = _tokens(tokenizer, texts, job)
+            builder.add_documents(flat, np.array(lengths))
             documents, tokens = documents + len(lengths), tokens + len(flat)
         builder.finalize(sync=False)
     result = Done(documents, tokens, bad.count, tuple(bad.first))
     finish(Path(job.folder), number, result)
     return result
+
+
+def _tokens(tokenizer: Tokenizer, texts: Sequence[str], job: _Job) -> tuple[np.ndarray, list[int]]:
+    """All documents' ids one after the other, each with its end token; how many each has."""
+    import numpy as np
+
+    arrays = tokenizer.encode_arrays(texts) if isinstance(tokenizer, SentencePieceTokenizer) else None
+    if arrays is not None:
+        end = np.array([] if job.end is None else [job.end], dtype=np.int32)
+        ids = np.concatenate([part for one in arrays for part in (one, end)])
+        return ids.astype(job.dtype), [len(one) + len(end) for one in arrays]
+    lengths, flat = [], array(_CODES[job.dtype])
+    for document in tokenizer.encode_batch(texts):
+        if job.end is not None:
+            document.append(job.end)
+        flat.fromlist(document)
+        lengths.append(len(document))
+    return np.frombuffer(flat, dtype=job.dtype), lengths
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:

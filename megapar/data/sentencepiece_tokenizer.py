@@ -113,6 +113,11 @@ class SentencePieceTokenizer:
         # One call per text: a call for all of them starts a thread and is a few percent slower.
         return [cast("list[int]", self._processor.encode(text)) for text in texts]
 
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray] | None:
+        """The same as int32 arrays, which no Python number is made for; None where the library is too old for it."""
+        encode = getattr(self._processor, "EncodeAsNumpy", None)
+        return None if encode is None else [encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         special = self.special.ids

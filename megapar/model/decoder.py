@@ -253,7 +253,7 @@ class Decoder(nn.Module):
         experts = (block.moe for block in layers if isinstance(block, DecoderBlock))
         return [moe.router.correction_bias for moe in experts if moe is not None]
 
-    def update_router_bias(self, load: Tensor, rate: float) -> None:
+    def update_router_bias(self, load: Tensor, rate: float | Tensor) -> None:
         """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
 
         load: [L, E] counts over the whole global batch. Source: auxiliary-loss-free balancing (DeepSeek-V3).

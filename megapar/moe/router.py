@@ -123,10 +123,10 @@ def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool) -> Tensor
 
 
 @torch.no_grad()
-def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> None:
+def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float | Tensor) -> None:
     """bias += rate · sign(mean load − load), in place: busy experts are chosen less, idle ones more.
 
     load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops.
     """
     load_E = load_E.to(bias_E.dtype)
-    bias_E.add_(torch.sign(load_E.mean() - load_E), alpha=rate)
+    bias_E.add_(torch.sign(load_E.mean() - load_E) * rate)

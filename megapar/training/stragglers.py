@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 
 NOISE_SECONDS = 0.01
+INTERVALS, STEPS = 3, 10  # in a row, at least, before a rank is named: a busy moment is no slow rank
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,33 @@ class Pace:
         """As metrics have it."""
         return {"p50": self.p50, "p90": self.p90, "max": self.max, "slowest_rank": self.slowest_rank}
 
-    def warning(self, factor: float) -> str:
-        """What there is to say where the slowest rank takes ``factor`` times the median rank; else ""."""
-        if not factor or self.max <= max(factor * self.p50, self.p50 + NOISE_SECONDS):
+    def stands_out(self, factor: float) -> bool:
+        """Whether the slowest rank takes ``factor`` times the median rank; 0: never."""
+        return factor > 0 and self.max > max(factor * self.p50, self.p50 + NOISE_SECONDS)
+
+
+class Stragglers:
+    """Names a rank that stays slow: in INTERVALS log intervals and STEPS steps in a row; once, while it stays so."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._rank = -1
+        self._intervals = self._steps = 0
+        self._told = False
+
+    def hear(self, pace: Pace, steps: int) -> str:
+        """What there is to say after an interval of so many steps, or ""."""
+        rank = pace.slowest_rank if pace.stands_out(self._factor) else -1
+        if rank != self._rank:
+            self._rank, self._intervals, self._steps, self._told = rank, 0, 0, False
+        self._intervals += 1
+        self._steps += steps
+        if rank < 0 or self._told or self._intervals < INTERVALS or self._steps < STEPS:
             return ""
+        self._told = True
         return (
-            f"WARNING: rank {self.slowest_rank} is slow: {self.max:.3f} s of own work in a step, {self.p50:.3f} s in "
-            f"the median rank, {self.p90:.3f} s at the 90th percentile"
+            f"WARNING: rank {rank} is slow: {pace.max:.3f} s of own work in a step, {pace.p50:.3f} s in the median "
+            f"rank, {pace.p90:.3f} s at the 90th percentile, for {self._steps} steps"
         )
 
 

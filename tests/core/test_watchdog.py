@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 from megapar.core.journal import Journal
 from megapar.core.watchdog import Watchdog, explain, late_ranks
-from megapar.training.stragglers import Pace, summary
+from megapar.training.stragglers import Pace, Stragglers, summary
 from tests.support.ranks import run_ranks
 
 AXES = {"mp": {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}, "data": {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}}
@@ -125,6 +125,18 @@ def test_ranks_tell_each_other_where_they_are_through_the_store(tmp_path: Path) 
 def test_the_slowest_rank_is_named_against_the_median() -> None:
     pace = summary([1.0, 1.1, 0.9, 2.5])
     assert pace == Pace(p50=1.0, p90=2.5, max=2.5, slowest_rank=3)
-    assert "rank 3 is slow: 2.500 s of own work in a step, 1.000 s in the median rank" in pace.warning(1.5)
-    assert pace.warning(3.0) == ""
-    assert pace.warning(0.0) == ""
+    stragglers = Stragglers(1.5)
+    said = [stragglers.hear(pace, 4) for _ in range(4)]
+    assert said[:2] == ["", ""]
+    assert "rank 3 is slow: 2.500 s of own work in a step, 1.000 s in the median rank" in said[2]
+    assert said[3] == ""  # once
+    for factor in (3.0, 0.0):
+        assert not pace.stands_out(factor)
+
+
+def test_one_busy_moment_makes_no_slow_rank() -> None:
+    stragglers = Stragglers(1.5)
+    slow, other, even = summary([1.0, 2.0]), summary([2.0, 1.0]), summary([1.0, 1.01])
+    assert [stragglers.hear(pace, 10) for pace in (slow, slow, other, other, even, slow, slow)] == [""] * 7
+    assert "rank 1 is slow" in stragglers.hear(slow, 10)
+    assert [Stragglers(1.5).hear(slow, 1) for _ in range(9)] == [""] * 9  # few steps
