@@ -209,6 +209,9 @@ class Trainer:
         """Train to ``--train-iters`` or until asked to stop, evaluating and saving on the way and at the end."""
         self._greet()
         watchdog = build.make_watchdog(self.config, self.world)
+        collector = build.make_collector(self.config)
+        if collector is not None:
+            collector.open()
         try:
             while not self._done:
                 watchdog.begin_step(self.progress.iteration + 1)
@@ -218,6 +221,8 @@ class Trainer:
                 if self.profile is not None:
                     self.profile.after(self.progress.iteration)
                 watchdog.end_step()
+                if collector is not None:
+                    collector.after_step(self.progress.iteration)
                 self._adapt()
                 self.control.stepped(self.progress.iteration)
                 self._after_step()
@@ -230,6 +235,8 @@ class Trainer:
             self.job.sharding.wait()
             exported = None if self.control.stop else self._export()
         finally:
+            if collector is not None:
+                collector.close()
             watchdog.close()
             self.loader.close()
             self.monitor.close()

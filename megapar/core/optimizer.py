@@ -69,9 +69,12 @@ class Optimizer:
             }
             for kind in ((True, False), (True, True), (False, False))
         ]
-        self.skips_on_device = parts[0].master.device.type in ("cpu", "cuda")  # as fused kernels do
+        kind = parts[0].master.device.type
+        self.skips_on_device = kind in ("cpu", "cuda")  # as fused kernels do
+        # Where it is not one kernel torch looks at the count of steps of every parameter, and waits for the device.
+        fused = kind in ("cpu", "cuda", "npu")
         self._adamw: Any = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=self.skips_on_device
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=fused
         )
         for part in parts:
             self._adamw.state[part.master] = {

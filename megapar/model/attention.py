@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.compiled import Run, plain
 from megapar.core.context_parallel.blockwise import Work, attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed import packed_attention_reference
 from megapar.core.selective import again
-from megapar.core.tensor_parallel import ColumnLinear, RowLinear
+from megapar.core.tensor_parallel import ColumnLinear, RowLinear, local
 from megapar.model.context import Context
-from megapar.model.norm import RmsNorm
+from megapar.model.norm import RmsNorm, rms_norm
 from megapar.model.rotary import rotate
 
 
@@ -67,6 +68,7 @@ class Attention(nn.Module):
         self.stream = self.cp.axis.rank * mp.size + mp.rank
         self.dropout = sizes.dropout  # on the weights
         self.selective = False  # compute the core again instead of keeping what it keeps
+        self.run: Run = plain
         self.place = f"layers.{layer}.attention.weights"
         G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
         self.qkv = ColumnLinear(
@@ -110,13 +112,10 @@ class Attention(nn.Module):
 
     def parted(self, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D], normed and turned."""
-        q, k, v = qkv.split((self.sizes.queries_per_group, 1, 1), dim=3)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
-        return q, k, v
+        if self.q_norm is None and angles is None:
+            return split_heads(qkv)  # views
+        weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
+        return self.run(turned_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, N, D], k and v [B, S, G, D] to [B, S, N, D]."""
@@ -132,7 +131,38 @@ class Attention(nn.Module):
             elif documents is not None:
                 packed = op("packed_attention", q) if flash else packed_attention_reference
                 y = packed(*heads, documents=documents, dropout=dropout)
-            else:
+            elif dropout:
                 attention = op("attention", q) if flash else attention_reference
                 y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
+            else:
+                y = self.run(attend, *heads, context.valid, self.sizes.causal, flash)
         return y.transpose(1, 2)
+
+
+def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D]."""
+    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def turned_heads(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    epsilon: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``split_heads`` with q and k normed and turned, where weights and angles are given."""
+    q, k, v = split_heads(qkv)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, epsilon), rms_norm(k, k_weight, epsilon)
+    if cos is not None and sin is not None:
+        q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, flash: bool) -> Tensor:
+    """Attention without dropout: q [B, N, S, D], k and v [B, G, S, D] to [B, N, S, D]."""
+    attention = op("attention", q) if flash else attention_reference
+    return attention(q, k, v, causal=causal, valid=valid)

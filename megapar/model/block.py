@@ -116,8 +116,8 @@ class DecoderBlock(nn.Module):
         apart = self.moe is not None or context.cut or self.attention.cp.active
         if isinstance(x, Sliced) or (context.slices and apart):
             return run_sliced(self, x, context)
-        x = x + self.drop(self.attention(self.attention_norm(x), context), context, "attention")
-        normed = self.mlp_norm(x)
+        attended = self.attention(self.attention_norm(x), context)
+        x, normed = self.mlp_norm.after(x, self.drop(attended, context, "attention"))
         if self.moe is None:
             assert self.mlp is not None
             return x + self.drop(self.mlp(normed, context.closing), context, "mlp"), None
@@ -171,8 +171,9 @@ class ErnieBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
-        x = self.attention_norm(x + self.drop(self.attention(x, context), context, "attention"))
-        return self.mlp_norm(x + self.drop(self.mlp(x), context, "mlp")), None
+        _, x = self.attention_norm.after(x, self.drop(self.attention(x, context), context, "attention"))
+        _, y = self.mlp_norm.after(x, self.drop(self.mlp(x), context, "mlp"))
+        return y, None
 
 
 def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.compiled import Run, plain
 from megapar.core.device.ops import op
 from megapar.core.replay import Replay
 from megapar.core.selective import forget
@@ -47,6 +48,7 @@ class Mlp(nn.Module):
             device=device,
         )
         self.selective = False  # compute the activation again instead of keeping it
+        self.run: Run = plain
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(
@@ -61,10 +63,23 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]. closing: the recomputed unit whose output needs this and nothing else."""
-        activation: Callable[[Tensor], Tensor] = F.gelu if self.gate_up is None else op("swiglu", x)
+        activation = _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         if self.selective:
-            return forget(activation, first(x), self.down)
-        y: Tensor = self.down(activation(first(x)), closing)
+            return forget(partial(self.run, activation), first(x), self.down)
+        y: Tensor = self.down(self.run(activation, first(x)), closing)
         return y
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The exact one."""
+    return F.gelu(x)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[.., 2, F] to [.., F]."""
+    return op("swiglu", gate_up)(gate_up)
+
+
+_activations = (gelu, swiglu)

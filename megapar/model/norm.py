@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.compiled import Run, plain
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel import local, parameter
 
@@ -17,10 +18,18 @@ class RmsNorm(nn.Module):
         super().__init__()
         self.epsilon = epsilon
         self.weight = parameter((size,), dtype, device)
+        self.run: Run = plain
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] to [.., H]."""
-        return op("rms_norm", x)(x, local(self.weight), self.epsilon)
+        return self.run(rms_norm, x, local(self.weight), self.epsilon)
+
+    def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + y, that normed); one function where functions are compiled."""
+        if self.run is plain:
+            total = x + y
+            return total, self(total)
+        return self.run(add_rms_norm, x, y, local(self.weight), self.epsilon)
 
 
 class LayerNorm(nn.Module):
@@ -31,10 +40,40 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
         self.weight = parameter((size,), dtype, device)
         self.bias = parameter((size,), dtype, device)
+        self.run: Run = plain
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] to [.., H]. torch's kernel keeps its statistics in fp32 for 16-bit inputs."""
-        return F.layer_norm(x, (x.shape[-1],), local(self.weight), local(self.bias), self.epsilon)
+        return self.run(layer_norm, x, local(self.weight), local(self.bias), self.epsilon)
+
+    def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + y, that normed); one function where functions are compiled."""
+        if self.run is plain:
+            total = x + y
+            return total, self(total)
+        return self.run(add_layer_norm, x, y, local(self.weight), local(self.bias), self.epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """See ``RmsNorm``."""
+    return op("rms_norm", x)(x, weight, epsilon)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(x + y, that normed)."""
+    total = x + y
+    return total, rms_norm(total, weight, epsilon)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """See ``LayerNorm``."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+
+
+def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(x + y, that normed)."""
+    total = x + y
+    return total, layer_norm(total, weight, bias, epsilon)
 
 
 def make_norm(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device.ops import op
 from megapar.core.replay import Replay
 from megapar.core.tickets import AllToAll
 from megapar.moe.stats import count_pairs
@@ -208,8 +209,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _gather(x_TH: Tensor, permutation: Permutation) -> Tensor:
-    topk = permutation.row.shape[1]
-    rows_RH = x_TH.index_select(0, permutation.pair // topk)
+    rows_RH = op("permute", x_TH)(x_TH, permutation.pair, permutation.row, permutation.pair_kept)
     if permutation.row_kept is None:
         return rows_RH
     return rows_RH.masked_fill_(~permutation.row_kept[:, None], 0)
@@ -224,11 +224,4 @@ def gather_sum(rows_RH: Tensor, permutation: Permutation) -> Tensor:
     if topk == 1:
         y_TH = rows_RH.index_select(0, permutation.row.flatten())
         return y_TH if kept is None else y_TH.masked_fill_(~kept, 0)
-    # A bag is gather and sum in one pass, accumulated in fp32, without the [T, k, H] in between, and unlike
-    # index_add deterministic on every device.
-    return F.embedding_bag(
-        permutation.row,
-        rows_RH.contiguous(),
-        mode="sum",
-        per_sample_weights=None if kept is None else kept.to(rows_RH.dtype),
-    )
+    return op("unpermute", rows_RH)(rows_RH, permutation.row, kept)

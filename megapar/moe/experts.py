@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.compiled import Run, plain
 from megapar.core.device.ops import op
 from megapar.core.selective import forget
 from megapar.core.tensor_parallel import local
@@ -55,6 +56,7 @@ class Experts(nn.Module):
         self.has_bias = add_bias
         self.selective = False  # compute the activation again instead of keeping it
         self.adds_down_bias = adds_down_bias
+        self.run: Run = plain
 
         def create(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
@@ -135,7 +137,12 @@ class Experts(nn.Module):
         return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name), piece)
 
     def _activate(self, hidden: Tensor) -> Tensor:
-        return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if self.gated else F.gelu(hidden)
+        return self.run(activate, hidden, self.gated)
+
+
+def activate(hidden: Tensor, gated: bool) -> Tensor:
+    """[R, 2 F] to [R, F] where ``gated``, else the same shape. (The products are one kernel each, compiled or not.)"""
+    return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.compiled import Run, plain
 from megapar.core.device.dtypes import wide
 from megapar.core.tensor_parallel import local
 from megapar.moe.sizes import MoeSizes
@@ -51,6 +52,7 @@ class Router(nn.Module):
         """copies: ranks whose gradients of the same weight are summed though each has a piece of the tokens only."""
         super().__init__()
         self.sizes, self.copies = sizes, copies
+        self.run: Run = plain
         exact = wide(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
@@ -60,34 +62,18 @@ class Router(nn.Module):
 
         samples: that the T tokens belong to, one after the other, all of the same length.
         """
-        weight_EH = local(self.weight)
-        logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
-        probs_TE = logits_TE.softmax(dim=1) if self.sizes.score == "softmax" else logits_TE.sigmoid()
+        logits_TE, probs_TE, shares_TE = self.run(score, x_TH, local(self.weight), self.sizes)
         experts_Tk = self.choose(probs_TE)
-        shares_TE = probs_TE
-        if self.sizes.score != "softmax":  # the losses are about shares of a token
-            shares_TE = probs_TE / probs_TE.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
         by_sample = samples if self.sizes.sequence_aux else 0
-        sums = router_sums(logits_TE, shares_TE, experts_Tk, valid_T, by_sample)
+        sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample)
         # Here and not behind the forward, where sharding may have let the weight go.
         orthogonal = self.orthogonal_loss() if self.sizes.orthogonal else None
         return Routing(probs_TE, experts_Tk, sums, orthogonal)
 
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
-        """[T, k] experts by score plus correction bias, best first, of the best groups only.
-
-        A group counts as the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        """
-        sizes, biased_TE = self.sizes, probs_TE + self.correction_bias
-        if sizes.group_topk < sizes.groups:
-            grouped = biased_TE.unflatten(1, (sizes.groups, -1))
-            best = grouped.topk(sizes.topk // sizes.group_topk, dim=2).values.sum(2)
-            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(
-                1, best.topk(sizes.group_topk, dim=1).indices, True
-            )
-            biased_TE = grouped.masked_fill(~chosen[:, :, None], -math.inf).flatten(1)
-        return torch.topk(biased_TE, sizes.topk, dim=1).indices
+        """[T, k] experts by score plus correction bias, best first."""
+        return self.run(choose, probs_TE.detach(), self.correction_bias, self.sizes)
 
     def orthogonal_loss(self) -> Tensor:
         """Mean of the squared entries of W W^T - 1, rows of W normalised: 0 where all experts' rows are orthogonal.
@@ -101,6 +87,30 @@ class Router(nn.Module):
         rows_EH = F.normalize(weight_EH, dim=1)
         eye = torch.eye(rows_EH.shape[0], dtype=rows_EH.dtype, device=rows_EH.device)
         return (rows_EH @ rows_EH.T - eye).square().mean()
+
+
+def score(x_TH: Tensor, weight_EH: Tensor, sizes: MoeSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, probs, each expert's share of a token), [T, E] in the weight's dtype; see ``Routing``."""
+    logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
+    if sizes.score == "softmax":
+        probs_TE = logits_TE.softmax(dim=1)
+        return logits_TE, probs_TE, probs_TE
+    probs_TE = logits_TE.sigmoid()  # the losses are about shares of a token
+    return logits_TE, probs_TE, probs_TE / probs_TE.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
+
+
+def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
+    """[T, k] experts by score plus correction bias, best first, of the best groups only.
+
+    A group counts as the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+    biased_TE = probs_TE + bias_E
+    if sizes.group_topk < sizes.groups:
+        grouped = biased_TE.unflatten(1, (sizes.groups, -1))
+        best = grouped.topk(sizes.topk // sizes.group_topk, dim=2).values.sum(2)
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(sizes.group_topk, dim=1).indices, True)
+        biased_TE = grouped.masked_fill(~chosen[:, :, None], -math.inf).flatten(1)
+    return torch.topk(biased_TE, sizes.topk, dim=1).indices
 
 
 def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0) -> Tensor:

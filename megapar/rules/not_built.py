@@ -81,6 +81,5 @@ RULES: tuple[Rule, ...] = (
         kind=NOT_BUILT,
         models=MOE,
     ),
-    _later("compile", "torch.compile", "--compile"),
     _later("fp8", "fp8 linear layers", "--fp8"),
 )

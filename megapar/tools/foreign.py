@@ -125,7 +125,7 @@ deepspeed deepspeed-config deepspeed_config deepspeed_mpi | | what its file says
 no-pipeline-parallel | | --pp-degree 1
 tensorboard-queue-size tensorboard-log-interval | | written every --log-interval
 no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader | | masks are never built
-manual-gc manual-gc-interval manual-gc-eval | | nothing here waits for the collector
+manual-gc-eval | | evaluations do not collect
 no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad | | losses and norms are checked at every log interval
 delay-grad-reduce delay-param-gather align-grad-reduce align-param-gather | | reductions follow one planned order
 use-ascend-coc coc-parallel-num | | --tp-comm-overlap hides the same

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megapar.trainer as trainer_module
 from megapar.arguments import Config
 from megapar.core.axis import Axis
+from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
-from megapar.core.memory import MemoryTracker
 from megapar.core.meter import WaitMeter
 from megapar.core.world import World
 from megapar.data.batches import Collate, MicroBatch
@@ -59,14 +60,16 @@ class PretendedTrainer(Trainer):
 
 
 @contextmanager
-def pretend(config: Config, rank: int, tracker: MemoryTracker | None = None) -> Iterator[PretendedTrainer]:
+def pretend(
+    config: Config, rank: int, tracker: TorchDispatchMode | None = None, device: Device | None = None
+) -> Iterator[PretendedTrainer]:
     """The trainer of ``rank`` of the configuration's world, ready to step; everything in it is fake.
 
-    Samples are real ones, of ``--data-path``. tracker: counts what is built and what steps make. No process group may
-    exist beforehand; none does afterwards.
+    Samples are real ones, of ``--data-path``. tracker: sees every operator while the trainer is built and steps.
+    device: the CPU if it is not given. No process group may exist beforehand; none does afterwards.
     """
     corpus = build.make_corpus(config)
-    world = World.pretend(config.grid, pick("cpu"), rank)
+    world = World.pretend(config.grid, device or pick("cpu"), rank)
     try:
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from megapar.arguments import Config
 from megapar.core.adaptive import GIBIBYTE, Adaptive
 from megapar.core.axis import Axis
+from megapar.core.collector import Collector
+from megapar.core.compiled import Compiled, run_functions
 from megapar.core.context_parallel.layout import Layout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
@@ -43,6 +45,7 @@ from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.tasks.build import TaskData
+from megapar.errors import Complaint, ConfigError
 from megapar.model.attention import Attention
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
@@ -249,6 +252,11 @@ def copies(job: Job) -> Iterator[Copy]:
                     yield Copy(name, buffer, axis)
 
 
+def make_collector(config: Config) -> Collector | None:
+    """When Python collects its garbage; None: when it likes."""
+    return Collector(config.training.manual_gc_interval) if config.training.manual_gc else None
+
+
 def make_watchdog(config: Config, world: World) -> Watchdog:
     """What ends a run that hangs; started unless --step-timeout-seconds is 0."""
     timeout_seconds = config.reliability.step_timeout_seconds
@@ -319,6 +327,8 @@ def make_job(config: Config, world: World) -> Job:
     model = _make_model(
         config, sizes, stages, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
     )
+    if config.training.compile:
+        run_functions(model, make_compiled(world.device))
     pipeline: PipelinedModel | None = None
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
@@ -339,6 +349,15 @@ def make_job(config: Config, world: World) -> Job:
     if pipeline is not None and model.embedding is not None and holding.first != holding.last:
         job.tied = "embedding.word.weight" if model.tied_weight is not None else None
     return job
+
+
+def make_compiled(device: Device) -> Compiled:
+    """What compiles functions for a device. Raises ConfigError where nothing here does."""
+    if lacks := device.compiler_lacks():
+        raise ConfigError(
+            [Complaint("compile", f"--compile, but {lacks}.", "Leave it out, or install what is missing.")]
+        )
+    return Compiled()
 
 
 def _pipelined(

@@ -6,6 +6,7 @@ Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D h
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Rows:
         exact = wide(q.dtype)
         self.out = torch.zeros(q.shape, dtype=exact, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
-        self.drawn: list[tuple[Tensor, ...]] = []
+        self.drawn: list[tuple[Any, ...]] = []
 
     def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor) -> None:
         """Let rows look at columns: k and v [B, G, L, D]."""
@@ -62,7 +63,7 @@ class RowGradients:
     """
 
     def __init__(
-        self, grad: Tensor, q: Tensor, rows: Block, drawn: Iterable[tuple[Tensor, ...]], *, flash: bool, dropout: float
+        self, grad: Tensor, q: Tensor, rows: Block, drawn: Iterable[tuple[Any, ...]], *, flash: bool, dropout: float
     ) -> None:
         self._grad, self._q, self._rows, self._drawn, self._dropout = grad, q, rows, iter(drawn), dropout
         self._differentiate = op("attention_block_backward", q) if flash else block_backward_reference

@@ -113,7 +113,7 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         work: Work = ctx.work
-        drawn: Iterator[tuple[Tensor, ...]] = iter(ctx.drawn)
+        drawn: Iterator[tuple[Any, ...]] = iter(ctx.drawn)
         plan = work.plan
         if work.dropout:
             # Every tile drew numbers of its own, so the backward's tiles must be those of the forward.

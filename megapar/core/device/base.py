@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,16 @@ Event = Any
 
 
 T = TypeVar("T")
+
+
+class MemoryPressure(NamedTuple):
+    """An allocator's own account. held_bytes: reserved from the device and not allocated. retries: allocations that
+    first had to give everything cached back, each a wait for the device. allocated_bytes: in tensors now.
+    """
+
+    held_bytes: int
+    retries: int
+    allocated_bytes: int
 
 
 class NoEvent:
@@ -80,6 +92,20 @@ class Device:
     def prepare_process(self) -> None:
         """Settings of the whole process that training on this device wants."""
         keep_freed_memory()
+
+    def compiler_lacks(self) -> str:
+        """Why torch.compile cannot make code for this device here; "" where it can."""
+        if shutil.which(os.environ.get("CXX", "")) or any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+            return ""
+        return "this machine has no C++ compiler (g++, clang++, or the one that CXX names)"
+
+    def memory_pressure(self) -> MemoryPressure | None:
+        """What the device's allocator has to say; None where there is none of torch's."""
+        return None
+
+    def save_memory_snapshot(self, path: Path) -> bool:
+        """Write what is allocated for torch's viewer; False where no allocator of torch's keeps account."""
+        return False
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done; nothing to do on a CPU."""
@@ -212,6 +238,19 @@ class Accelerator(Device):
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory."""
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
+
+    def memory_pressure(self) -> MemoryPressure | None:
+        """Of torch's caching allocator."""
+        stats = self.module.memory_stats()
+        allocated = int(stats.get("allocated_bytes.all.current", 0))
+        held = int(stats.get("reserved_bytes.all.current", 0)) - allocated
+        return MemoryPressure(held, int(stats.get("num_alloc_retries", 0)), allocated)
+
+    def save_memory_snapshot(self, path: Path) -> bool:
+        """As torch's memory viewer reads it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.module.memory._dump_snapshot(str(path))
+        return True
 
     def peak_memory_bytes(self) -> int:
         """Highest number of bytes allocated on the device so far."""

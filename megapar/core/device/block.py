@@ -8,7 +8,7 @@ Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,12 @@ _cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 class Block(NamedTuple):
-    """out [B, N, S, D] in q's dtype; lse [B, N, S] in max(fp32, dtype); drawn: what repeats the dropout."""
+    """out [B, N, S, D] in q's dtype; lse [B, N, S] in max(fp32, dtype); drawn: what repeats the dropout, tensors
+    or the numbers of a kernel's random state."""
 
     out: Tensor
     lse: Tensor
-    drawn: tuple[Tensor, ...] = ()
+    drawn: tuple[Any, ...] = ()
 
 
 class BlockGradients(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from megapar.core.device.base import Accelerator
 
 
@@ -10,3 +12,7 @@ class CudaDevice(Accelerator):
 
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+
+    def compiler_lacks(self) -> str:
+        """Code for a GPU is made by Triton."""
+        return "" if importlib.util.find_spec("triton") else "triton is not installed"

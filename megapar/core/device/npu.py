@@ -15,3 +15,7 @@ class NpuDevice(Accelerator):
         import torch_npu  # noqa: F401  importing it is what registers the device
 
         super().__init__(local_rank)
+
+    def compiler_lacks(self) -> str:
+        """Nothing that this version would use."""
+        return "torch.compile makes code for CPUs and GPUs here"

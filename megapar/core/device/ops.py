@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device import ascend
 from megapar.core.device.attention_slice import (
     attention_slice_fused,
     attention_slice_merged,
@@ -33,6 +34,16 @@ from megapar.core.device.block import (
     block_reference,
 )
 from megapar.core.device.dtypes import wide
+from megapar.core.device.grouped import (
+    grouped_input_gradient_aligned,
+    grouped_input_gradient_reference,
+    grouped_linear_aligned,
+    grouped_linear_reference,
+    grouped_weight_gradient_aligned,
+    grouped_weight_gradient_reference,
+    permute_reference,
+    unpermute_reference,
+)
 from megapar.core.device.packed import (
     packed_attention_by_document,
     packed_attention_reference,
@@ -75,7 +86,7 @@ def attention_fused(
 ) -> Tensor:
     """``attention_reference`` by torch's fused kernels; the scores are never held."""
     mask = None if causal or valid is None else valid[:, None, None, :]
-    grouped = k.shape[1] != q.shape[1]
+    grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbols where this is compiled
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
@@ -118,31 +129,64 @@ def rotary_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
-        "attention": {"reference": attention_reference, "cpu": attention_fused, "cuda": attention_fused},
+        "attention": {
+            "reference": attention_reference,
+            "cpu": attention_fused,
+            "cuda": attention_fused,
+            "npu": ascend.attention_npu,
+        },
         "packed_attention": {
             "reference": packed_attention_reference,
             "cpu": packed_attention_by_document,
             "cuda": packed_attention_varlen,
-            "npu": packed_attention_by_document,
+            "npu": ascend.packed_attention_npu,
         },
         "attention_slice": {
             "reference": attention_slice_reference,
             "cpu": attention_slice_merged,
             "cuda": attention_slice_fused,
+            "npu": ascend.attention_slice_npu,
         },
-        "attention_block": {"reference": block_reference, "cpu": block_cpu, "cuda": block_cuda},
+        "attention_block": {
+            "reference": block_reference,
+            "cpu": block_cpu,
+            "cuda": block_cuda,
+            "npu": ascend.block_npu,
+        },
         "attention_block_backward": {
             "reference": block_backward_reference,
             "cpu": block_backward_cpu,
             "cuda": block_backward_cuda,
+            "npu": ascend.block_backward_npu,
         },
         "packed_attention_slice": {
             "reference": packed_attention_slice_reference,
             "cpu": packed_attention_slice_merged,
             "cuda": packed_attention_slice_fused,
+            "npu": ascend.packed_attention_slice_npu,
         },
-        "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused},
-        "swiglu": {"reference": swiglu_reference},
-        "rotary": {"reference": rotary_reference, "cpu": rotary_complex},
+        "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused, "npu": ascend.rms_norm_npu},
+        "swiglu": {"reference": swiglu_reference, "npu": ascend.swiglu_npu},
+        "rotary": {"reference": rotary_reference, "cpu": rotary_complex, "npu": ascend.rotary_npu},
+        "grouped_linear": {
+            "reference": grouped_linear_reference,
+            "cpu": grouped_linear_aligned,
+            "cuda": grouped_linear_aligned,
+            "npu": ascend.grouped_linear_npu,
+        },
+        "grouped_input_gradient": {
+            "reference": grouped_input_gradient_reference,
+            "cpu": grouped_input_gradient_aligned,
+            "cuda": grouped_input_gradient_aligned,
+            "npu": ascend.grouped_input_gradient_npu,
+        },
+        "grouped_weight_gradient": {
+            "reference": grouped_weight_gradient_reference,
+            "cpu": grouped_weight_gradient_aligned,
+            "cuda": grouped_weight_gradient_aligned,
+            "npu": ascend.grouped_weight_gradient_npu,
+        },
+        "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
+        "unpermute": {"reference": unpermute_reference, "npu": ascend.unpermute_npu},
     }
 )

@@ -8,7 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.core.device.block import Block, block_backward_cuda, block_backward_reference, block_cuda, block_reference
 from megapar.core.device.ops import OPS
+from tests.support.ascend import stand_in
 
+stand_in()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # heads, groups, queries, keys, causal
 SHAPES = [(4, 4, 6, 6, True), (4, 2, 6, 6, True), (4, 2, 3, 9, False), (4, 1, 9, 2, False)]

@@ -23,8 +23,11 @@ from megapar.core.device.packed import (
     packed_attention_by_document,
     packed_attention_reference,
 )
+from megapar.moe.dispatch import sort_by_expert
+from tests.support.ascend import stand_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+stand_in()
 BLOCKS = ("attention_block", "attention_block_backward")  # compared in test_block.py
 ENTRIES = [
     (name, device)
@@ -43,9 +46,21 @@ def cases(name, dtype):
     """(tensors, keyword arguments) for one op."""
     if name == "rms_norm":
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
+    if name == "swiglu":
+        return [((draw(0, 2, 3, 2, 16, dtype=dtype),), {})]
     if name == "rotary":
-        angles = torch.linspace(0.0, 3.0, 2 * 8 * 8).view(2, 8, 8)
-        return [((draw(0, 2, 8, 4, 16, dtype=dtype),), {"cos": angles.cos(), "sin": angles.sin()})]
+        angles = draw(1, 2, 5, 8, dtype=torch.float32).detach()
+        return [((draw(0, 2, 5, 4, 16, dtype=dtype),), {"cos": angles.cos(), "sin": angles.sin()})]
+    if name.startswith("grouped"):
+        widths = {"linear": (16, None), "input_gradient": (24, None), "weight_gradient": (24, 16)}
+        width, second = widths[name.removeprefix("grouped_")]
+        return [
+            ((draw(0, 9, width, dtype=dtype), draw(1, *((9, second) if second else (3, 24, 16)), dtype=dtype)),
+             {"counts_E": torch.tensor(counts)})
+            for counts in ([4, 0, 5], [9, 0, 0])
+        ]  # fmt: skip
+    if name in ("permute", "unpermute"):
+        return permutations(name, dtype)
     if name == "packed_attention":
         documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
@@ -78,14 +93,34 @@ def cases(name, dtype):
     ]
 
 
+def permutations(name, dtype):
+    """Three of four experts get rows, all pairs or those that are kept."""
+    experts = torch.tensor([[2, 0], [0, 3], [3, 2], [2, 3], [0, 2]])
+    found = []
+    for kept in (None, torch.tensor([[1, 1], [0, 1], [1, 0], [1, 1], [0, 0]]).bool()):
+        rows = experts.numel() if kept is None else int(kept.sum())
+        permutation, _ = sort_by_expert(experts, kept, 4, rows, exact=True)
+        arguments = {"row_Tk": permutation.row, "kept_Tk": kept}
+        if name == "permute":
+            found.append(((draw(0, 5, 8, dtype=dtype),), {"pair_R": permutation.pair, **arguments}))
+        else:
+            found.append(((draw(0, rows, 8, dtype=dtype),), arguments))
+    return found
+
+
+def widened(arguments):
+    """The same for the fp64 reference."""
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("name", "device"), ENTRIES)
 def test_entry_equals_its_reference(name, device, dtype):
-    """The forms are torch functions that run on the CPU too, so each is compared here."""
+    """The forms are torch functions that run on the CPU too, so each is compared here; Ascend's by stand-ins."""
     form, reference = OPS[name][device], OPS[name]["reference"]
     for tensors, arguments in cases(name, dtype):
         exact = tuple(t.detach().double().requires_grad_() for t in tensors)
-        actual, expected = form(*tensors, **arguments), reference(*exact, **arguments)
+        actual, expected = form(*tensors, **arguments), reference(*exact, **widened(arguments))
         actual_grads = torch.autograd.grad(actual.square().sum(), tensors)
         expected_grads = torch.autograd.grad(expected.square().sum(), exact)
         for a, b in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
@@ -95,7 +130,10 @@ def test_entry_equals_its_reference(name, device, dtype):
 
 def test_every_form_has_a_case():
     attentions = {"attention", "attention_slice", "packed_attention", "packed_attention_slice"}
-    assert {name for name, _ in ENTRIES} == attentions | {"rms_norm", "rotary"}
+    others = {"rms_norm", "swiglu", "rotary", "permute", "unpermute"}
+    products = {f"grouped_{kind}" for kind in ("linear", "input_gradient", "weight_gradient")}
+    assert {name for name, _ in ENTRIES} == attentions | others | products
+    assert all("npu" in forms for forms in OPS.values())
 
 
 def test_fp64_and_unknown_devices_take_the_reference():

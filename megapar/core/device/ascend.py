@@ -1,0 +1,214 @@
+"""Operators of Ascend NPUs as torch_npu (2.11 and later) registers them; importing this needs none of it.
+
+Tensors outside are [B, N, S, D] as everywhere; they come as views of [B, S, N, D], which is what the kernels are given.
+
+Shape letters: B batch, S positions of q, L of k and v, N query heads, G key-value heads, D head size, T = B S, R rows,
+I and O features in and out, E experts, k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar.core.device.block import Block, BlockGradients
+from megapar.core.device.packed import Documents, Piece
+
+# npu_fusion_attention's names for what a mask means; all but the first want the compressed causal mask.
+WHOLE_MASK, LOWER_RIGHT = 0, 3
+COMPRESSED = 2048
+LANES = 8  # the kernel keeps its two statistics of a row eight times
+
+
+@lru_cache(maxsize=8)
+def causal_mask(device: torch.device) -> Tensor:
+    """The mask of 2048 x 2048 that stands for a causal one of any size; True is not seen."""
+    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
+
+
+def attention_npu(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """``attention_reference`` by npu_fusion_attention."""
+    if causal or valid is None:
+        return _attend(q, k, v, causal, dropout).out
+    unseen = (~valid)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+    return _attend(q, k, v, False, dropout, atten_mask=unseen.contiguous(), sparse_mode=WHOLE_MASK).out
+
+
+def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """``attention_slice_reference``: the kernel knows lower-right alignment."""
+    return _attend(q, k, v, True, dropout).out
+
+
+def packed_attention_npu(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0) -> Tensor:
+    """``packed_attention_reference`` in one call for all documents."""
+    q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout)
+    return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
+
+
+def packed_attention_slice_npu(
+    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[Piece], dropout: float = 0.0
+) -> Tensor:
+    """``packed_attention_slice_reference`` in one call: queries as they lie, with the keys of each one's document."""
+    before, keys, ends_q, ends_k = k.shape[2] - q.shape[2], [], [0], [0]
+    for sample, queries, first in pieces:
+        keys.append((sample, slice(first, before + queries.stop)))
+        ends_q.append(ends_q[-1] + queries.stop - queries.start)
+        ends_k.append(ends_k[-1] + before + queries.stop - first)
+    k_RGD, v_RGD = (torch.cat([x[sample, :, place].transpose(0, 1) for sample, place in keys]) for x in (k, v))
+    y = _attend_unequal(q.transpose(1, 2).flatten(0, 1), k_RGD, v_RGD, ends_q[1:], ends_k[1:], dropout)
+    return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
+
+
+def block_npu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
+    """``block_reference``; ``drawn`` is the kernel's random state, three numbers."""
+    found = _attend(q, k, v, causal, dropout)
+    return Block(found.out, found.peak[..., 0] + found.total[..., 0].log(), found.drawn)
+
+
+def block_backward_npu(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+) -> BlockGradients:
+    """``block_backward_reference``: rows whose largest score is called their log-sum-exp have a sum of one."""
+    peak = block.lse.unsqueeze(-1).expand(*block.lse.shape, LANES).contiguous()
+    seed, offset, numels = block.drawn
+    dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
+        *(x.transpose(1, 2) for x in (q, k, v, grad)),
+        q.shape[1],
+        "BSND",
+        softmax_max=peak,
+        softmax_sum=torch.ones_like(peak),
+        attention_in=block.out.transpose(1, 2),
+        scale_value=q.shape[-1] ** -0.5,
+        keep_prob=1.0 - dropout,
+        seed=seed,
+        offset=offset,
+        numels=numels,
+        **(_causal(q) if causal else {}),
+    )
+    return BlockGradients(*(x.transpose(1, 2) for x in (dq, dk, dv)))
+
+
+def rms_norm_npu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``rms_norm_reference`` by npu_rms_norm, which rounds once, after the weight."""
+    y: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon)[0]
+    return y
+
+
+def swiglu_npu(gate_up: Tensor) -> Tensor:
+    """``swiglu_reference`` by npu_swiglu, which takes gate and up one behind the other."""
+    y: Tensor = torch.ops.npu.npu_swiglu(gate_up.flatten(-2), -1)
+    return y
+
+
+def rotary_npu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``rotary_reference`` by npu_rotary_mul, whose angles are those of one sample: samples become one long one."""
+    angles = (a.repeat_interleave(2, dim=-1).flatten(0, 1)[None, :, None] for a in (cos, sin))
+    flat = x.to(cos.dtype).flatten(0, 1)[None]
+    y: Tensor = torch.ops.npu.npu_rotary_mul(flat, *angles, "interleave")
+    return y.view_as(x).to(x.dtype)
+
+
+def grouped_linear_npu(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """``grouped_linear_reference`` by npu_grouped_matmul, which does not wait for the counts."""
+    return _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)  # type: ignore[no-any-return]
+
+
+def grouped_input_gradient_npu(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """``grouped_input_gradient_reference``."""
+    return _grouped(dy_RO, weight_EOI, counts_E, along=0)
+
+
+def grouped_weight_gradient_npu(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
+    """``grouped_weight_gradient_reference``: the groups lie along the summed dim."""
+    return _grouped(dy_RO.t(), rows_RI, counts_E, along=2)
+
+
+def unpermute_npu(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
+    """``unpermute_reference`` by npu_moe_token_unpermute, which wants a weight for every pair."""
+    weights = row_Tk.new_ones(row_Tk.shape, dtype=rows_RH.dtype) if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
+    y: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows_RH, row_Tk.flatten().to(torch.int32), weights)
+    return y
+
+
+def permute_npu(x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
+    """``permute_reference`` by npu_moe_token_permute where every pair has a row; the row serves as its sort key."""
+    if kept_Tk is not None or row_Tk.numel() != pair_R.numel():
+        return x_TH.index_select(0, pair_R // row_Tk.shape[1])
+    y: Tensor = torch.ops.npu.npu_moe_token_permute(x_TH, row_Tk, pair_R.numel())[0]
+    return y
+
+
+def _causal(q: Tensor) -> dict[str, Any]:
+    return {"atten_mask": causal_mask(q.device), "sparse_mode": LOWER_RIGHT}
+
+
+class _Attended(NamedTuple):
+    """out [B, N, S, D]; peak, total: the largest score of each row and the sum of exponents above it, [B, N, S, 8]."""
+
+    out: Tensor
+    peak: Tensor
+    total: Tensor
+    drawn: tuple[int, ...]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mask: Any) -> _Attended:
+    """One call of the kernel."""
+    out, peak, total, _, *drawn = torch.ops.npu.npu_fusion_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        q.shape[1],
+        "BSND",
+        scale=q.shape[-1] ** -0.5,
+        keep_prob=1.0 - dropout,
+        **(_causal(q) if causal else mask),
+    )
+    return _Attended(out.transpose(1, 2), peak, total, tuple(drawn))
+
+
+def _attend_unequal(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Sequence[int], ends_k: Sequence[int], dropout: float
+) -> Tensor:
+    """Causal attention of sequences one behind the other: q [T, N, D], k and v [R, G, D] to [T, N, D]."""
+    y: Tensor = torch.ops.npu.npu_fusion_attention(
+        *(x.contiguous() for x in (q, k, v)),
+        q.shape[1],
+        "TND",
+        scale=q.shape[-1] ** -0.5,
+        keep_prob=1.0 - dropout,
+        actual_seq_qlen=list(ends_q),
+        actual_seq_kvlen=list(ends_k),
+        **_causal(q),
+    )[0]
+    return y
+
+
+class _GroupedLinear(torch.autograd.Function):
+    # The kernel has no backward of its own.
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, counts)
+        return _grouped(rows, weight.transpose(1, 2), counts, along=0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (rows, weight, counts), dy = ctx.saved_tensors, grads[0].contiguous()
+        dx = _grouped(dy, weight, counts, along=0) if ctx.needs_input_grad[0] else None
+        dw = grouped_weight_gradient_npu(dy, rows, counts) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: Tensor, *, along: int) -> Tensor:
+    """One output; ``along``: 0 the rows of x are grouped, 2 the summed dim is."""
+    (y,) = torch.ops.npu.npu_grouped_matmul(
+        [x], [weight], group_list=counts, split_item=3, group_type=along, group_list_type=1
+    )
+    product: Tensor = y
+    return product

@@ -1,0 +1,171 @@
+"""What ``scripts/trace_npu.sh`` runs: training steps as one rank with NPUs, on fake tensors, every operator looked at.
+
+A run fails where an operator that touches a tensor of the device
+* has no kernel there: torch_npu would copy its arguments to the host and compute there;
+* takes or gives fp64, which the hardware does not have;
+* brings a tensor to the host, but for the few that the host reads once in a step.
+At the end every entry of the operator table must have been called.
+"""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megapar.arguments import parse
+from megapar.core.device import ascend, ops
+from megapar.core.device.npu import NpuDevice
+from megapar.tools.pretend import pretend
+from tests.support.ascend import SCHEMAS
+
+COMMON = "--data-path mock --device npu --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512"
+COMMON += " --micro-batch-size 2 --seq-length 64 --train-iters 1 --eval-interval 0"
+MOE = f"{COMMON} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 64 --first-k-dense 1"
+SLICES = f"{MOE} --moe-model-type deepspeed_moe --moe-router-topk 2 --ep-degree 2 --ampipe-degree 2"
+# (name, model, world size, flags)
+RUNS = (
+    ("ERNIE", "ernie", 1, COMMON),
+    ("ERNIE, dropout, mp 2, sharding 2", "ernie", 4, f"{COMMON} --mp-degree 2 --sequence-parallel"),
+    ("MoE decoder", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
+    ("MoE decoder, documents, fp16", "moe", 1, f"{MOE} --reset-attention-mask --reset-position-ids --fp16"),
+    ("MoE decoder, ep 2, slices", "moe", 2, SLICES),
+    ("MoE decoder, slices of documents", "moe", 2, f"{SLICES} --reset-attention-mask"),
+    ("MoE decoder, ring cp 2, recompute", "moe", 2, f"{MOE} --cp-degree 2 --recompute-interval 1 --recompute-offload"),
+    ("MoE decoder, zero-bubble pp 2", "moe", 2, f"{MOE} --pp-degree 2 --gradient-merge-acc-step 4 --use-nanopipe"),
+)  # fmt: skip
+
+
+class Watch(TorchDispatchMode):
+    """Looks at every operator; ``problems``: what was wrong, and how often. host: tensors brought to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: collections.Counter[str] = collections.Counter()
+        self.host: collections.Counter[str] = collections.Counter()
+        self.operators: set[str] = set()
+        self._kernels: dict[Any, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run it, then look at what went in and came out."""
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if func.namespace == "prim" or not any(x.device.type == "npu" for x in (*given, *made)):
+            return result
+        name = str(func)
+        self.operators.add(name)
+        if any(x.device.type == "npu" and x.dtype == torch.float64 for x in (*given, *made)):
+            self.problems[f"{name} in fp64 {_where()}"] += 1
+        if "_to_copy" in name or "copy_" in name:
+            if any(x.device.type == "npu" for x in given) and any(x.device.type == "cpu" for x in made):
+                self.host[_where()] += 1
+        elif any(x.device.type == "npu" for x in given) and "fallback" in self._kernel(func):
+            self.problems[f"{name} has no kernel {_where()}"] += 1
+        return result
+
+    def _kernel(self, func: Any) -> str:
+        """The line of the dispatcher's table that says what runs on the device."""
+        if func not in self._kernels:
+            table = torch._C._dispatch_dump_table(f"{func._schema.name}.{func._schema.overload_name}".rstrip("."))
+            lines = [line for line in table.splitlines() if line.startswith("PrivateUse1:")]
+            self._kernels[func] = lines[0] if lines else "fallback: none registered"
+        return self._kernels[func]
+
+
+def _where() -> str:
+    """The innermost line of megapar on the stack."""
+    for frame in inspect.stack(0)[2:]:
+        if f"{os.sep}megapar{os.sep}" in frame.filename:
+            return f"at {frame.filename[frame.filename.rindex('megapar' + os.sep) :]}:{frame.lineno}"
+    return "in the backward"
+
+
+@contextmanager
+def counted(calls: collections.Counter[str]) -> Iterator[None]:
+    """Count calls of the device's entries of the operator table."""
+
+    def watched(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return form(*args, **kwargs)
+
+        return call
+
+    table = {
+        name: {**forms, "npu": watched(name, forms["npu"])} if "npu" in forms else forms
+        for name, forms in ops.OPS.items()
+    }
+    with patch.object(ops, "OPS", MappingProxyType(table)):
+        yield
+
+
+def schemas() -> Iterator[str]:
+    """Stand-ins of the tests whose schema is not that of the wheel: its arguments must be there, in their order."""
+    for name, text in SCHEMAS.items():
+        real = [(a.name, str(a.type), a.kwarg_only) for a in getattr(torch.ops.npu, name).default._schema.arguments]
+        parsed = torch._C.parse_schema(f"npu::{name}{text}")
+        ours = [(a.name, str(a.type), a.kwarg_only) for a in parsed.arguments]
+        by_position, really = ([a for a in arguments if not a[2]] for arguments in (ours, real))
+        if [a for a in real if a in ours] != ours or by_position != really[: len(by_position)]:
+            yield f"{name}: the stand-in of the tests has {ours}, torch_npu has {real}"
+
+
+def trace(model: str, world: int, flags: str, device: NpuDevice, calls: collections.Counter[str]) -> Watch:
+    """Two steps as the last rank."""
+    config = parse(model, flags.split(), {"WORLD_SIZE": str(world), "RANK": "0"})
+    ascend.causal_mask.cache_clear()  # a tensor of another fake mode
+    watch = Watch()
+    with counted(calls), pretend(config, world - 1, watch, device) as trainer:
+        trainer.step()
+        trainer.step()
+    return watch
+
+
+def main() -> int:
+    """0 traced, 1 where something is wrong."""
+    dist.Backend.backend_capability["fake"].append("npu")  # torch's own list leaves it out
+    device = NpuDevice(0)
+    problems, calls = list(schemas()), collections.Counter[str]()
+    operators: set[str] = set()
+    for name, model, world, flags in RUNS:
+        start = time.perf_counter()
+        try:
+            watch = trace(model, world, flags, device, calls)
+        except Exception as error:
+            where = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megapar{os.sep}" in f.filename]
+            place = f"{where[-1].filename}:{where[-1].lineno}" if where else "outside megapar"
+            problems.append(f"{name}: {place}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        operators |= watch.operators
+        problems += [f"{name}: {problem} ({times} times)" for problem, times in watch.problems.items()]
+        to_host = ", ".join(f"{times} {where}" for where, times in watch.host.items()) or "nothing"
+        print(
+            f"trace_npu: {name}: {len(watch.operators)} operators, to the host {to_host}; "
+            f"{time.perf_counter() - start:.1f} s"
+        )
+    problems += [f"{name} of the operator table was never called" for name in ops.OPS if not calls[name]]
+    for problem in problems:
+        print(f"trace_npu: WRONG: {problem}")
+    own, verdict = sum("npu." in name for name in operators), f"{len(problems)} problems" if problems else "all right"
+    print(f"trace_npu: {len(operators)} operators of device npu, {own} of them torch_npu's own: {verdict}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Traces training steps of both models on device npu without one: the real torch_npu wheel in an environment of its own
+# (build/npu), stand-ins for the driver's libraries, torch's fake tensors. A wrong argument, layout or dtype fails as it
+# would on Ascend; so does an operator that would run on the CPU instead, and fp64.
+#
+#   scripts/trace_npu.sh
+#
+# Ends with status 0 and the reason where this machine cannot have torch_npu.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+skip() { echo "trace_npu: skipped: $1"; exit 0; }
+[ "$(uname -s)" = Linux ] || skip "torch_npu has wheels for Linux only"
+command -v cc >/dev/null && command -v nm >/dev/null || skip "no cc and nm to build the stand-in libraries with"
+base=".venv/bin/python"
+[ -x "$base" ] || base=python3
+version=$("$base" -c 'import torch; print(torch.__version__.split("+")[0])')
+env="build/npu/env"
+if [ "$(cat build/npu/stamp 2>/dev/null)" != "$version" ]; then
+    rm -rf build/npu && mkdir -p build/npu
+    "$base" -m venv "$env"
+    # What megapar needs is there already: the new environment looks it up in the old one and adds torch_npu.
+    "$base" -c 'import site; print("\n".join(site.getsitepackages()))' > "$(
+        "$env/bin/python" -c 'import site; print(site.getsitepackages()[0])')/megapar.pth"
+    "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "torch_npu==$version.*" \
+        2> build/npu/pip.log || skip "no torch_npu for torch $version ($(grep -m 1 ERROR build/npu/pip.log))"
+    "$env/bin/python" scripts/make_cann_stubs.py build/npu/lib
+    echo "$version" > build/npu/stamp
+fi
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH="$PWD/build/npu/lib" PYTHONPATH="$PWD" PYTHONWARNINGS=ignore
+exec "$env/bin/python" scripts/trace_npu.py "$@"
