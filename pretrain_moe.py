@@ -6,6 +6,7 @@ from megapar.training.sizes import outline
 if __name__ == "__main__":
     config = parse_or_exit("moe", outline=outline)
 
+    from megapar.planning.held import planned_memory
     from megapar.trainer import main  # torch is imported only once the configuration is accepted
 
-    main(config)
+    main(config, planned_memory)

@@ -46,6 +46,7 @@ from megapar.training.control import StopSignal
 from megapar.training.denominators import Denominators
 from megapar.training.evaluate import evaluate
 from megapar.training.load_hf import load_hf, trained_family
+from megapar.training.memory import Planned, out_of_memory
 from megapar.training.monitor import Monitor, Step
 from megapar.training.record import Record
 from megapar.training.resume import resume
@@ -64,8 +65,10 @@ class Outcome:
     exported: Path | None
 
 
-def main(config: Config) -> NoReturn:
+def main(config: Config, planned: Planned | None = None) -> NoReturn:
     """Train and end the process: 0 done (or asked to stop, and saved), 2 configuration refused, 1 anything else.
+
+    planned: as ``train`` takes it.
 
     Several ranks leave without the interpreter's own shutdown, in which gloo's threads at times abort a finished run.
     """
@@ -74,7 +77,7 @@ def main(config: Config) -> NoReturn:
     stop_signal = StopSignal()
     stop_signal.install()
     try:
-        train(config, stop_signal=stop_signal)
+        train(config, stop_signal=stop_signal, planned=planned)
     except MegaparError as error:
         status = error.exit_status
         if rank == 0 or status != 2:
@@ -90,14 +93,21 @@ def main(config: Config) -> NoReturn:
     os._exit(status)
 
 
-def train(config: Config, rendezvous_url: str | None = None, stop_signal: StopSignal | None = None) -> Outcome:
+def train(
+    config: Config,
+    rendezvous_url: str | None = None,
+    stop_signal: StopSignal | None = None,
+    planned: Planned | None = None,
+) -> Outcome:
     """Train as the configuration says.
 
     rendezvous_url: where several ranks meet, by default as torchrun sets the environment. stop_signal: what asks this
-    rank to stop, which all then do together. Raises MegaparError.
+    rank to stop, which all then do together. planned: says what a plan expects of memory, where there is none left.
+    Raises MegaparError.
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
+    build.check_device(config, device)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -106,6 +116,9 @@ def train(config: Config, rendezvous_url: str | None = None, stop_signal: StopSi
     try:
         trainer = Trainer(config, world, corpus, stop_signal)
         outcome = trainer.run()
+    except torch.OutOfMemoryError as error:
+        world.abandon()
+        raise out_of_memory(config, device, error, planned) from error
     except BaseException:
         # The other ranks may be gone: nobody waits for anybody on this way out.
         world.abandon()

@@ -53,7 +53,7 @@ class Training:
         1, "micro-batches of all data ranks together that the batch grows by", unit="micro-batches", low=1, models=ERNIE
     )
     progressive_length_multiple: int = flag(8, "tokens that the length grows by", unit="tokens", low=6, models=ERNIE)
-    fp8: bool = flag(False, "linear layers in fp8")
+    fp8: bool = flag(False, "products of linear layers (not of experts) in fp8, by torchao")
     compile: bool = flag(False, "torch.compile of the functions between collectives")
     manual_gc: bool = flag(False, "Python's garbage collector runs at the same steps on all ranks, and never else")
     manual_gc_interval: int = flag(100, "steps between its runs", unit="steps", low=1)

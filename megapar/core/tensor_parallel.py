@@ -118,11 +118,14 @@ class ColumnLinear(nn.Module):
         self.overlap = Overlap()
         self.traffic = Traffic()
         self.weight_gradients: WeightGradients | None = None
+        self.fp8: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # the product, where it is in fp8
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
         weight, bias, road = self._operands()
-        if self.mp.size == 1:
+        if self.fp8 is not None:
+            y = self.fp8(x, weight, bias)
+        elif self.mp.size == 1:
             y = linear(x, weight, bias, road.later)
         else:
             y = self.product.apply(x, weight, bias, road)
@@ -183,11 +186,14 @@ class RowLinear(nn.Module):
         self.overlap = Overlap()
         self.traffic = Traffic()
         self.weight_gradients: WeightGradients | None = None
+        self.fp8: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # the product, where it is in fp8
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
         """[B, S, I/mp] to [B, S(/mp), O]; closing: the recomputed unit whose output needs this and nothing else."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        if self.fp8 is not None:
+            return self.fp8(x, weight, bias)
         if self.mp.size == 1:
             return linear(x, weight, bias, later, closing)
         road = Road(self.mp, self.overlap, self.traffic, later, closing)

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import MODELS, NOT_BUILT, Rule, Test
+from megapar.rules.rule import NOT_BUILT, Rule
 
 MOE = ("moe",)
 ERNIE = ("ernie",)
-
-
-def _later(name: str, feature: str, failing: str, models: tuple[str, ...] = MODELS, when: Test | None = None) -> Rule:
-    """The row `a flag away from its default needs a feature that is not there yet` (or where ``when`` holds)."""
-    spelled = "--" + name.replace("_", "-").replace("broadcast-mb", "broadcast-MB")
-    return Rule(
-        id=f"not-built-{name.replace('_', '-')}",
-        reads=(name, "changed") if when is None else (name, "asked"),
-        when=when or (lambda f: name in f.changed),
-        requires=lambda f: False,
-        message=f"{spelled} asks for {feature}, which this version does not have yet",
-        fix="Leave it out.",
-        source="later version",
-        passing="",
-        failing=failing,
-        kind=NOT_BUILT,
-        models=models,
-    )
 
 
 def _ahead(name: str, what: str, failing: str) -> Rule:
@@ -81,5 +63,4 @@ RULES: tuple[Rule, ...] = (
         kind=NOT_BUILT,
         models=MOE,
     ),
-    _later("fp8", "fp8 linear layers", "--fp8"),
 )

@@ -152,7 +152,7 @@ rotary-scaling-factor rope-scaling-type use-rope-scaling rope-scaling-factor msc
 rotary-percent | | all features of a head are turned
 apply-query-key-layer-scaling | | changes the numbers of fp16 runs only
 apply-layernorm-1p | | the weight of a norm is its own
-fp8-format fp8-amax-compute-algo fp8-amax-history-len fp8-recipe fp8-param-gather | | fp8 is not built
+fp8-format fp8-amax-compute-algo fp8-amax-history-len fp8-recipe fp8-param-gather | | --fp8 scales each tensor as it is
 no-save-optim no-save-rng | | a checkpoint holds everything that a resumed run needs
 num-experts-per-layer mlp-type topk expert-interval create-moe-param-group | | experts are the same in all layers
 moe-loss-coeff | --moe-aux-loss-coeff {value} |

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
 from megapar.errors import MegaparError
+from megapar.tools.environment import environment
 
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
@@ -68,7 +70,9 @@ def main(argv: Sequence[str]) -> int:
     if options.max_restarts and options.rdzv_backend == "static":
         parser.error("--max-restarts needs --rdzv-backend c10d: static nodes meet once")
     launch = _launch(options)
-    _validate(script, options.flags, launch.world_size, options.node_rank)
+    config = _validate(script, options.flags, launch.world_size, options.node_rank)
+    wanted = environment(launch.nproc_per_node, config)
+    launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
     for line in _fewer_nodes(launch):
         print(f"megapar launch: {line}", file=sys.stderr)
     try:
@@ -174,9 +178,6 @@ def _launch(options: argparse.Namespace) -> Launch:
     settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
     if options.rdzv_backend == "static" and options.node_rank is not None:
         settings["rank"] = options.node_rank
-    environment = {
-        name: value for name, value in _environment(options.nproc_per_node).items() if name not in os.environ
-    }
     least, most = options.nnodes
     return Launch(
         nproc_per_node=options.nproc_per_node,
@@ -190,37 +191,20 @@ def _launch(options: argparse.Namespace) -> Launch:
         local_addr=options.local_addr,
         stop_timeout=options.stop_timeout,
         command=(options.script, *options.flags),
-        environment=environment,
+        environment={},
         log_dir=options.log_dir,
     )
 
 
-def _environment(ranks: int) -> dict[str, str]:
-    """What workers should have, by the devices of this machine; what is set already wins."""
-    found = {"OMP_NUM_THREADS": str(max(1, _cores() // ranks))}
-    if Path("/dev/nvidia0").exists():
-        # Segments that grow leave fewer holes; several queues, or a collective waits behind a product.
-        found |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    if Path("/dev/davinci0").exists():
-        found |= {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "TASK_QUEUE_ENABLE": "1"}
-        found |= {"HCCL_CONNECT_TIMEOUT": "1200"}
-    return found
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: int | None) -> None:
-    """Refuse, help or validate once for all ranks; scripts other than the two trainers speak for themselves."""
+def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: int | None) -> Config | None:
+    """Refuse, help or validate once for all ranks; None for scripts that speak for themselves."""
     kinds = [kind for kind, name in SCRIPTS.items() if name == script.name]
     if not kinds:
-        return
+        return None
     from megapar.arguments import parse_or_exit
 
     environ = {"WORLD_SIZE": str(world_size), "RANK": str(node_rank or 0)}
-    parse_or_exit(kinds[0], flags, environ, warn=False)  # rank 0 will print the warnings
+    return parse_or_exit(kinds[0], flags, environ, warn=False)  # rank 0 will print the warnings
 
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:

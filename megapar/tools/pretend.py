@@ -77,7 +77,7 @@ def pretend(
             stack.enter_context(patch.object(build, "fill"))
             stack.enter_context(patch.object(build, "make_collate", _make_real))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
-            stack.enter_context(patch.object(ExpertParallelDispatcher, "read", lambda _, told: told.numbers))
+            stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
             stack.enter_context(patch.object(trainer_module, "Denominators", BalancedDenominators))
             if tracker is not None:
@@ -101,6 +101,10 @@ def _make_real(config: Config, world: World, corpus: Corpus) -> Collate:
             return collate(samples)
 
     return made
+
+
+def _read(_: ExpertParallelDispatcher, told: Announced) -> Tensor:
+    return told.numbers
 
 
 _announce, _mesh = ExpertParallelDispatcher.announce, World.mesh

@@ -63,7 +63,7 @@ def trace(config: Config, rank: int) -> Trace:
 
     Raises ConfigError for what only values can decide.
     """
-    config = _traceable(config, rank)
+    config = traceable(config, rank)
     start = time.perf_counter()
     tracker = MemoryTracker()
     with pretend(config, rank, tracker) as trainer:
@@ -97,7 +97,8 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float) -
     )
 
 
-def _traceable(config: Config, rank: int) -> Config:
+def traceable(config: Config, rank: int) -> Config:
+    """The configuration with mock data and without files. Raises ConfigError for what fake tensors cannot run."""
     complaints = []
     if not 0 <= rank < config.grid.world_size:
         complaints.append(Complaint("trace", f"--trace-rank {rank} is none of the {config.grid.world_size} ranks."))

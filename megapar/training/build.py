@@ -20,6 +20,7 @@ from megapar.core.compiled import Compiled, run_functions
 from megapar.core.context_parallel.layout import Layout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
+from megapar.core.fp8 import Fp8Linear, odd_widths, torchao_lacks, use_fp8
 from megapar.core.kept import Keeper
 from megapar.core.loss_scale import LossScale
 from megapar.core.meter import WaitMeter
@@ -327,8 +328,7 @@ def make_job(config: Config, world: World) -> Job:
     model = _make_model(
         config, sizes, stages, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
     )
-    if config.training.compile:
-        run_functions(model, make_compiled(world.device))
+    _choose_products(config, model)
     pipeline: PipelinedModel | None = None
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
@@ -351,13 +351,27 @@ def make_job(config: Config, world: World) -> Job:
     return job
 
 
-def make_compiled(device: Device) -> Compiled:
-    """What compiles functions for a device. Raises ConfigError where nothing here does."""
-    if lacks := device.compiler_lacks():
-        raise ConfigError(
-            [Complaint("compile", f"--compile, but {lacks}.", "Leave it out, or install what is missing.")]
-        )
-    return Compiled()
+def check_device(config: Config, device: Device) -> None:
+    """Raise ConfigError for what is asked of a device that this one, or this machine, does not have."""
+    complaints = []
+    if config.training.compile and (lacks := device.compiler_lacks()):
+        complaints.append(Complaint("compile", f"--compile, but {lacks}.", "Leave it out."))
+    if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
+        complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Leave it out."))
+    if complaints:
+        raise ConfigError(complaints)
+
+
+def _choose_products(config: Config, model: Model) -> None:
+    """Compiled functions and fp8 products, where they are asked for."""
+    if config.training.compile:
+        run_functions(model, Compiled())
+    if not config.training.fp8:
+        return
+    if odd := odd_widths(model):
+        message = f"fp8 products take widths that are multiples of 16; not so {', '.join(odd[:4])}."
+        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or leave --fp8 out.")])
+    use_fp8(model, Fp8Linear())
 
 
 def _pipelined(

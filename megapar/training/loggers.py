@@ -78,6 +78,8 @@ class TensorBoardLogger:
             "speed/mfu": record.mfu,
             "speed/exposed_communication_seconds": record.exposed_communication_seconds,
             "memory/peak_bytes": record.peak_memory_bytes,
+            "memory/reserved_unused_bytes": record.reserved_unused_bytes,
+            "memory/allocation_retries": record.allocation_retries,
             "experts/dropped_tokens": record.dropped_tokens,
             "precision/loss_scale": record.loss_scale,
             "precision/skipped": float(record.skipped),
@@ -172,6 +174,9 @@ def describe(record: Record, train_iters: int) -> str:
         f"MFU {100 * record.mfu:.1f} %",
         f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",
     ]
+    unused = record.reserved_unused_bytes
+    parts += [f"unused {unused / 2**30:.2f} GiB"] if unused is not None else []
+    parts += [f"allocation retries {record.allocation_retries}"] if record.allocation_retries else []
     parts += [f"sent {sum(record.sent_bytes.values()) / 2**20:,.1f} MiB"] if record.sent_bytes else []
     exposed = record.exposed_communication_seconds
     parts += [f"exposed {exposed:.3f} s"] if exposed else []

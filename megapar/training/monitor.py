@@ -191,6 +191,7 @@ class Monitor:
         flops = rate * self._flops_per_token / self._world.size
         evaluation = step.evaluation or {}
         exposed = None if step.exposed is None else step.exposed.seconds()
+        pressure = self._device.memory_pressure()
         return Record(
             iteration=step.iteration,
             consumed_samples=step.consumed_samples,
@@ -214,6 +215,8 @@ class Monitor:
             mfu=flops / self._peak,
             mfu_peak=self._peak_source,
             peak_memory_bytes=self._device.peak_memory_bytes(),
+            reserved_unused_bytes=None if pressure is None else pressure.held_bytes,
+            allocation_retries=None if pressure is None else pressure.retries,
             exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
             exposed_seconds=exposed or {},
             pace=pace,

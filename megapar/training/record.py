@@ -48,6 +48,8 @@ class Record:
     exposed_communication_seconds: float | None
     exposed_seconds: dict[str, float]
     sent_bytes: dict[str, int]
+    reserved_unused_bytes: int | None = None
+    allocation_retries: int | None = None
     pace: Pace | None = None
     eval_loss: float | None = None
     eval_lm_loss: float | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from megapar.arguments import Config
 from megapar.training.build import Job, compute_dtype
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
+from megapar.training.memory import expert_bound
 from megapar.training.record import Logger
 
 
@@ -41,6 +42,8 @@ def greeting(config: Config, job: Job, peak: str) -> Iterator[str]:
     total = sum(spec.numel for spec in job.table if spec.trainable)
     yield f"{config.grid.describe()}, {world.num_groups} communicators"
     dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
+    if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
+        yield bound
     yield f"{type(job.model).__name__}: {total:,} parameters, {world.device.name}, {dtype}, peak {peak}"
 
 

@@ -99,6 +99,10 @@ class Device:
             return ""
         return "this machine has no C++ compiler (g++, clang++, or the one that CXX names)"
 
+    def fp8_lacks(self) -> str:
+        """Why matrix products in fp8 cannot run on this device; "" where they can."""
+        return "fp8 products need an NVIDIA GPU of compute capability 8.9 or more"
+
     def memory_pressure(self) -> MemoryPressure | None:
         """What the device's allocator has to say; None where there is none of torch's."""
         return None

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from megapar.core.device.base import Accelerator
+
+FP8_CAPABILITY = (8, 9)
 
 
 class CudaDevice(Accelerator):
@@ -16,3 +20,11 @@ class CudaDevice(Accelerator):
     def compiler_lacks(self) -> str:
         """Code for a GPU is made by Triton."""
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+    def fp8_lacks(self) -> str:
+        """Ada, Hopper and what came after them have such products."""
+        capability = torch.cuda.get_device_capability(self.local_rank)
+        if torch.version.hip is None and capability >= FP8_CAPABILITY:
+            return ""
+        found = ".".join(map(str, capability))
+        return f"{super().fp8_lacks()}, and {self.name} has {found}"

@@ -1,0 +1,43 @@
+"""What the plan says of a device's memory, for somebody who has just run out of it."""
+
+from __future__ import annotations
+
+from megapar.arguments import Config
+from megapar.errors import ConfigError
+from megapar.planning.devices import GIBIBYTE, DeviceKind, kinds
+from megapar.planning.memory import StageMemory
+from megapar.planning.plan import Plan
+
+
+def planned_memory(config: Config, device: str) -> str:
+    """The plan's figures for the fullest stage, and what would need less. device: the name that its driver gives."""
+    kind = kind_of(device)
+    if kind is None:
+        return f"megapar plan knows no device like {device!r}"
+    try:
+        plan = Plan(config, kind)
+        stage = plan.fullest
+    except (ConfigError, NotImplementedError) as error:
+        return f"megapar plan cannot say: {error}"
+    advice = plan.advice()
+    return f"megapar plan ({kind.name}): {_parts(stage)}" + (f"; {advice}" if advice else "")
+
+
+def kind_of(device: str) -> DeviceKind | None:
+    """The row whose family, such as h200 or 910b, is part of the device's name; the longest such."""
+    name = device.lower()
+    families = {row: row.removeprefix("ascend-").split("-")[0] for row in kinds()}
+    found = [row for row, family in families.items() if family in name]
+    return kinds()[max(found, key=lambda row: len(families[row]))] if found else None
+
+
+def _parts(stage: StageMemory) -> str:
+    parts = (
+        ("parameters", stage.parameters),
+        ("gradients", stage.gradients),
+        ("optimizer", stage.optimizer),
+        ("activations", stage.activations),
+        ("buffers", stage.buffers),
+    )
+    listed = ", ".join(f"{name} {size / GIBIBYTE:.2f}" for name, size in parts)
+    return f"stage {stage.stage} peaks at {stage.peak / GIBIBYTE:.2f} GiB ({listed}), {stage.moment}"
