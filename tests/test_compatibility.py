@@ -109,9 +109,9 @@ def test_lifted_row_sleeps_until_strict_seed_rules() -> None:
 
 
 def test_not_built_refuses_a_run_and_is_a_note_under_validate_only() -> None:
-    assert "not-built-fp8" in refused("moe", "--fp8")
-    config = parse("moe", ["--validate-only", "--world-size", "2", "--fp8"], {})
-    assert any("not-built-fp8" in note for note in config.notes)
+    assert "not-built-multi-latent-attention" in refused("moe", "--multi-latent-attention")
+    config = parse("moe", ["--validate-only", "--world-size", "2", "--multi-latent-attention"], {})
+    assert any("not-built-multi-latent-attention" in note for note in config.notes)
 
 
 def test_not_built_row_is_silent_about_the_default() -> None:
