@@ -1,8 +1,8 @@
-"""Budgets of a step on a GPU, counted without one: kernel launches per layer, and how often the host waits.
+"""Budgets of a step, counted on fake tensors: kernel launches per layer, and how often the host waits.
 
-The real trainer steps on fake tensors of a GPU that is not there. Every operator that is no view and no allocation
-counts as one launch (a few are more: a sort, a top-k); a layer is the difference between two depths. The host waits
-where it asks for a value: the norm and the votes of a step, and the rows that experts on other ranks receive.
+Every operator that is no view and no allocation counts as one launch; the forms are a CPU's, whose norms, for example,
+are several operators where a GPU has one. A layer is the difference between two depths. The host waits where it asks
+for a value: the norm and the votes of a step, and the rows that experts on other ranks receive.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megapar.arguments import Config
-from megapar.core.device.pretend import PretendedGpu
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.tools import pretend
 from megapar.tools.trace import traceable
@@ -46,7 +46,7 @@ class Budget:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that launch a kernel on the GPU."""
+    """Counts operators that a device would launch as kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,7 @@ class Launches(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if func.namespace != "prim" and name not in _NO_KERNEL and not func.is_view:
-            leaves = tree_leaves((args, kwargs, result))
-            self.count += any(isinstance(x, Tensor) and x.device.type == PretendedGpu.type for x in leaves)
+            self.count += any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs, result)))
         return result
 
 
@@ -78,7 +77,7 @@ def _count(config: Config) -> tuple[int, int]:
     rank = config.grid.world_size - 1
     config = traceable(config, rank)
     launches, waits = Launches(), [0]
-    with _waits(waits), pretend.pretend(config, rank, launches, PretendedGpu()) as trainer:
+    with _waits(waits), pretend.pretend(config, rank, launches) as trainer:
         trainer.step()  # buffers are made in the first one
         launches.count, waits[0] = 0, 0
         trainer.step()

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
     add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: which rank (default: 0)")
-    add("--launches", action="store_true", help="also count kernel launches per layer and host waits on a GPU (torch)")
+    add("--launches", action="store_true", help="also count kernel launches per layer and host waits (torch)")
     add("--search", action="store_true", help="find the best layouts of this model, batch and number of ranks")
     add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
     add("--svg", type=Path, help="with --show-schedule: write the drawing to this file, too")
