@@ -118,7 +118,7 @@ def traceable(config: Config, rank: int) -> Config:
         config,
         data=replace(config.data, data_path=("mock",), eval_data_path=(), split=None, tokenizer_model=None),
         runtime=replace(config.runtime, device="cpu"),
-        training=replace(config.training, dtype=dtype, compile=False),
+        training=replace(config.training, dtype=dtype, compile=False, fp8=False),
         checkpoint=replace(config.checkpoint, load=None, save=None),
         logging=replace(config.logging, metrics_jsonl=None, tensorboard_dir=None),
     )
