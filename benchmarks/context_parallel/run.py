@@ -49,7 +49,9 @@ def main() -> None:
 def measure_speed(device: str, length: int, rounds: int, folder: Path) -> dict[str, float]:
     """Seconds of every algorithm, and of one process, over those of one process."""
     cores = 1 if device == "cuda" else 2
-    ranks = [Rank(_rank(rank, device, length, folder / "speed"), {"OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    bound = [rank if device == "cpu" else None for rank in range(2)]
+    one = {"OMP_NUM_THREADS": "1"}
+    ranks = [Rank(_rank(rank, device, length, folder / "speed"), one, bound[rank]) for rank in range(2)]
     alone = [Rank([*_argv(device, length), "--threads", str(cores)], {"OMP_NUM_THREADS": str(cores)})]
     entries = {name: ("ranks", algorithm) for algorithm, name in NAMES.items()}
     with Contest({"ranks": ranks, "one": alone}) as contest:

@@ -39,7 +39,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "-m", "benchmarks.recompute.rank", "--device", options.device]
         argv += ["--rendezvous", f"file://{Path(folder) / 'meet'}", "--ways", *ways, "--", *flags]
-        ranks = [Rank(argv, _place(rank, world_size)) for rank in range(world_size)]
+        cores = [rank if options.device == "cpu" else None for rank in range(world_size)]
+        ranks = [Rank(argv, _place(rank, world_size), cores[rank]) for rank in range(world_size)]
         with Contest({"ranks": ranks}) as contest:
             times = contest.rounds(options.rounds, {way: ("ranks", f"time {way}") for way in ways})
             memory = {way: contest.turn("ranks", f"memory {way}") for way in ways}
