@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep weights and batches here, or find them here")
     options = parser.parse_args()
     result: dict[str, object] = {"benchmark": "throughput", "machine": machine(options.device), "ranks": options.ranks}
-    print(f"{result['machine']}, {options.ranks} ranks; {options.rounds} interleaved rounds\n")
+    print(f"{result['machine']}, ranks: {options.ranks}; {options.rounds} interleaved rounds\n")
     for model in options.model or SHAPES[options.device]:
         for dtype in options.dtype or (["bf16"] if options.device == "cuda" else ["fp32", "bf16"]):
             with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,8 @@ class Race:
                 entries = {name: (name, "step") for name in group if name != LIMIT}
                 first |= {name: contest.turn(*entry)["loss"] for name, entry in entries.items()}
                 self._compare(first)
-                times |= contest.rounds(self._options.rounds, entries)
+                # On a CPU the first turn has warmed everybody up.
+                times |= contest.rounds(self._options.rounds, entries, warmup=int(self._options.device == "cuda"))
                 limit = contest.turn(LIMIT, "all") if LIMIT in group else {}
         return self._tell(first, times, limit)
 
@@ -104,16 +105,23 @@ class Race:
         if limit:
             rows.append((LIMIT, f"{limit['seconds']:.3f}", f"{tokens / limit['seconds']:.0f}", "", ""))
         print_table(("", "seconds per step", "tokens/s", "peak GB", "speed of megapar to it"), rows)
-        found = {"seconds": seconds, "peak_gigabytes": gigabytes, "speed_to": ratios, "first_loss": dict(first)}
+        found: dict[str, object] = {
+            "seconds": seconds,
+            "peak_gigabytes": gigabytes,
+            "speed_to": ratios,
+            "first_loss": dict(first),
+        }
         achieved = times[OURS][0]["flops"] / seconds[OURS] / self._options.ranks
-        mfu = achieved / times[OURS][0]["peak_flops"]
-        print(f"model FLOP/s of a rank: {achieved / 1e12:.4g} T, MFU {mfu:.1%}", end="")
+        print(f"model FLOP/s of a rank: {achieved / 1e12:.4g} T", end="")
+        if self._options.device == "cuda":  # on a CPU the peak is a large product's, which is measured here anyway
+            found["mfu"] = achieved / times[OURS][0]["peak_flops"]
+            print(f", MFU {found['mfu']:.1%}", end="")
         if limit:
             found |= {"kernels": dict(limit), "step_to_kernels": seconds[OURS] / limit["seconds"]}
             print(f", {achieved / limit['gemm_flops']:.1%} of a large product's")
             print(f"step to sum of kernels: {seconds[OURS] / limit['seconds']:.2f}; of it: {_groups(limit)}", end="")
         print("\n", flush=True)
-        return {**found, "model_flops_per_second": achieved, "mfu": mfu}
+        return {**found, "model_flops_per_second": achieved}
 
     def _contestants(self) -> Iterator[tuple[str, list[Rank]]]:
         options, numbers = self._options, range(self._options.ranks)

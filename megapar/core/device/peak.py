@@ -24,6 +24,8 @@ _TABLE: tuple[tuple[str, tuple[torch.dtype, ...], float], ...] = (
     ("910B", _16_BITS, 376e12),
 )
 
+_LEAST_SECONDS = 0.02
+
 
 def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
     """FLOP/s of the device in ``dtype`` and where the figure comes from: ``table`` or ``measured``.
@@ -45,10 +47,12 @@ def _measure(device: Device, dtype: torch.dtype) -> float:
 
 
 def _gemm_flops(device: Device, dtype: torch.dtype, size: int) -> float:
-    """The best of a few square products."""
+    """The best of a few square products, of small ones many: threads that wake up are not the device's peak."""
     a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
     best = float("inf")
-    for _ in range(4):
+    tries, began = 0, time.perf_counter()
+    while tries < 4 or time.perf_counter() - began < _LEAST_SECONDS:
+        tries += 1
         device.synchronize()
         start = time.perf_counter()
         torch.mm(a, a)
