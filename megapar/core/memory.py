@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,8 +18,8 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 class MemoryTracker(TorchDispatchMode):
     """Follows every storage that an operator makes while this is entered, until it is freed.
 
-    bytes: of those that live now. peak_bytes: the most so far. A storage that is resized afterwards (FSDP2's gathered
-    parameters) keeps the size at which it was first seen.
+    bytes: of those that live now. peak_bytes: the most so far. Storages that are resized (FSDP2 gives the memory of
+    gathered parameters back so) count with the size they have.
     """
 
     def __init__(self) -> None:
@@ -27,6 +27,25 @@ class MemoryTracker(TorchDispatchMode):
         self.bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._resize: list[Callable[..., Any]] = []
+
+    def __enter__(self) -> Self:
+        """Follow from here on. Resizing a storage is no operator, so its method is wrapped meanwhile."""
+        original = UntypedStorage.resize_
+        self._resize.append(original)
+
+        def resize(storage: UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._resized(storage)
+            return result
+
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Follow no longer."""
+        super().__exit__(*raised)
+        UntypedStorage.resize_ = self._resize.pop()  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -64,10 +83,18 @@ class MemoryTracker(TorchDispatchMode):
 
         def freed(reference: weakref.ref[UntypedStorage]) -> None:
             if key in self._alive and self._alive[key][0] is reference:
-                del self._alive[key]
-                self.bytes -= size
+                self.bytes -= self._alive.pop(key)[1]
 
         self._alive[key] = weakref.ref(storage, freed), size
+        self._grow(size)
+
+    def _resized(self, storage: UntypedStorage) -> None:
+        if self._knows(storage):
+            reference, before = self._alive[storage._cdata]
+            self._alive[storage._cdata] = reference, storage.nbytes()
+            self._grow(storage.nbytes() - before)
+
+    def _grow(self, size: int) -> None:
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 

@@ -52,3 +52,22 @@ def test_forgotten_storages_and_earlier_ones_do_not_count() -> None:
         assert tracker.bytes == x.nbytes + y.nbytes
         del host
         assert tracker.bytes == x.nbytes + y.nbytes
+
+
+def test_resized_storages_count_with_the_size_they_have() -> None:
+    """As gathered parameters do, whose memory comes and goes under one tensor."""
+    with MemoryTracker() as tracker:
+        a = torch.empty(256)
+        with MemoryTracker() as inner:
+            a.untyped_storage().resize_(0)
+            assert (tracker.bytes, inner.bytes) == (0, 0)
+            b = torch.empty(256)
+            a.untyped_storage().resize_(4 * KILOBYTE)
+        assert tracker.bytes == 5 * KILOBYTE == tracker.peak_bytes
+        del a
+        assert tracker.bytes == KILOBYTE == inner.bytes
+        del b
+    assert tracker.bytes == 0
+    c = torch.empty(256)
+    c.untyped_storage().resize_(0)
+    assert tracker.bytes == 0

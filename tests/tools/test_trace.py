@@ -149,3 +149,16 @@ def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_only_values_decide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--trace", "--trace-rank", "9", "--num-experts", "0", "--world-size", "2"]) == 2
     assert "none of the 2 ranks" in capsys.readouterr().err
+
+
+def test_stage_3_is_traced_where_every_expert_is_whole_on_its_rank() -> None:
+    parameters, sent = run_ranks(1, whole_experts, group=False, timeout=120)[0]
+    assert parameters > 0
+    assert sent["ep/all_to_all"] > 0
+    assert "expert_shard/all_gather" not in sent
+
+
+def whole_experts(rank: int, world_size: int, rendezvous: str) -> tuple[int, dict[str, int]]:
+    kind, *flags = *ROUTED, *BF16, "--ep-degree", "4", "--sharding-stage", "3", "--num-layers", "2"
+    found = trace(parse(kind, line(flags), {"WORLD_SIZE": "4", "RANK": "1"}), 1)
+    return found.parameters, found.sent_bytes

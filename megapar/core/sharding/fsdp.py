@@ -56,7 +56,7 @@ class FullSharding:
         self._reduce_every = reduce_every_micro_batch
         self._dtypes = (compute_dtype, master_dtype, reduce_dtype)
         left = whole_experts(world, specs)
-        self._ignored = _retype(model, [spec.name for spec in left], compute_dtype)
+        self._ignored = {model.get_parameter(spec.name) for spec in left}
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, together, plan)
         # What the forward uses last (tied, also first) the backward uses at once: it stays gathered in between.
@@ -70,9 +70,9 @@ class FullSharding:
                 # Sums, never means, on every backend: the loss carries its own denominators.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        model.to_empty(device=world.device.torch_device)
-        named = dict(model.named_parameters())
         names = {spec.name for spec in left}
+        _allocate(model, names, compute_dtype, world.device.torch_device)
+        named = dict(model.named_parameters())
         mine = [spec for spec in specs if spec.name not in names]
         self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank, full=True)) for spec in mine]
         self.parts = [
@@ -257,16 +257,19 @@ def _modules(specs: Iterable[Described]) -> list[str]:
     return sorted({spec.name.rpartition(".")[0] for spec in specs})
 
 
-def _retype(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> set[nn.Parameter]:
-    """Give the named parameters this dtype, in place; the new parameters."""
-    changed = set()
-    for name in names:
-        module, _, short = name.rpartition(".")
-        owner = model.get_submodule(module)
-        new = nn.Parameter(torch.empty_like(owner.get_parameter(short), dtype=dtype))
-        owner.register_parameter(short, new)
-        changed.add(new)
-    return changed
+def _allocate(model: nn.Module, plain: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
+    """Give every parameter memory on the device, uninitialised; those named ``plain`` in this dtype.
+
+    Those are made anew: torch does not swap a parameter that somebody refers to weakly, as fake tensors' mode does.
+    """
+    places = [name.rpartition(".") for name in plain]
+    shapes = [model.get_parameter(name).shape for name in plain]
+    for path, _, name in places:
+        model.get_submodule(path).register_parameter(name, None)
+    model.to_empty(device=device)
+    for (path, _, name), shape in zip(places, shapes, strict=True):
+        new = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        model.get_submodule(path).register_parameter(name, new)
 
 
 def _local(tensor: Tensor) -> Tensor:
