@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,7 +29,7 @@ class MemoryTracker(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._resize: list[Callable[..., Any]] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> MemoryTracker:
         """Follow from here on. Resizing a storage is no operator, so its method is wrapped meanwhile."""
         original = UntypedStorage.resize_
         self._resize.append(original)
@@ -39,8 +39,9 @@ class MemoryTracker(TorchDispatchMode):
             self._resized(storage)
             return result
 
-        UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        return super().__enter__()
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
 
     def __exit__(self, *raised: Any) -> None:
         """Follow no longer."""

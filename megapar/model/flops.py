@@ -34,7 +34,7 @@ def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
     """Forward FLOPs of one sequence: of the embedding, of every layer, of the head (masked words: 15 %)."""
     length = sizes.seq_length
     if isinstance(sizes, Ernie3Sizes):
-        universal, branch = (_ernie(replace(one, num_layers=1, sop=False), length) for one in _modules(sizes))
+        universal, branch = (_ernie(replace(one, num_layers=1, sop=False), length) for one in modules(sizes))
         first = 2 * sizes.hidden_size * sizes.task_hidden_size * length
         blocks = [universal] * sizes.num_layers + [branch + first] + [branch] * (sizes.task_layers - 1)
         return [0, *blocks, length * 15 // 100 * _ernie_word(sizes)]
@@ -46,7 +46,7 @@ def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
     return [0, *layers, length * _decoder_head(sizes, length)]
 
 
-def _modules(sizes: Ernie3Sizes) -> tuple[ErnieSizes, ErnieSizes]:
+def modules(sizes: Ernie3Sizes) -> tuple[ErnieSizes, ErnieSizes]:
     """The universal module and one branch, each as an encoder."""
     kept = {item.name: getattr(sizes, item.name) for item in fields(ErnieSizes)}
     return ErnieSizes(**kept), sizes.branch

@@ -10,8 +10,7 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.cut import shard_dim
-from megapar.errors import Complaint, ConfigError
-from megapar.model.sizes import DecoderSizes, Ernie3Sizes
+from megapar.model.sizes import DecoderSizes
 from megapar.model.table import ParameterSpec
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import DeviceKind
@@ -27,23 +26,21 @@ def _table(assumed: Assumed, sizes: Sizes) -> tuple[ParameterSpec, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """config: the run. kind: where it runs. assumed: techniques that only the plan knows. of: a part of the model."""
+    """config: the run. kind: where it runs. assumed: techniques that only the plan knows.
+    of, through: a part of the model, and how many samples of a micro-batch run through it."""
 
     config: Config
     kind: DeviceKind
     assumed: Assumed = field(default_factory=Assumed)
     of: Sizes | None = None
+    through: float | None = None
     _cuts: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     _rows: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The model's numbers. Raises ConfigError for a model that the formulas do not know."""
-        sizes = self.of or make_sizes(self.config)
-        if isinstance(sizes, Ernie3Sizes):
-            message = "nothing is foretold of ERNIE 3.0 yet: its branches and segments are not in the plan's model."
-            raise ConfigError([Complaint("plan-ernie3", message, "See --validate-only for its counts and stages.")])
-        return sizes
+        """The model's numbers, or those of a part of it."""
+        return self.of or make_sizes(self.config)
 
     @cached_property
     def stages(self) -> Stages:
@@ -82,14 +79,14 @@ class Layout:
         return self.config.sharding.gradient_merge_acc_step
 
     @property
-    def samples(self) -> int:
-        """Sequences of a micro-batch."""
-        return self.config.training.micro_batch_size
+    def samples(self) -> float:
+        """Sequences of a micro-batch; a mean where only some run through this part of the model."""
+        return self.config.training.micro_batch_size if self.through is None else self.through
 
     @property
     def tokens(self) -> int:
         """Positions of a micro-batch that this rank's products see: those of its context-parallel part."""
-        return self.samples * self.sizes.seq_length // self.config.grid.cp
+        return round(self.samples * self.sizes.seq_length) // self.config.grid.cp
 
     @property
     def own(self) -> int:
@@ -101,6 +98,10 @@ class Layout:
     def cut(self) -> bool:
         """Positions are cut over mp."""
         return self.config.parallel.sequence_parallel and self.config.grid.mp > 1
+
+    def stored(self, elements: float) -> float:
+        """Bytes of an input that a product keeps."""
+        return elements * (1 if self.assumed.fp8_activations else self.item)
 
     @property
     def vocabulary(self) -> int:

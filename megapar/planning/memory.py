@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE
-from megapar.core.pipeline.stages import Chunk
 from megapar.planning.layout import Layout
-from megapar.planning.work import Unit, Work
+from megapar.planning.parts import Unit
+from megapar.planning.work import Work
 from megapar.training.sizes import ITEM_BYTES
 
 # Beside the tensors: the driver's context, communicators, and what the caching allocator cannot use again.
@@ -177,15 +177,15 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
     chunks = layout.stages.on(stage)
     flights = in_flight(layout, stage)
     host = 0.0
-    total = last = first_transient = 0.0
+    total = last = first_transient = x = 0.0
     forward = forward_transient = backward_transient = 0.0
     for chunk, flight in zip(chunks, flights, strict=True):
-        units = units_of(work, chunk)
+        units = work.units_of(chunk)
         kept, offloaded, open_transient = _unit_bytes(layout, units)
         total += kept * flight
         host += offloaded * flight
-        x = layout.item * layout.own * layout.sizes.hidden_size
-        received = x if layout.config.grid.pp > 1 else 0.0
+        x = max(x, work.input_of(chunk))
+        received = work.input_of(chunk) if layout.config.grid.pp > 1 else 0.0
         backward_transient = max(backward_transient, open_transient + received)
         if chunk.last:
             forward_transient = work.head.transient
@@ -198,7 +198,7 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
     pending = x * sends if stage > 0 else 0.0
     total += pending
     backward = total - (last if last else 0.0)
-    end_units = units_of(work, chunks[0])
+    end_units = work.units_of(chunks[0])
     end = end_units[0].kept
     return (
         _Kept(forward, forward_transient, backward, backward_transient, end, first_transient, host),
@@ -209,8 +209,8 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
 def _unit_bytes(layout: Layout, units: Sequence[Unit]) -> tuple[float, float, float]:
     """(kept on the device, kept on the host, needed beside it while a unit's backward runs) of one micro-batch."""
     recompute = layout.config.recompute
-    layers = [unit for unit in units if unit.name in ("dense", "moe")]
-    ends = sum(unit.kept for unit in units if unit.name not in ("dense", "moe"))
+    layers = [unit for unit in units if unit.layer]
+    ends = sum(unit.kept for unit in units if not unit.layer)
     interval, block = recompute.recompute_interval, 0
     if recompute.recompute_method == "block":
         interval, block = 0, recompute.recompute_num_layers or 0
@@ -218,9 +218,9 @@ def _unit_bytes(layout: Layout, units: Sequence[Unit]) -> tuple[float, float, fl
         interval = interval or recompute.recompute_num_layers or 1
     spans = _spans(layers, interval, block)
     kept, host, worst = ends, 0.0, 0.0
-    x = layout.item * layout.own * layout.sizes.hidden_size
     stored = [span for span, again in spans if again]
     for number, (span, again) in enumerate(spans):
+        x = span[0].input
         inside = sum(unit.kept for unit in span)
         transient = max((unit.transient for unit in span), default=0.0) + x
         if not again:
@@ -248,13 +248,6 @@ def _spans(layers: Sequence[Unit], interval: int, block: int) -> list[tuple[Sequ
     if interval:
         return [(layers[start : start + interval], True) for start in range(0, len(layers), interval)]
     return [((layer,), number < block) for number, layer in enumerate(layers)]
-
-
-def units_of(work: Work, chunk: Chunk) -> list[Unit]:
-    """What a chunk runs, in forward order."""
-    units = [work.embedding] if chunk.first else []
-    units += [work.layer(number) for number in chunk.layers]
-    return units + ([work.head] if chunk.last else [])
 
 
 def in_flight(layout: Layout, stage: int) -> list[int]:

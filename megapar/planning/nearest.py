@@ -1,67 +1,121 @@
-"""The legal layouts nearest to a refused one."""
+"""The legal layouts nearest to one that was asked for, which the rules refuse or which other ranks shall run.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
-from megapar.arguments import parse, resolved_values
+from megapar.arguments import Config, parse, resolved_values
 from megapar.config.config import FLAGS
 from megapar.errors import ConfigError
 from megapar.rules.rule import divisors
 
-AXES = ("mp_degree", "pp_degree", "cp_degree", "ep_degree", "sharding_degree")
-TRIED = 160
+# A change of how the model is cut moves memory and speed more than one of how many replicas there are.
+_WEIGHTS = {"mp": 8.0, "pp": 8.0, "cp": 8.0, "ep": 4.0, "sharding": 2.0, "dp": 1.0}
+FLAGGED = ("mp", "pp", "cp", "ep", "sharding")
+MOST_TRIED = 5000
+
+Degrees = Mapping[str, int]
 
 
-def nearest(kind: str, line: Sequence[str], world_size: int, count: int = 3) -> list[str]:
-    """Flags of up to ``count`` layouts that the rules accept, those that change least first; empty where the complaint
-    is about something else than the layout."""
-    values = resolved_values(kind, [*line, "--world-size", str(world_size), "--validate-only"], {})
-    asked = {axis: int(values["asked"].get(axis) or 1) for axis in AXES if axis in values["asked"]}
-    if len(asked) < len(AXES):
+@dataclass(frozen=True)
+class Nearest:
+    """flags: the run's, with the layout at their end. changes: for people, such as ``sharding 4 -> 2``."""
+
+    flags: tuple[str, ...]
+    changes: str
+
+
+def nearest(kind: str, flags: Sequence[str], asked_ranks: int, ranks: int) -> Nearest | None:
+    """The layout for ``ranks`` that keeps the global batch and is nearest to what the flags say for ``asked_ranks``.
+
+    None where no layout is legal. Raises ConfigError where the flags are refused for ``asked_ranks`` themselves.
+    """
+    asked = parse(kind, flags, {"WORLD_SIZE": str(asked_ranks)})
+    before = {axis: asked.grid.size(axis) for axis in _WEIGHTS}
+
+    def line(degrees: Degrees) -> Sequence[str]:
+        return (*flags, *_spelled(degrees, asked))
+
+    # Experts are spread over as many ranks as before or over a divisor of that.
+    found = _layouts(ranks, {"ep": divisors(before["ep"])})
+    for degrees in _legal(kind, ranks, before, line, found):
+        changes = [f"{axis} {before[axis]} -> {degrees[axis]}" for axis in before if before[axis] != degrees[axis]]
+        return Nearest(tuple(line(degrees)), ", ".join(changes) or "as asked")
+    return None
+
+
+def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> list[str]:
+    """Flags of up to ``count`` layouts that the rules accept in place of refused ones, those that change least first;
+    empty where the complaint is about something else than the layout."""
+    found = resolved_values(kind, [*flags, "--world-size", str(world_size), "--validate-only"], {})["asked"]
+    if any(f"{axis}_degree" not in found for axis in FLAGGED):
         return []
-    found: list[str] = []
-    for candidate in list(_candidates(asked, world_size))[:TRIED]:
-        flags = [part for axis, degree in candidate.items() for part in (FLAGS[axis].spelling, str(degree))]
-        if _legal(kind, [*line, *flags], world_size):
-            changes = [
-                f"{FLAGS[axis].spelling} {degree}" for axis, degree in candidate.items() if degree != asked[axis]
-            ]
-            found.append(" ".join(changes) or "as it is")
-        if len(found) == count:
-            break
-    return found
+    asked = {axis: int(found[f"{axis}_degree"] or 1) for axis in FLAGGED}
+    free = asked["sharding"] == -1
+    used = asked["mp"] * asked["pp"] * asked["cp"]
+    before = {**asked, "sharding": max(1, world_size // used) if free else asked["sharding"], "dp": 1}
+
+    def changed(degrees: Degrees) -> list[str]:
+        axes = [axis for axis in FLAGGED if degrees[axis] != before[axis] and not (free and axis == "sharding")]
+        return [part for axis in axes for part in (FLAGS[f"{axis}_degree"].spelling, str(degrees[axis]))]
+
+    def line(degrees: Degrees) -> Sequence[str]:
+        return (*flags, "--validate-only", *changed(degrees))
+
+    choices = {axis: _near(world_size, before[axis]) for axis in ("mp", "pp", "cp", "ep")}
+    found_layouts = (d for d in _layouts(world_size, choices) if d["dp"] == 1 or not free)
+    legal = _legal(kind, world_size, before, line, found_layouts)
+    return list(dict.fromkeys(" ".join(changed(degrees)) or "as it is" for degrees in islice(legal, count)))
 
 
-def _candidates(asked: dict[str, Any], world_size: int) -> Iterator[dict[str, int]]:
-    """Layouts in the order of their distance: changed axes first, then factors of change."""
-    degrees = divisors(world_size)
-    near = {axis: sorted({asked[axis], *_near(degrees, asked[axis])}) for axis in AXES[:4]}
-    free = [asked["sharding_degree"], -1] if asked["sharding_degree"] != -1 else [-1]
-    options = [
-        dict(zip(AXES, combination, strict=True)) for combination in product(*(near[axis] for axis in AXES[:4]), free)
-    ]
-
-    def distance(option: dict[str, int]) -> tuple[int, float]:
-        moved = [axis for axis in AXES if option[axis] != asked[axis]]
-        return len(moved), sum(_ratio(option[axis], asked[axis]) for axis in moved if axis != "sharding_degree")
-
-    yield from sorted(options, key=distance)[1:]
+def _legal(
+    kind: str, ranks: int, before: Degrees, line: Callable[[Degrees], Sequence[str]], found: Iterable[Degrees]
+) -> Iterator[Degrees]:
+    """Those of some layouts that the rules accept, the nearest first. line: the command line of one."""
+    ordered = sorted(found, key=lambda degrees: (_distance(before, degrees), sorted(degrees.items())))
+    for degrees in ordered[:MOST_TRIED]:
+        try:
+            parse(kind, line(degrees), {"WORLD_SIZE": str(ranks)})
+        except ConfigError:
+            continue
+        yield degrees
 
 
-def _near(degrees: Sequence[int], wanted: int) -> list[int]:
-    return sorted(degrees, key=lambda degree: _ratio(degree, wanted))[:3]
+def _layouts(ranks: int, choices: Mapping[str, Sequence[int]]) -> Iterator[Degrees]:
+    """Every way to use all ranks, or with an axis' degrees out of some; without a choice experts stay together."""
+
+    def degrees_of(axis: str, rest: int) -> list[int]:
+        return [degree for degree in divisors(rest) if degree in choices.get(axis, (degree,))]
+
+    for mp in degrees_of("mp", ranks):
+        for pp in degrees_of("pp", ranks // mp):
+            for cp in degrees_of("cp", ranks // mp // pp):
+                rest = ranks // mp // pp // cp
+                for sharding in divisors(rest):
+                    for ep in choices.get("ep", (1,)):
+                        yield {"mp": mp, "pp": pp, "cp": cp, "ep": ep, "sharding": sharding, "dp": rest // sharding}
 
 
-def _ratio(degree: int, wanted: int) -> float:
-    return max(degree, wanted) / max(1, min(degree, wanted))
+def _near(ranks: int, wanted: int) -> list[int]:
+    """The degrees nearest to the one that was asked for."""
+    return sorted(divisors(ranks), key=lambda degree: max(degree, wanted) / max(1, min(degree, wanted)))[:3]
 
 
-def _legal(kind: str, line: list[str], world_size: int) -> bool:
-    try:
-        parse(kind, [*line, "--validate-only", "--world-size", str(world_size)], {})
-    except ConfigError:
-        return False
-    return True
+def _distance(before: Degrees, after: Degrees) -> float:
+    return sum(weight * abs(math.log2(after[axis] / before[axis])) for axis, weight in _WEIGHTS.items())
+
+
+def _spelled(degrees: Degrees, asked: Config) -> list[str]:
+    training = asked.training
+    step = training.micro_batch_size * degrees["dp"] * degrees["sharding"]
+    line = [part for axis in FLAGGED for part in (f"--{axis}-degree", str(degrees[axis]))]
+    line += ["--hybrid-dp" if degrees["dp"] > 1 else "--no-hybrid-dp"]
+    # The last of repeated flags wins: both are given, as either may stand in the line.
+    line += ["--global-batch-size", str(training.global_batch_size)]
+    return [*line, "--gradient-merge-acc-step", str(max(1, training.global_batch_size // step))]

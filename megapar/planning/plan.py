@@ -9,11 +9,11 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import GIBIBYTE, DeviceKind
+from megapar.planning.ernie3 import largest, work_of
 from megapar.planning.layout import Layout
 from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
-from megapar.planning.work import Work
 
 SECONDS_PER_DAY = 86400
 
@@ -35,13 +35,14 @@ class Plan:
         self.config = config
         self.kind = kind
         self.layout = Layout(config, kind, assumed or Assumed())
-        self.work = Work(self.layout)
+        self.work = work_of(self.layout)
         self._token_budget = token_budget
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
         """Of every pipeline stage."""
-        return tuple(stage_memory(self.work, stage) for stage in range(self.config.grid.pp))
+        work = largest(self.work)
+        return tuple(stage_memory(work, stage) for stage in range(self.config.grid.pp))
 
     @cached_property
     def traffic(self) -> tuple[dict[str, float], ...]:

@@ -1,18 +1,20 @@
 """``megapar plan --search``: the best legal layouts of a model on a cluster, and why their neighbours are not better.
 
 Every candidate goes through the same door as a run: the command line's parser and the rules. What they accept is held
-against the memory formulas, and what fits is timed. Candidates vary mp, pp, ep, chunks per stage, the micro-batch and
-recompute; sharding takes the ranks that are left.
+against the memory formulas, and what fits is timed. Candidates vary mp, pp, cp and its algorithm, ep, chunks per stage,
+the micro-batch and recompute; sharding takes the ranks that are left. Sequences are shared by cp where each rank keeps
+a long piece of them, and in micro-batches of one: two ranks with a sequence each need no messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES
 from megapar.planning.assume import Assumed
 from megapar.planning.change import LAYOUT, attempt, flags_of
 from megapar.planning.devices import GIBIBYTE, DeviceKind
@@ -26,16 +28,21 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 }
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)
+ALGORITHMS = (RING, ULYSSES, GATHERED)
+SHORTEST_PIECE = 2048  # positions of a sequence on a rank of cp
 RECOMPUTE_FLAGS = (
     *("recompute_granularity", "recompute_interval", "recompute_method", "recompute_num_layers"),
     *("recompute_offload", "recompute_partition", "adaptive_recompute_device_size"),
 )
-SEARCHED = (*LAYOUT, *RECOMPUTE_FLAGS, "micro_batch_size", "vpp_degree", "pp_schedule", "use_nanopipe", "pp_seg_method")
+SEARCHED = (
+    *(*LAYOUT, *RECOMPUTE_FLAGS, "context_parallel_algo", "micro_batch_size", "vpp_degree", "pp_schedule"),
+    *("use_nanopipe", "pp_seg_method"),
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout: degrees, chunks per stage, micro-batch, recompute."""
+    """One layout: degrees, chunks per stage, micro-batch, recompute; algorithm: of cp."""
 
     mp: int
     pp: int
@@ -43,12 +50,16 @@ class Candidate:
     vpp: int
     micro_batch: int
     recompute: str
+    cp: int = 1
+    algorithm: str = RING
 
     def flags(self) -> dict[str, Any]:
         """As field names and values."""
         found: dict[str, Any] = {"mp_degree": self.mp, "pp_degree": self.pp, "micro_batch_size": self.micro_batch}
         if self.mp > 1:
             found["sequence_parallel"] = True
+        if self.cp > 1:
+            found |= {"cp_degree": self.cp, "context_parallel_algo": self.algorithm}
         if self.ep > 1:
             found["ep_degree"] = self.ep
         if self.vpp > 1:
@@ -56,8 +67,10 @@ class Candidate:
         return found | RECOMPUTE[self.recompute]
 
     def __str__(self) -> str:
-        parts = [f"mp {self.mp}", f"pp {self.pp}", f"ep {self.ep}", f"vpp {self.vpp}", f"mbs {self.micro_batch}"]
-        return ", ".join([*parts, f"recompute {self.recompute}"])
+        parts = [f"mp {self.mp}", f"pp {self.pp}"]
+        parts += [f"cp {self.cp} ({self.algorithm.removesuffix('_cp_algo')})"] if self.cp > 1 else []
+        parts += [f"ep {self.ep}", f"vpp {self.vpp}", f"mbs {self.micro_batch}", f"recompute {self.recompute}"]
+        return ", ".join(parts)
 
 
 @dataclass
@@ -166,24 +179,33 @@ def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[
     sizes, batch = config.model, config.training.global_batch_size
     degrees = divisors(world_size)
     experts = config.moe.num_experts
-    for mp, pp in product([d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers]):
-        if world_size % (mp * pp) or sizes.num_attention_heads % mp:
+    for mp, pp, (cp, algorithm) in product(
+        [d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers], _shared(config, degrees)
+    ):
+        if world_size % (mp * pp * cp) or sizes.num_attention_heads % mp:
             continue
-        data = world_size // (mp * pp * config.grid.cp)
-        if not data or batch % data:
+        data = world_size // (mp * pp * cp)
+        if batch % data:
             continue
-        for ep in [d for d in divisors(experts) if data * mp % d == 0] if experts else [1]:
+        for ep in [d for d in divisors(experts) if data * cp * mp % d == 0] if experts else [1]:
             for vpp in CHUNKS if pp > 1 else CHUNKS[:1]:
                 if pp * vpp > sizes.num_layers:
                     continue
                 group = [
-                    Candidate(mp, pp, ep, vpp, micro, recompute)
+                    Candidate(mp, pp, ep, vpp, micro, recompute, cp, algorithm)
                     for recompute in ("full", "selective", "none")
-                    for micro in MICRO_BATCHES
+                    for micro in (MICRO_BATCHES if cp == 1 else MICRO_BATCHES[:1])
                     if batch // data % micro == 0 and batch // data // micro >= pp
                 ]
                 if group:
                     yield group
+
+
+def _shared(config: Config, degrees: Sequence[int]) -> list[tuple[int, str]]:
+    """Degrees of cp with their algorithms."""
+    longest = config.model.seq_length // SHORTEST_PIECE
+    more = [degree for degree in degrees if 1 < degree <= longest and config.model.seq_length % degree == 0]
+    return [(1, RING), *product(more, ALGORITHMS)]
 
 
 def _needs_more(key: tuple[int, str], other: tuple[int, str]) -> bool:
@@ -210,15 +232,18 @@ def _look(
 
 
 def _steps(candidate: Candidate) -> Iterator[Candidate]:
-    """One axis doubled or halved, the next micro-batch, the other kinds of recompute."""
-    values = {name: getattr(candidate, name) for name in ("mp", "pp", "ep", "vpp", "micro_batch")}
-    for name, value in values.items():
+    """One axis doubled or halved, the next micro-batch, the other algorithms of cp and kinds of recompute."""
+    for name in ("mp", "pp", "cp", "ep", "vpp", "micro_batch"):
+        value = getattr(candidate, name)
         for changed in (value // 2, value * 2):
             if changed:
-                yield Candidate(**{**values, name: changed}, recompute=candidate.recompute)
+                yield replace(candidate, **{name: changed})
+    for algorithm in ALGORITHMS if candidate.cp > 1 else ():
+        if algorithm != candidate.algorithm:
+            yield replace(candidate, algorithm=algorithm)
     for recompute in RECOMPUTE:
         if recompute != candidate.recompute:
-            yield Candidate(**values, recompute=recompute)
+            yield replace(candidate, recompute=recompute)
 
 
 def _slower(plan: Plan, best: Plan) -> str:

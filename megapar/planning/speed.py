@@ -12,9 +12,9 @@ from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.flops import step_flops
 from megapar.planning.devices import DeviceKind
 from megapar.planning.layout import Layout
-from megapar.planning.memory import units_of
+from megapar.planning.parts import Message, Part, Unit
 from megapar.planning.traffic import Link, link, stage_traffic
-from megapar.planning.work import Message, Part, Unit, Work
+from megapar.planning.work import Work
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Clock:
         """One micro-batch on one stage."""
         forward = backward = exposed = 0.0
         for chunk in work.layout.stages.on(stage):
-            units = units_of(work, chunk)
+            units = work.units_of(chunk)
             again = self._recomputed(units)
             for number, unit in enumerate(units):
                 f, b, x = self.unit(unit)
@@ -221,7 +221,7 @@ class Clock:
 
     def _recomputed(self, units: list[Unit]) -> set[int]:
         recompute = self._layout.config.recompute
-        layers = [number for number, unit in enumerate(units) if unit.name in ("dense", "moe")]
+        layers = [number for number, unit in enumerate(units) if unit.layer]
         if recompute.recompute_method == "block":
             return set(layers[: recompute.recompute_num_layers or 0])
         if recompute.recompute_method == "uniform" or recompute.recompute_interval:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from megapar.core.grid import EXPERT_AXES, Grid
 from megapar.model.table import ParameterSpec
 from megapar.planning.layout import Layout
-from megapar.planning.memory import units_of
 from megapar.planning.work import Work
 from megapar.training.sizes import ITEM_BYTES
 
@@ -69,11 +68,11 @@ def stage_traffic(work: Work, stage: int) -> dict[str, float]:
     layout = work.layout
     sent: defaultdict[str, float] = defaultdict(float)
     for chunk in layout.stages.on(stage):
-        for unit in units_of(work, chunk):
+        for unit in work.units_of(chunk):
             for message in unit.messages():
                 sent[f"{message.axis}/{message.kind}"] += message.bytes * layout.micro_batches
     _add_sharding(layout, stage, sent)
-    _add_pipeline(layout, stage, sent)
+    _add_pipeline(work, stage, sent)
     _add_partial(layout, stage, sent)
     return {name: sent[name] for name in sorted(sent) if sent[name]}
 
@@ -107,18 +106,18 @@ def _number(unit: str) -> int:
     return {"embedding": -1, "head": 1 << 30}.get(unit) or int(unit.removeprefix("layers."))
 
 
-def _add_pipeline(layout: Layout, stage: int, sent: defaultdict[str, float]) -> None:
+def _add_pipeline(work: Work, stage: int, sent: defaultdict[str, float]) -> None:
     """Activations forward, gradients backward, and a tied embedding's gradient once."""
+    layout = work.layout
     pp = layout.config.grid.pp
     if pp == 1:
         return
-    x = layout.item * layout.own * layout.sizes.hidden_size * layout.micro_batches
     chunks = layout.stages.chunks
     for chunk in layout.stages.on(stage):
         if not chunk.last and chunks[chunk.index + 1].rank != stage:
-            sent["pp/send"] += x
+            sent["pp/send"] += work.input_of(chunks[chunk.index + 1]) * layout.micro_batches
         if not chunk.first and chunks[chunk.index - 1].rank != stage:
-            sent["pp/send"] += x
+            sent["pp/send"] += work.input_of(chunk) * layout.micro_batches
     apart = chunks[0].rank != chunks[-1].rank
     if layout.tied and apart and stage in (chunks[0].rank, chunks[-1].rank):
         word = next(row for row in layout.table if row.name == "embedding.word.weight")

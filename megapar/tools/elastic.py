@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapar.config.flag import SCRIPTS
-from megapar.tools.nearest import nearest
+from megapar.planning.nearest import nearest
 
 
 def command(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:

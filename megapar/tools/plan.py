@@ -104,7 +104,7 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
-    """The layouts of this many ranks; those that the flags ask for are not looked at, but for cp."""
+    """The layouts of this many ranks; what the flags ask for is not looked at."""
     from megapar.planning.search import describe, neighbours, search, to_dict
 
     config = _without_layout(kind, line)
@@ -126,6 +126,7 @@ def _without_layout(kind: str, line: list[str]) -> Config:
         "--no-hybrid-dp",
         "--no-sequence-parallel",
     ]
+    alone += ["--cp-degree", "1", "--context-parallel-algo", "megatron_cp_algo"]
     alone += ["--vpp-degree", "1", "--pp-schedule", "1f1b", "--pp-seg-method", "uniform", "--micro-batch-size", "1"]
     if kind == "moe":
         alone += ["--ep-degree", "1", "--expert-mp-degree", "1"]
@@ -161,9 +162,9 @@ def _parsed(kind: str, line: list[str], world: int) -> Config:
     try:
         return parse(kind, [*line, "--validate-only", "--world-size", str(world)], {})
     except ConfigError as error:
-        from megapar.planning.nearest import nearest
+        from megapar.planning.nearest import hints
 
-        near = nearest(kind, line, world)
+        near = hints(kind, line, world)
         if not near:
             raise
         text = "Nearest legal layouts: " + "; ".join(near) + "."

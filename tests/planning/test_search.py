@@ -41,6 +41,17 @@ def test_every_neighbour_has_its_reason(capsys: pytest.CaptureFixture[str]) -> N
     assert not any(why.startswith("-") for why in found["neighbours"].values())
 
 
+def test_long_sequences_are_shared_by_either_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-experts", "0", "--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "8")
+    flags += ("--num-query-groups", "2", "--seq-length", "16384", "--dtype", "bf16", "--recompute-interval", "1")
+    found = search(capsys, *flags, "--world-size", "8", "--global-batch-size", "2")
+    best = found["best"][0]
+    assert best["layout"]["cp"] * best["layout"]["mp"] * best["layout"]["pp"] >= 4  # two sequences on eight ranks
+    algorithms = {plan["flags"].get("context_parallel_algo") for plan in found["best"]}
+    assert algorithms & {"megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_algo"}
+    assert any("cp " in said for said in found["neighbours"])
+
+
 def test_ten_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     start = time.process_time()
     flags = ("--world-size", "10240", "--global-batch-size", "5120")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megapar.arguments import parse
+from megapar.planning.nearest import nearest
 from megapar.tools.elastic import command
 from megapar.tools.launch import _parser
-from megapar.tools.nearest import nearest
 
 SMALL = ("--num-layers", "2", "--num-attention-heads", "4", "--hidden-size", "32", "--micro-batch-size", "1")
 

@@ -37,6 +37,11 @@ GPT = (
 ERNIE = ("ernie", "--attention-dropout", "0", "--hidden-dropout", "0")
 EVEN = ("moe", "--num-experts", "8", "--moe-model-type", "deepspeed_moe", "--num-query-groups", "2")
 ROUTED = ("moe", "--num-experts", "8", "--moe-shared-experts", "1", "--num-query-groups", "2")
+ERNIE3 = (
+    *(*ERNIE, "--ernie-model", "ernie3", "--task-num-layers", "2", "--task-hidden-size", "64"),
+    *("--task-num-attention-heads", "4", "--task-ffn-hidden-size", "256", "--type-vocab-size", "4"),
+    *("--task-type-vocab-size", "5", "--generation-segments", "2", "--memory-length", "32"),
+)
 BF16 = ("--dtype", "bf16")
 PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers", "8")
 
@@ -50,6 +55,8 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "ep 8": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8")),
     "ep 2, emp 2": (1, 4, (*ROUTED, *BF16, "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
     "ernie mp 2": (1, 4, (*ERNIE, *BF16, "--mp-degree", "2", "--sequence-parallel")),
+    "ernie3": (0, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6")),
+    "ernie3 mp 2": (1, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6", "--mp-degree", "2", "--sequence-parallel")),
 }
 FP32 = ("--dtype", "fp32")
 MEASURED: dict[str, tuple[int, tuple[str, ...]]] = {
