@@ -104,6 +104,12 @@ class Layout:
         return elements * (1 if self.assumed.fp8_activations else self.item)
 
     @property
+    def recomputes(self) -> bool:
+        """Some layers keep only their input."""
+        recompute = self.config.recompute
+        return recompute.recompute_interval > 0 or recompute.recompute_method is not None
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the vocabulary on the fullest mp rank."""
         return -(-self.sizes.vocab_size // self.config.grid.mp)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE
 from megapar.planning.layout import Layout
 from megapar.planning.parts import Unit
+from megapar.planning.pool import pool_bytes
 from megapar.planning.work import Work
 from megapar.training.sizes import ITEM_BYTES
 
@@ -57,7 +58,10 @@ class _State:
     whole: float  # main gradients before their reduction
     row: float  # after it
     scratch: float  # of the reduction
-    gathered: float  # while parameters are published, or of stage 3
+    gathered: float  # while parameters are published, or at stage 3 while the head runs
+    ahead: float  # at stage 3 in a unit's backward: its parameters and those that are gathered ahead
+    regathered: float  # at stage 3 behind it, with its gradients before and after their cast
+    sent: float  # at stage 3: the last unit's gradients, which stay until others are reduced
     pool: float  # buffers that a CPU keeps beside these for the next step
     tied: float  # the head's gradient of a tied embedding, which waits for the embedding's
 
@@ -73,24 +77,24 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
     # Gradients that are there while everything is kept: those of earlier micro-batches.
     later = layout.micro_batches > max(in_flight)
     stage_one = layout.config.sharding.gradient_merge_mode == "step"
-    whole = state.whole + state.scratch + state.row + state.pool
+    whole = state.pool if pooled else state.whole + state.scratch + state.row
     if pooled:
-        early = whole
+        early = whole if not full else state.pool + (state.row + state.sent if later else 0.0)
+        whole += state.row if full else 0.0
     elif full:
-        early = state.row if later else 0.0
+        early = state.row + state.sent if later else 0.0
     else:
         early = (state.whole if stage_one else state.row) if later else 0.0
     moments = {
-        "forward": (kept.forward, early, kept.forward_transient),
-        "backward": (kept.backward, early, kept.backward_transient + state.tied),
-        "end": (kept.end, whole, kept.end_transient + 2 * state.tied),
-        "publish": (0.0, whole if pooled else state.row, 0.0 if full else state.gathered),
+        "forward": (kept.forward, early, kept.forward_transient + (state.gathered if full else 0.0)),
+        "backward": (kept.backward, early, kept.backward_transient + state.tied + state.ahead),
+        "reduction": (kept.reduction, early, state.tied + state.regathered),
+        "end": (kept.end, whole, kept.end_transient + 2 * state.tied + state.regathered),
+        "publish": (0.0, whole if pooled else state.row, 0.0 if full or pooled else state.gathered),
     }
-    # At stage 3 whole units are there in every forward and backward; nothing is published.
-    fixed = steady + (state.gathered if full else 0.0)
     moment = max(moments, key=lambda name: sum(moments[name]))
     activations, gradients, buffers = moments[moment]
-    peak = fixed + activations + gradients + buffers
+    peak = steady + activations + gradients + buffers
     reserved = peak if pooled else peak * (1 + RESERVED_SHARE) + RESERVED_BYTES
     return StageMemory(
         stage=stage,
@@ -109,12 +113,11 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
 def _state(layout: Layout, stage: int) -> _State:
     sharding, e, w = layout.config.sharding, layout.item, layout.wide
     reduce = min(w, ITEM_BYTES[sharding.grad_reduce_dtype]) if w == 4 else w
-    full = sharding.sharding_stage == 3
+    stage_three = sharding.sharding_stage == 3
     copies = 2 if layout.assumed.dualpipe else 1
     parameters = masters = moments = whole = row_bytes = scratch = 0.0
     units: dict[str, float] = {}
-    segments: dict[tuple[str, bool], float] = {}
-    aliased_all = True
+    left = False  # experts that are whole on their ranks, which stage 3 leaves to stage 2
     for spec in layout.held(stage):
         item = w if spec.fp32 else e
         local = layout.local_numel(spec)
@@ -122,40 +125,46 @@ def _state(layout: Layout, stage: int) -> _State:
             parameters += local * item
             continue
         row, shards = layout.row_numel(spec), layout.shards(spec)
+        full = stage_three and not (spec.expert and shards == 1)
+        left = left or (stage_three and not full)
         aliased = shards == 1 and item == w and not full
-        aliased_all = aliased_all and aliased
         parameters += copies * (row * w if full else local * item)
         masters += 0.0 if aliased or full else row * w
         moments += 2 * row * w
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
-        units[spec.unit] = units.get(spec.unit, 0.0) + (row * shards * e if full else row * (shards + 1) * item)
-        key = spec.unit, spec.expert
-        segments[key] = segments.get(key, 0.0) + row * item * (shards + 1 if shards > 1 else 1)
+        if full or not stage_three:
+            size = row * shards * item if full else row * (shards + 1) * item
+            units[spec.unit] = units.get(spec.unit, 0.0) + size
         if shards > 1 or full:
             row_bytes += row * w
-            if layout.kind.kernels == "cpu" and not full:
+            if reduce < w and not full and not travels:
                 scratch += row * shards * reduce
-            if reduce < w and not full:
-                scratch += row * shards * reduce * (0 if travels else 1)
-    ahead = sharding.sharding_prefetch_segments + 1
-    gathered = sum(sorted(units.values(), reverse=True)[: min(ahead, len(units))])
     pool = 0.0
-    if layout.kind.kernels == "cpu" and not full:
-        # What the first publication took; later ones and reductions find room in it or in freed gradients.
-        pool = 0.0 if aliased_all else max(segments.values(), default=0.0)
-        if sharding.gradient_merge_mode == "micro_batch" and layout.micro_batches > 1:
-            pool += row_bytes
-        gathered = 0.0
-    if full:  # a gathered unit, the one ahead, and a unit's gradients before and after their cast
-        gathered += max(units.values(), default=0.0) * (1 + w / e)
+    if layout.kind.kernels == "cpu" and (left or not stage_three):
+        pool = float(pool_bytes(layout, stage, experts_only=left))
     optimizer = masters + moments
     host = optimizer if sharding.optimizer_offload else 0.0
     pending = 0.0
     chunk_ends = layout.stages.on(stage)
     if layout.tied and any(c.first for c in chunk_ends) and any(c.last for c in chunk_ends):
         pending = e * layout.vocabulary * layout.sizes.hidden_size
-    return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, gathered, pool, pending)
+    gathered = _gathered(layout, units)
+    return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, *gathered, pool, pending)
+
+
+def _gathered(layout: Layout, units: dict[str, float]) -> tuple[float, float, float, float]:
+    """(published, or at stage 3 while the head runs; at stage 3: ahead, regathered, sent of ``_State``)."""
+    sharding, sizes = layout.config.sharding, sorted(units.values(), reverse=True)
+    if sharding.sharding_stage < 3:
+        return sum(sizes[: sharding.sharding_prefetch_segments + 1]), 0.0, 0.0, 0.0
+    names = ("embedding", "head") if layout.tied else list(units)[-1:]
+    stays = sum(size for name, size in units.items() if name in names)
+    largest = max((size for name, size in units.items() if name not in names), default=0.0)
+    ahead = stays + largest * (1 + sharding.sharding_prefetch_segments)
+    cast = layout.wide / layout.item
+    # The last unit that was gathered leaves its buffer.
+    return stays + largest, ahead, ahead + largest * (1 + cast), units.get("embedding", 0.0) * cast
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,7 @@ class _Kept:
     forward_transient: float
     backward: float
     backward_transient: float
+    reduction: float  # when the newest layer's backward is done
     end: float
     end_transient: float
     host: float
@@ -177,13 +187,14 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
     chunks = layout.stages.on(stage)
     flights = in_flight(layout, stage)
     host = 0.0
-    total = last = first_transient = x = 0.0
+    total = last = first_transient = x = newest = 0.0
     forward = forward_transient = backward_transient = 0.0
     for chunk, flight in zip(chunks, flights, strict=True):
         units = work.units_of(chunk)
         kept, offloaded, open_transient = _unit_bytes(layout, units)
         total += kept * flight
         host += offloaded * flight
+        newest = 0.0 if layout.recomputes else max(unit.kept for unit in units if unit.layer)
         x = max(x, work.input_of(chunk))
         received = work.input_of(chunk) if layout.config.grid.pp > 1 else 0.0
         backward_transient = max(backward_transient, open_transient + received)
@@ -201,7 +212,7 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
     end_units = work.units_of(chunks[0])
     end = end_units[0].kept
     return (
-        _Kept(forward, forward_transient, backward, backward_transient, end, first_transient, host),
+        _Kept(forward, forward_transient, backward, backward_transient, backward - newest, end, first_transient, host),
         flights,
     )
 
