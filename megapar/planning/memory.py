@@ -203,12 +203,10 @@ def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
             last = work.head.kept
         if chunk.first:
             first_transient = max(first_transient, units[0].transient)
-    forward = total
     # Sent messages are waited for when so many wait (``core/pipeline/runner.py``).
-    sends = min(SENDS_PER_CHUNK * len(layout.stages.chunks), layout.micro_batches)
-    pending = x * sends if stage > 0 else 0.0
-    total += pending
-    backward = total - (last if last else 0.0)
+    sends = SENDS_PER_CHUNK * len(layout.stages.chunks) if stage > 0 else 0
+    forward = total + x * min(sends, layout.micro_batches - 1)
+    backward = total + x * min(sends, layout.micro_batches) - last
     end_units = work.units_of(chunks[0])
     end = end_units[0].kept
     return (
