@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Attention in numbers. qkv, out: features that leave and enter the two products; scored: FLOPs per pair of
+    """Attention in numbers. qkv, out: features that leave and enter the two products; scored: products per pair of
     positions; kept: bytes of queries, keys and values, with what turning and normalising them keeps."""
 
     N: float
@@ -280,7 +280,7 @@ class Work:
         elif cp > 1:
             kept += e * t * heads.out  # what attention keeps is not what travels
         sent = self.messages.context(t * N * D, t * G * D)
-        return Part("core", kept, (), t * heads.scored * seen, core + heads.kept, sent, transient)
+        return Part("core", kept, (), 2.0 * t * heads.scored * seen, core + heads.kept, sent, transient)
 
     def _scores_kept(self, t: float, N: float, length: float) -> float:
         """Without a fused kernel: softmax's output, the dropped weights with their mask."""
