@@ -29,7 +29,7 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4)
 ALGORITHMS = (RING, ULYSSES, GATHERED)
-SHORTEST_PIECE = 2048  # positions of a sequence on a rank of cp
+SHORTEST_PIECE = 4096  # positions of a sequence on a rank of cp
 RECOMPUTE_FLAGS = (
     *("recompute_granularity", "recompute_interval", "recompute_method", "recompute_num_layers"),
     *("recompute_offload", "recompute_partition", "adaptive_recompute_device_size"),
