@@ -62,7 +62,7 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "stage 3, whole experts": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8", "--sharding-stage", "3")),
     "large shards": (1, 16, (*GPT, "--dtype", "fp16", *SMALL)),
 }
-FURTHER = {"ernie3": 0.03, "ernie3 mp 2": 0.03}  # what is known to be further off than 2 %
+FURTHER = {"ernie3": 0.03, "ernie3 mp 2": 0.03, "stage 3, whole experts": 0.03}  # known to be further off than 2 %
 FP32 = ("--dtype", "fp32")
 MEASURED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (1, (*DENSE, *FP32)),
