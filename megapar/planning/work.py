@@ -248,6 +248,8 @@ class Work:
         kept = e * t * qkv
         if rope:
             kept += e * t * (N + G) * D  # turned queries and keys; values are a view of the product's output
+            if a.kind.kernels == "cpu":  # and their angles as complex numbers, once for each
+                kept += 2 * a.wide * t * D
         elif sizes.queries_per_group > 1:
             kept += e * t * N * D
         if sizes.qk_norm:
