@@ -49,7 +49,7 @@ def evaluate(
             batch = collate([samples[i] for i in range(first, min(first + micro_batch_size, num_samples))])
             terms = run(batch.to(device, non_blocking=True).tensors, batch.valid_tokens)
             if number < num_batches:
-                totals[0] += torch.stack([terms.sums[name] for name in names]).double().cpu()
+                totals[0] += torch.stack([terms.sums[name] for name in names]).cpu().double()
                 totals[1] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
     finally:
         model.train()
