@@ -6,8 +6,8 @@
 Workers are forked once from a server that has torch imported, and serve every call of the pytest session. Each call
 gets a file rendezvous of its own, so that no port is taken and no group outlives its call. Whatever goes wrong on
 any rank ends in one ``RanksFailed`` that tells of all of them; the pool is then thrown away and the next call gets
-a fresh one. The environment of the workers is that of the first call's moment, plus RANK, WORLD_SIZE, LOCAL_RANK and
-LOCAL_WORLD_SIZE as torchrun sets them.
+a fresh one, as it does where too many of gloo's threads were left behind. The environment of the workers is that of
+the first call's moment, plus RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from typing import Any
 from tests.support.worker import RELEASE, STOP, Call, Report, serve
 
 PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
+# gloo's threads outlive their groups in a process and wake a hundred times a second: a pool with more is replaced.
+MOST_THREADS = 48
 # After a first failure the other ranks get this long to report theirs (their peers' connections are closed by then).
 GRACE_SECONDS = 5.0
 
@@ -68,6 +70,9 @@ def run_ranks(
     Function, arguments and results travel by pickle; tensors are copied. Raises RanksFailed.
     """
     pool = _POOLS.get(world_size)
+    if pool is not None and pool.threads() > MOST_THREADS:
+        _POOLS.pop(world_size).close()
+        pool = None
     if pool is None or not pool.alive():
         pool = _POOLS[world_size] = Pool(world_size)
     try:
@@ -108,6 +113,11 @@ class Pool:
     def alive(self) -> bool:
         """Whether every worker can take a call."""
         return all(worker.process.is_alive() for worker in self.workers)
+
+    def threads(self) -> int:
+        """Of the worker that has most; 0 where the system does not say."""
+        folders = [Path(f"/proc/{worker.process.pid}/task") for worker in self.workers]
+        return max(len(os.listdir(folder)) if folder.is_dir() else 0 for folder in folders)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, group: bool, backend: str
