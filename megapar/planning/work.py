@@ -297,6 +297,8 @@ class Work:
         x, columns = e * s * H, F * (2 if gated else 1)
         selective = a.config.recompute.recompute_granularity == "selective"
         activated = 0.0 if selective else (e * t * F if gated else 0.0) + a.stored(t * F)
+        # gelu's backward adds one tensor: the incoming gradient takes the place of the output, where that was kept.
+        inside = columns + 2 * F if gated else F if activated else 2 * F
         return [
             Part(
                 "up",
@@ -306,7 +308,7 @@ class Work:
                 messages=self.messages.column(e * t * H),
                 transient=e * t * columns + 2 * x,
             ),
-            Part("activation", activated, moved=e * t * (columns + F), transient=e * t * (columns + 2 * F) + x),
+            Part("activation", activated, moved=e * t * (columns + F), transient=e * t * inside + x),
             Part(
                 "down",
                 dropped,
