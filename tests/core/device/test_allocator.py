@@ -13,9 +13,9 @@ FAULTS = """
 import resource, torch
 from megapar.core.device.allocator import keep_freed_memory
 print(int(keep_freed_memory()))
-for _ in range(4):
+for _ in range(24):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(4 << 20)
+    torch.ones(12 << 20)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -32,8 +32,12 @@ def faults(**environment: str) -> list[int]:
 def test_memory_is_cleared_once() -> None:
     kept, first, *later = faults()
     assert kept == 1
-    assert min(later) < first / 10
+    # An aligned request asks for a little more than it keeps: it is some blocks until a freed one is large enough.
+    assert max(later[-8:]) < first / 10
 
 
 def test_what_people_have_set_stays() -> None:
-    assert faults(MALLOC_TRIM_THRESHOLD_="1000000")[0] == 0
+    # 48 MiB is above the size up to which glibc learns by itself to keep what is freed.
+    kept, first, *later = faults(MALLOC_TRIM_THRESHOLD_="1000000")
+    assert kept == 0
+    assert min(later) > first / 2
