@@ -14,6 +14,7 @@ order on every rank: an early one waits for its predecessors, and what did not f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -151,15 +152,23 @@ class ZeroSharding:
                 yield View(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        # torch shows the garbage collector no way through these hooks: a strong reference would keep the parameters,
+        # this object and its groups' threads for ever.
+        weak = weakref.ref(self)
+
         def gradient_is_there(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # it is made later (``core.weight_gradients``), or there is none
-            if self.segments[number].add(index) and self._overlap_reduce and self._reducing:
-                self._ready.add(number)
-                while self._next in self._ready:
-                    self._launch_next()
+            # Without a gradient: it is made later (``core.weight_gradients``), or there is none.
+            if parameter.grad is not None and (sharding := weak()) is not None:
+                sharding._add(number, index)
 
         return gradient_is_there
+
+    def _add(self, number: int, index: int) -> None:
+        """Take the gradient of a segment's member; launch what is complete, in the planned order."""
+        if self.segments[number].add(index) and self._overlap_reduce and self._reducing:
+            self._ready.add(number)
+            while self._next in self._ready:
+                self._launch_next()
 
     @property
     def _reducing(self) -> bool:
