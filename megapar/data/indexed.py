@@ -172,6 +172,8 @@ class IndexedDataset:
                 f"{self.data_path}: {size} bytes, where {self.index_path.name} implies {implied} ({sequences} "
                 f"sequences of {self.dtype.name}); the file is cut off, or belongs to another index"
             )
+        if size % item:
+            raise DataError(f"{self.data_path}: {size} bytes are no whole number of {self.dtype.name} of {item} bytes")
         self.tokens = _mapped(self.data_path, self.dtype) if size else np.empty(0, dtype=self.dtype)
 
     def _check_places(self) -> None:

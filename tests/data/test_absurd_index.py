@@ -48,6 +48,7 @@ def indices(draw: st.DrawFn) -> bytes:
 @given(index=st.one_of(indices(), st.binary(max_size=80)), data=st.binary(max_size=40))
 @example(index=HEADER.pack(MAGIC, 1, 8, 2**60, 2**60), data=b"")
 @example(index=HEADER.pack(MAGIC, 1, 8, 0, 2**61) + b"\0" * 64, data=b"")
+@example(index=HEADER.pack(MAGIC, 1, 6, 1, 1) + struct.pack("<iqq", 0, 2, 0), data=b"\0\0")
 def test_any_index_is_whole_or_refused(tmp_path: Path, index: bytes, data: bytes) -> None:
     (tmp_path / "a.idx").write_bytes(index)
     (tmp_path / "a.bin").write_bytes(data)
