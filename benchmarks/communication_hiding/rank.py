@@ -111,7 +111,8 @@ class Steps:
             return self._timed(self._talk)
         if kind == "alone":
             with patch.object(transport, "all_to_all", _stay):
-                return self._timed(lambda: self._step(self.models[rest]))
+                figures = self._timed(lambda: self._step(self.models[rest]))
+                return {**figures, "forward": self.turned - self.began}
         if kind == "memory":
             return {"bytes": self._peak_bytes(self.models[rest])}
         if kind == "draw":
@@ -174,7 +175,10 @@ class Steps:
     def _step(self, model: Decoder) -> None:
         model.zero_grad()
         batch = self.own if model.mp.size == 1 else self.shared
-        sum(model(batch).sums.values()).backward()  # type: ignore[union-attr]
+        loss = sum(model(batch).sums.values())
+        self.device.synchronize()
+        self.turned = time.perf_counter()
+        loss.backward()  # type: ignore[union-attr]
         self.diary.check_settled()
 
     def _peak_bytes(self, model: Decoder) -> float:

@@ -86,17 +86,28 @@ def _one(
 def _table(
     link: str, ways: Sequence[str], rounds: Mapping[str, Sequence[Figures]], memory: Mapping[str, float]
 ) -> dict[str, object]:
-    """Hidden: what a way takes away of the time that communication adds to the serial step. Ideal: the longer of the
-    computation (of this way, slices cost a little) and the messages, as if either covered the other whole."""
+    """Hidden: what a way takes away of the time that communication adds to the serial step.
+
+    Ideal: the longer of the computation (of this way, slices cost a little) and the messages, forward and backward each
+    for itself: a forward has half of the messages and a third of the computation, and covers none of the backward's.
+    """
     seconds = {name: median(figures) for name, figures in rounds.items()}
     exposed = {way: median(rounds[way], "exposed") for way in ways}
     added = seconds["serial"] - seconds["alone serial"]
     share = added / seconds["serial"]
     hidden = {way: (seconds["serial"] - seconds[way]) / added for way in ways}
     to_serial = {way: paired(rounds[way], rounds["serial"]) for way in ways}
-    ideal = {way: max(seconds[f"alone {way}"], seconds["talk"]) for way in memory}
+    ideal = {}
+    for way in memory:
+        forward = median(rounds[f"alone {way}"], "forward")
+        half = seconds["talk"] / 2
+        ideal[way] = max(forward, half) + max(seconds[f"alone {way}"] - forward, half)
+    reach = (seconds["serial"] - ideal["serial"]) / added
     more = {way: held / memory["serial"] for way, held in memory.items()}
-    print(f"Link {link}: communication is {share:.0%} of the serial step; its messages alone {seconds['talk']:.3f} s\n")
+    print(
+        f"Link {link}: communication is {share:.0%} of the serial step; its messages alone {seconds['talk']:.3f} s; "
+        f"with forward and backward each covered as far as the longer one allows {reach:.0%} would be hidden\n"
+    )
     rows = []
     for way in ways:
         row = [f"{seconds[way]:.3f}", f"{to_serial[way]:.2f}", f"{exposed[way]:.3f}", f"{hidden[way]:.0%}"]
@@ -108,7 +119,14 @@ def _table(
             rows.append((way, *row, *figures))
     header = ("", "seconds", "to serial", "exposed", "hidden", "computation", "ideal", "to ideal", "memory")
     print_table(header, rows)
-    found: dict[str, object] = {"link": link, "share": share, "hidden": hidden, "seconds": seconds, "exposed": exposed}
+    found: dict[str, object] = {
+        "link": link,
+        "share": share,
+        "reach": reach,
+        "hidden": hidden,
+        "seconds": seconds,
+        "exposed": exposed,
+    }
     return {**found, "to_serial": to_serial, "ideal": ideal, "memory_bytes": dict(memory), "memory": more}
 
 
