@@ -35,7 +35,7 @@ _RENAMED = """
 nproc-per-node | megapar launch --nproc-per-node {value} | belongs to the launcher
 nnodes | megapar launch --nnodes {value} | belongs to the launcher
 node-rank | megapar launch --node-rank {value} | belongs to the launcher
-master-addr master-port | megapar launch --rdzv-endpoint HOST:PORT | the launcher's rendezvous, address and port in one
+master-addr master-port | @rendezvous | the launcher's rendezvous, address and port in one
 rdzv-id rdzv-backend rdzv-endpoint rdzv-conf | megapar launch --{name} {value} | belongs to the launcher
 encoder-num-layers decoder-num-layers | --num-layers {value} |
 num-layers-per-virtual-pipeline-stage | @chunks | chunks per stage are counted, not layers per chunk
@@ -51,7 +51,29 @@ transformer-impl | @implementation |
 moe-train-capacity-factor | --moe-capacity-factor {value} |
 moe-router-enable-expert-bias | --moe-router-bias-update-rate 1e-3 | the correction bias moves where its rate is not 0
 moe-shared-expert-intermediate-size | @shared | shared experts are counted in widths of one expert
-num-shared-experts | --moe-shared-experts {value} |
+num-shared-experts n-shared-experts | --moe-shared-experts {value} |
+moe-intermediate-size | --moe-ffn-hidden-size {value} |
+first-k-dense-replace | --first-k-dense {value} |
+n-group | --moe-router-num-groups {value} |
+topk-group | --moe-router-group-topk {value} |
+routed-scaling-factor | --moe-router-topk-scaling-factor {value} |
+moe-token-drop-policy | @drops |
+moe-aux-loss-coeff | @coefficient |
+seq-aux | @sequence |
+moe-tp-extend-ep | --expert-mp-degree 1 | mp ranks hold whole experts
+noop-layers | @noop |
+num-layers | @layers |
+tokenizer-name-or-path | --tokenizer-model {value} |
+exit-duration-in-mins | --exit-duration-minutes {value} |
+grad-reduce-in-bf16 | --grad-reduce-dtype bf16 |
+swap-optimizer | --optimizer-offload |
+rotary-percent | @rotated |
+sequence-parallel | @cut |
+context-parallel-algo | @algorithm |
+split | @split |
+eval-iters | @evaluations |
+eval-interval | @evaluated |
+save-interval | @saved |
 moe-layer-freq | @frequency | leading layers may be dense: --first-k-dense
 moe-router-load-balancing-type | @balancing |
 moe-input-jitter-eps | | noise on the router is not built
@@ -62,15 +84,11 @@ no-position-embedding | @positions |
 test-data-path | --eval-data-path {value} | one held-out set
 vocab-file merge-file | --tokenizer-model FOLDER | a Hugging Face tokenizer folder that holds these files
 padded-vocab-size | --vocab-size {value} | padding to the ranks is for compute only
-make-vocab-size-divisible-by | | padding to the ranks is for compute only
 init-method-xavier-uniform | | weights are drawn normal: --init-std
 accumulate-allreduce-grads-in-fp32 | --grad-reduce-dtype fp32 | the default
-no-overlap-p2p-communication | | sends never block here
-use-cp-send-recv-overlap | |
 adaptive-recompute-device-swap | --adaptive-recompute-device-size GIB | chooses layers for a memory budget
 wandb-project wandb-exp-name wandb-save-dir wandb-entity | --metrics-jsonl FILE | the same numbers, one object per step
-profile-step-start profile-step-end | --profile START:END | both ends in one flag
-profile-ranks use-pytorch-profiler | --profile START:END | rank 0 is traced
+profile profile-step-start profile-step-end | @profile | both ends in one flag
 optimizer-cpu-offload offload-optimizer optimizer-offload-policy optimizer-offload-fraction | --optimizer-offload |
 cpu-optimizer | --optimizer-offload |
 deepspeed-activation-checkpointing checkpoint-activations | --recompute-interval 1 |
@@ -105,6 +123,10 @@ tp-comm-overlap-ag tp-comm-overlap-rs | | part of --tp-comm-overlap
 ckpt-format dist-ckpt-format use-dist-ckpt auto-detect-ckpt-format | | one format, which loads on any layout
 log-timers-to-tensorboard log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard | | always written
 log-memory-to-tensorboard log-world-size-to-tensorboard log-learning-rate-to-tensorboard | | always written
+norm-topk-prob | | the weights of the chosen experts always sum to one
+router-gating-in-fp32 | | the router computes in fp32
+moe-permutation-async-comm | | all-to-alls are launched and waited for apart
+mtp-mem-efficient-logits | | logits are made in chunks
 log-loss-scale-to-tensorboard log-num-zeros-in-grad log-params-norm | | norms and scales are always written
 calculate-per-token-loss | | every loss has its denominator over the global batch
 """
@@ -139,6 +161,12 @@ empty-unused-memory-level | |
 finetune-hf-dataset | |
 weight-decay-incr-style start-weight-decay end-weight-decay | | the weight decay is constant
 exit-signal-handler | | SIGTERM always saves and stops
+make-vocab-size-divisible-by | | padding to the ranks is for compute only
+no-overlap-p2p-communication | | sends never block here
+profile-ranks use-pytorch-profiler | | rank 0 is traced, by torch's profiler
+gemm-gradient-accumulation-fusion no-shared-storage | | main gradients are kept in fp32 by sharding
+swap-optimizer-times | | state comes and goes with each parameter group's step
+spec | | flags say what a layer is made of
 use-cpu-initialization | | weights are drawn on the host, the same on every layout
 no-initialization | |
 """
@@ -146,10 +174,17 @@ no-initialization | |
 _UNSUPPORTED = """
 swap-attention | | swapping single operators to the host is not built; --recompute-offload keeps units' inputs there
 q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim | | latent attention is not built
+multi-head-latent-attention qk-rope-head-dim qk-nope-head-dim mla-fa-without-pad | | latent attention is not built
+rope-scaling-beta-fast rope-scaling-beta-slow rope-scaling-mscale rope-scaling-mscale-all-dim | | only plain rope
+rope-scaling-original-max-position-embeddings | | only plain rope
+moe-fb-overlap | | one micro-batch's forward never runs under another's backward; --ampipe-degree hides all-to-alls
+schedules-method | | schedules are 1f1b, gpipe, interleaved and zero_bubble
+decoupled-lr decoupled-min-lr | | embedding and head learn at --lr
+tiktoken-pattern | | tokenizers are sentencepiece models or Hugging Face folders
+coc-fused-kernel | | fused kernels of products and collectives
 attention-sink-k window-size sliding-window | | attention sees everything before it
 fused-padded-mla-attention | | latent attention is not built
 rotary-scaling-factor rope-scaling-type use-rope-scaling rope-scaling-factor mscale mscale-all-dim | | only plain rope
-rotary-percent | | all features of a head are turned
 apply-query-key-layer-scaling | | changes the numbers of fp16 runs only
 apply-layernorm-1p | | the weight of a norm is its own
 fp8-format fp8-amax-compute-algo fp8-amax-history-len fp8-recipe fp8-param-gather | | --fp8 scales each tensor as it is

@@ -9,7 +9,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 
@@ -17,7 +17,8 @@ from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.flag import Flag
 from megapar.config.read import normal, spellings
 from megapar.config.values import BadValue, convert
-from megapar.tools.foreign import FOREIGN, IMPLIED, RENAMED, SAME, UNNECESSARY, UNSUPPORTED, VERDICTS
+from megapar.tools.decided import DECIDED
+from megapar.tools.foreign import FOREIGN, RENAMED, SAME, UNNECESSARY, UNSUPPORTED, VERDICTS
 
 # What scripts of Megatron-LM mean where they do not say it, and trainers here do not.
 DEFAULTS: Mapping[str, str] = {
@@ -28,12 +29,15 @@ DEFAULTS: Mapping[str, str] = {
     "attention-dropout": "--attention-dropout 0.1",
     "hidden-dropout": "--hidden-dropout 0.1",
     "num-experts": "--num-experts 0",
+    "moe-aux-loss-coeff": "--moe-aux-loss-coeff 0",
 }
+_OF_EXPERTS = ("moe-aux-loss-coeff",)
 _ALSO = {
     "activation": ("swiglu",),
     "add-bias-linear": ("disable-bias-linear", "no-add-bias-linear"),
     "position-embedding-type": ("use-rotary-position-embeddings",),
     "num-experts": ("num-moe-experts",),
+    "moe-aux-loss-coeff": ("moe-loss-coeff",),
 }
 
 
@@ -91,7 +95,8 @@ def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str], list[
         elif item.ours:
             trainer.setdefault(item.ours, item.ours)
     names = {normal(item.flag.lstrip("-")) for item in found}
-    more = [text for name, text in DEFAULTS.items() if not names & {name, *(_ALSO.get(name, ()))}]
+    missing = [name for name in DEFAULTS if not names & {name, *(_ALSO.get(name, ()))}]
+    more = [DEFAULTS[name] for name in missing if name not in _OF_EXPERTS or "num-experts" not in missing]
     return list(dict.fromkeys(launcher)), list(trainer), more
 
 
@@ -136,7 +141,7 @@ def _one(name: str, value: str, given: Mapping[str, str]) -> Translated:
         if not row.ours.startswith("@"):
             verdict = row.verdict if row.ours or row.verdict != RENAMED else UNSUPPORTED
             return Translated(written, value, verdict, row.ours.format(name=key, value=value).strip(), row.reason)
-        verdict, ours, reason = _DECIDED[row.ours[1:]](value, given)
+        verdict, ours, reason = DECIDED[row.ours[1:]](value, given)
         return Translated(written, value, verdict, ours, reason or row.reason)
     spelling = spellings().get(key)
     if spelling is None:
@@ -163,11 +168,9 @@ def _known(written: str, value: str, flag: Flag, meaning: object, text: str) -> 
     elif meaning is None:
         ours = f"{flag.spelling} {value}".strip()
     elif flag.takes_value:
-        ours = f"{flag.spelling} {meaning}"
+        ours = f"{flag.spelling} {' '.join(meaning) if isinstance(meaning, tuple) else meaning}"
     else:
         ours = flag.spelling if meaning else "--no-" + flag.spelling[2:]
-    if flag.name == "eval_iters" and value.startswith("-"):
-        return Translated(written, value, RENAMED, "--eval-interval 0", "no evaluation")
     same = written == flag.spelling or (meaning is False and text == written[2:])
     reason = "" if same or meaning is None else f"means {flag.spelling}"
     return Translated(written, value, SAME if same else RENAMED, ours, reason)
@@ -176,116 +179,4 @@ def _known(written: str, value: str, flag: Flag, meaning: object, text: str) -> 
 _CHOICES = {
     ("position_embedding_type", "learned_absolute"): "learned",
     ("lr_decay_style", "wsd"): "wsd",
-}
-Decided = tuple[str, str, str]
-
-
-def _number(given: Mapping[str, str], name: str, default: float = 1.0) -> float:
-    try:
-        return float(given[name])
-    except (KeyError, ValueError):
-        return default
-
-
-def _chunks(value: str, given: Mapping[str, str]) -> Decided:
-    layers, stages = _number(given, "num-layers", 0), _number(given, "pipeline-model-parallel-size")
-    chunks = round(layers / stages / float(value)) if layers else 0
-    if chunks < 1:
-        return RENAMED, "--vpp-degree N --pp-schedule interleaved", "N = layers / stages / layers per chunk"
-    if chunks == 1:
-        return UNNECESSARY, "", "one chunk per stage"
-    return RENAMED, f"--vpp-degree {chunks} --pp-schedule interleaved", ""
-
-
-def _warmup(value: str, given: Mapping[str, str]) -> Decided:
-    steps = _number(given, "lr-decay-iters", _number(given, "train-iters", 0))
-    if not steps:
-        return RENAMED, "--lr-warmup-iters STEPS", "a share of --lr-decay-iters"
-    return RENAMED, f"--lr-warmup-iters {round(float(value) * steps)}", ""
-
-
-def _samples(value: str, given: Mapping[str, str]) -> Decided:
-    batch = _number(given, "global-batch-size", 0)
-    flag = next((n for n in ("lr-warmup-samples", "lr-decay-samples", "train-samples") if given.get(n) == value), "")
-    ours = "--" + flag.replace("samples", "iters")
-    if not batch:
-        return RENAMED, f"{ours} STEPS", "samples / --global-batch-size"
-    return RENAMED, f"{ours} {round(float(value) / batch)}", ""
-
-
-def _tokens(value: str, given: Mapping[str, str]) -> Decided:
-    per_step = _number(given, "global-batch-size", 0) * _number(given, "seq-length", 0)
-    steps = str(round(float(value) / per_step)) if per_step else "STEPS"
-    return RENAMED, f"--train-iters {steps}", ""
-
-
-def _zero(value: str, given: Mapping[str, str]) -> Decided:
-    if value == "0":
-        return RENAMED, "--sharding-degree 1 --hybrid-dp", "no sharding: every data rank is a replica"
-    return RENAMED, f"--sharding-stage {value}", ""
-
-
-def _attention(value: str, given: Mapping[str, str]) -> Decided:
-    if value in ("unfused", "local"):
-        return RENAMED, "--no-use-flash-attn", ""
-    return IMPLIED, "", "fused attention is the default"
-
-
-def _implementation(value: str, given: Mapping[str, str]) -> Decided:
-    return UNNECESSARY, "", "there is one implementation, which takes the device's fused kernels where they are"
-
-
-def _shared(value: str, given: Mapping[str, str]) -> Decided:
-    width = _number(given, "moe-ffn-hidden-size", _number(given, "ffn-hidden-size", 0))
-    if width and float(value) % width == 0:
-        return RENAMED, f"--moe-shared-experts {round(float(value) / width)}", ""
-    return UNSUPPORTED, "", "shared experts are whole widths of one expert"
-
-
-def _frequency(value: str, given: Mapping[str, str]) -> Decided:
-    text = value.strip("'\"").replace(" ", "")
-    if text == "1":
-        return IMPLIED, "", "every layer has experts"
-    if text.startswith("([0]*") and "+[1]*" in text:
-        return RENAMED, f"--first-k-dense {text[5:].partition('+')[0]}", ""
-    return UNSUPPORTED, "", "only leading layers may be dense (--first-k-dense)"
-
-
-def _balancing(value: str, given: Mapping[str, str]) -> Decided:
-    if value == "aux_loss":
-        return IMPLIED, "", "--moe-aux-loss-coeff says it"
-    if value == "seq_aux_loss":
-        coefficient = given.get("moe-aux-loss-coeff", "COEFFICIENT")
-        return RENAMED, f"--moe-seq-aux-loss-coeff {coefficient} --moe-aux-loss-coeff 0", "a loss per sample"
-    if value == "none":
-        return RENAMED, "--moe-aux-loss-coeff 0", ""
-    return UNSUPPORTED, "", "balancing is by auxiliary losses or by the correction bias"
-
-
-def _strategy(value: str, given: Mapping[str, str]) -> Decided:
-    stage = {"no_shard": "1", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}.get(value)
-    if stage is None:
-        return UNSUPPORTED, "", "stages are 1, 2 and 3"
-    return RENAMED, f"--sharding-stage {stage}", ""
-
-
-def _positions(value: str, given: Mapping[str, str]) -> Decided:
-    if given.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given:
-        return IMPLIED, "", "rope learns no positions"
-    return UNSUPPORTED, "", "positions are rope or learned"
-
-
-_DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
-    "chunks": _chunks,
-    "warmup": _warmup,
-    "samples": _samples,
-    "tokens": _tokens,
-    "zero": _zero,
-    "attention": _attention,
-    "implementation": _implementation,
-    "shared": _shared,
-    "frequency": _frequency,
-    "balancing": _balancing,
-    "strategy": _strategy,
-    "positions": _positions,
 }

@@ -37,7 +37,17 @@ def test_every_argument_is_accounted_for(path: Path) -> None:
         assert "no such flag" not in item.reason, item
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("gpt3_175b", 128), ("mixtral_8x7b", 32), ("deepspeed_llama2", 8)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("gpt3_175b", 128),
+        ("llama3_8b_fp8", 8),
+        ("mixtral_8x7b", 32),
+        ("deepspeed_llama2", 8),
+        ("mindspeed_ampipe", 128),
+        ("mindspeed_deepseek_v3", 512),
+    ],
+)
 def test_what_is_supported_throughout_is_accepted_here(name: str, ranks: int, tmp_path: Path) -> None:
     launcher, trainer, more = equivalent(translate(arguments(name)))
     assert any(flag.startswith("--nproc-per-node") for flag in launcher)
@@ -58,6 +68,18 @@ def test_meaning_is_kept() -> None:
     assert items["--moe-layer-freq"].ours == "--first-k-dense 3"
     assert items["--q-lora-rank"].verdict == "unsupported"
     assert items["--multi-latent-attention"].verdict == "unsupported"
+    # The balance loss is one per sample, and is written once.
+    assert items["--moe-aux-loss-coeff"].ours == "--moe-seq-aux-loss-coeff 1e-2 --moe-aux-loss-coeff 0"
+    assert items["--moe-router-load-balancing-type"].verdict == "implied"
+    items = found(*arguments("mindspeed_deepseek_v3"))
+    assert items["--num-layers"].ours == "--num-layers 61"
+    assert items["--moe-tp-extend-ep"].ours == "--expert-mp-degree 1"
+    items = found(*arguments("llama3_8b_fp8"))
+    assert items["--profile"].ours == items["--profile-step-end"].ours == "--profile 4:6"
+    assert items["--mock-data"].ours == "--data-path mock"
+    assert items["--master_port"].ours == "megapar launch --rdzv-endpoint localhost:6000"
+    assert items["--rotary-percent"].verdict == "unnecessary"
+    assert found("--moe-layer-freq", "([0]+[1]*15)")["--moe-layer-freq"].ours == "--first-k-dense 1"
     assert found("--zero-stage", "3")["--zero-stage"].ours == "--sharding-stage 3"
     assert found("--swiglu")["--swiglu"].ours == "--activation swiglu"
 
@@ -65,8 +87,10 @@ def test_meaning_is_kept() -> None:
 def test_defaults_that_differ_are_said() -> None:
     _, _, more = equivalent(translate(["--num-layers", "2", "--hidden-size", "64"]))
     assert {"--activation gelu", "--position-embedding-type learned", "--num-experts 0"} <= set(more)
+    assert "--moe-aux-loss-coeff 0" not in more  # there are no experts
     _, _, more = equivalent(translate(["--swiglu", "--disable-bias-linear", "--num-experts", "8"]))
     assert not {"--activation gelu", "--add-bias-linear", "--num-experts 0"} & set(more)
+    assert "--moe-aux-loss-coeff 0" in more
 
 
 def test_the_command_prints_a_page_or_json(capsys: pytest.CaptureFixture[str]) -> None:
