@@ -99,4 +99,5 @@ def test_config_has_a_plan(path: Path) -> None:
     config = load(path)
     plan = Plan(config, device_kind(said.get("device", "h100-80g")), assumed(said.get("assume", "").split()))
     assert plan.fullest.peak > plan.fullest.parameters > 0
+    assert plan.fits or plan.layout.assumed.said, plan.advice()
     assert 0 < plan.speed.mfu < 1

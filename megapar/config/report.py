@@ -66,7 +66,7 @@ def _groups(grid: Grid, axis: str, count: int, ranks: int) -> Iterator[str]:
     """The first groups along an axis as texts, by arithmetic: nothing here grows with the world."""
     view = EXPERT_AXES if axis in EXPERT_AXES[1:] else grid.order
     others = [name for name in view if name != axis]
-    for values in islice(product(*(range(grid.size(name)) for name in others)), count):
+    for values in islice(product(*(range(min(grid.size(name), count)) for name in others)), count):
         at = dict(zip(others, values, strict=True))
         size = grid.size(axis)
         members: Iterable[int] = range(size) if size <= ranks else range(ranks - 1)

@@ -61,10 +61,15 @@ def changed(config: Config, flags: Mapping[str, Any]) -> Config | None:
         **{name: _value(config, name) for name in kept if _explicit(config, name)},
         **flags,
     }
-    if all(_value(config, name) == value for name, value in flags.items()):
+    if not differing(config, flags):
         return None
     found = attempt(config, values)
     return replace(found, warnings=()) if isinstance(found, Config) else None
+
+
+def differing(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that the configuration does not have already."""
+    return {name: value for name, value in flags.items() if _value(config, name) != value}
 
 
 def _explicit(config: Config, name: str) -> bool:

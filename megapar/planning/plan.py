@@ -129,9 +129,9 @@ class Plan:
 
     def _ways(self) -> list[tuple[str, Plan]]:
         """The same run with less memory, as far as the rules allow it."""
-        from megapar.planning.change import changed
+        from megapar.planning.change import changed, differing
 
-        found = []
+        found, seen = [], []
         for text, flags in (
             ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
             ("--recompute-interval 1", {"recompute_interval": 1, "recompute_granularity": "full"}),
@@ -143,8 +143,9 @@ class Plan:
                 {"recompute_interval": 1, "recompute_granularity": "full", "optimizer_offload": True},
             ),
         ):
-            config = changed(self.config, flags)
-            if config is not None:
+            config, new = changed(self.config, flags), differing(self.config, flags)
+            if config is not None and new not in seen:
+                seen.append(new)
                 found.append((text, Plan(config, self.kind, self.layout.assumed, self._token_budget)))
         return found
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
-from megapar.core.grid import EXPERT_AXES, Grid
+from megapar.core.grid import Grid
 from megapar.model.table import ParameterSpec
 from megapar.planning.layout import Layout
 from megapar.planning.work import Work
@@ -35,32 +37,69 @@ class Link:
         return 1.0 if kind == "send" else 1.0 / self.local  # of a ring, one of the node's ranks sends outside
 
 
-def members(grid: Grid, axis: str) -> list[int]:
-    """Ranks of the group of rank 0 along an axis of the ledger, by arithmetic."""
-    if axis in ("dp", "pp", "sharding", "cp", "mp"):
-        return [grid.rank(**{axis: place}) for place in range(grid.size(axis))]
-    if axis == "shard":
-        return [grid.rank(sharding=s, cp=c) for s in range(grid.sharding) for c in range(grid.cp)]
-    if axis == "replica":
-        return members(grid, "dp")
+def strides(grid: Grid, axis: str) -> list[tuple[int, int]]:
+    """The group of rank 0 along an axis of the ledger: its ranks are the sums of one multiple of each stride, as
+    (how many multiples, stride)."""
     if axis == "world":
-        return list(range(grid.world_size))
-    shards = grid.expert_shards
-    places = {
-        "ep": [{"ep": i} for i in range(grid.ep)],
-        "emp": [{"emp": i} for i in range(grid.emp)],
-        "edp": [{"edp": i} for i in range(grid.edp)],
-        "expert_shard": [{"edp": i} for i in range(shards)],
-        "expert_replica": [{"edp": i} for i in range(0, grid.edp, shards)],
-    }
-    return [_expert_rank(grid, **at) for at in places[axis]]
+        return [(grid.world_size, 1)]
+    dense = {"shard": ("sharding", "cp"), "replica": ("dp",)}.get(axis, (axis,))
+    if axis in grid.order or len(dense) > 1 or axis == "replica":
+        return [(grid.size(name), _stride(grid, name)) for name in dense]
+    shards, inner = grid.expert_shards, grid.ep * grid.emp
+    # (stride, how many) among the ranks of one stage, as the expert view counts them.
+    step, count = {
+        "emp": (1, grid.emp),
+        "ep": (grid.emp, grid.ep),
+        "edp": (inner, grid.edp),
+        "expert_shard": (inner, shards),
+        "expert_replica": (inner * shards, -(-grid.edp // shards)),
+    }[axis]
+    return _unfolded(grid, step, count)
+
+
+def _stride(grid: Grid, axis: str) -> int:
+    return prod(grid.size(name) for name in grid.order[grid.order.index(axis) + 1 :])
+
+
+def _unfolded(grid: Grid, step: int, count: int) -> list[tuple[int, int]]:
+    """Every ``step``-th rank of a stage as the expert view counts them, ``count`` of them, on the dense axes."""
+    found, weight = [], 1
+    for axis in ("mp", "cp", "sharding", "dp"):
+        size = grid.size(axis)
+        if count > 1 and step < weight * size:
+            here = min(count, weight * size // step)
+            found.append((here, step // weight * _stride(grid, axis)))
+            count, step = -(-count // here), step * here
+        weight *= size
+    return found
 
 
 def link(grid: Grid, axis: str, node: int) -> Link:
-    """The group of rank 0 along an axis, on nodes of ``node`` ranks."""
-    ranks = members(grid, axis)
-    nodes = Counter(rank // node for rank in ranks)
-    return Link(axis, len(ranks), max(nodes.values()), len(nodes))
+    """The group of rank 0 along an axis, on nodes of ``node`` ranks; by arithmetic, so that large worlds cost no more.
+
+    Strides divide one another, as digits of a number do: a multiple of ``node`` leads to another node every time, and
+    what the smaller ones reach lies between two of those.
+    """
+    dims = sorted(strides(grid, axis), key=lambda dim: dim[1])
+    merged: list[tuple[int, int]] = []
+    for count, stride in dims:
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = merged[-1][0] * count, merged[-1][1]
+        elif count > 1:
+            merged.append((count, stride))
+    inner = [dim for dim in merged if dim[1] % node]
+    nodes = prod(count for count, stride in merged if stride % node == 0)
+    if len(inner) > 1:
+        sums = (sum(places) for places in product(*(range(0, count * stride, stride) for count, stride in inner)))
+        seen = Counter(place // node for place in sums)
+        nodes, local = nodes * len(seen), max(seen.values())
+    elif inner:
+        count, stride = inner[0]
+        nodes *= count if stride >= node else (count - 1) * stride // node + 1
+        local = 1 if stride >= node else min(count, -(-node // stride))
+    else:
+        local = 1
+    return Link(axis, prod(count for count, _ in dims), local, nodes)
 
 
 def stage_traffic(work: Work, stage: int) -> dict[str, float]:
@@ -133,13 +172,3 @@ def _add_partial(layout: Layout, stage: int, sent: defaultdict[str, float]) -> N
     rows: Sequence[ParameterSpec] = [r for r in layout.held(stage) if r.trainable and r.mp_partial in partial]
     elements = sum(layout.local_numel(row) / layout.shards(row) for row in rows)
     sent["mp/all_reduce"] += 2 * elements * layout.wide * (mp - 1) / mp
-
-
-def _expert_rank(grid: Grid, edp: int = 0, ep: int = 0, emp: int = 0) -> int:
-    """The rank at coordinates of the expert view, on the first stage."""
-    assert EXPERT_AXES[1:] == ("edp", "ep", "emp")
-    flat = (edp * grid.ep + ep) * grid.emp + emp
-    dense = {}
-    for axis in ("mp", "cp", "sharding", "dp"):
-        flat, dense[axis] = divmod(flat, grid.size(axis))
-    return grid.rank(**dense)

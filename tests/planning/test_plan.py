@@ -58,7 +58,7 @@ def test_it_needs_neither_torch_nor_a_second_and_no_time_grows_with_ranks() -> N
         "'--ep-degree', '8', '--pp-degree', '8', '--mp-degree', '8', '--world-size', '1048576',"
         "'--gradient-merge-acc-step', '8']) == 0\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
-        "assert time.process_time() - start < 20, 'something grows with the number of ranks'\n"
+        "assert time.process_time() - start < 4, 'something grows with the number of ranks'\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -76,7 +76,8 @@ def test_the_page_names_stages_groups_and_time(capsys: pytest.CaptureFixture[str
 
 def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--config", str(CONFIGS / "ernie-4.5-21b-a3b.yaml"), "--device-kind", "a100-40g")
-    found = plan(capsys, *flags)
+    assert plan(capsys, *flags)["advice"].count("--recompute-interval 1") == 1  # what is on already helps no more
+    found = plan(capsys, *flags, "--no-optimizer-offload")
     assert found["fits"] is False
     assert "more than the 40.0 GiB of a100-40g" in found["advice"]
     assert "it would fit with --recompute-interval 1 --optimizer-offload" in found["advice"]
