@@ -15,6 +15,7 @@ from megapar.planning.assume import assumed
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.speed import attention_flops
+from megapar.tools.plan import DEFAULT_KIND
 
 ROOT = Path(__file__).parents[2]
 ROWS = Path(__file__).with_name("published.yaml")
@@ -44,7 +45,7 @@ def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
     header = dict(re.findall(r"^# (\w+): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
     kind = {script: kind for kind, script in SCRIPTS.items()}[header["script"]]
     line = ["--config", str(path), *flags, "--validate-only", "--world-size", str(ranks or header["ranks"])]
-    device = device_kind(header["device"])
+    device = device_kind(header.get("device", DEFAULT_KIND))
     return Plan(parse(kind, line, {}), device, assumed(header.get("assume", "").split()))
 
 

@@ -5,7 +5,8 @@
     fp8-activations           the inputs that products keep are stored in one byte
     latent-attention:Q,C,N,R,V  queries and keys-values through ranks Q and C; head sizes: N plain, R rotated, V values
     operator-recompute:A+B    what these operators give is computed again instead of kept (norm, qkv, up, activation,
-                              core)
+                              core; combine: rows are weighted before they travel back, so that none are kept);
+                              A@4-8,10: in these layers only
     dualpipe                  two directions through the pipeline: all-to-alls under the other direction's computation,
                               two copies of the parameters
 
@@ -23,7 +24,7 @@ from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
 
 NAMES = ("fp8", "fp8-mlp", "fp8-activations", "latent-attention", "operator-recompute", "dualpipe")
-OPERATORS = ("norm", "qkv", "up", "activation", "core")
+OPERATORS = ("norm", "qkv", "up", "activation", "core", "combine")
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,18 @@ class Latent:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a plan assumes; nothing by default. operators: what is computed again."""
+    """What a plan assumes; nothing by default. operators: what is computed again, with the layers; None: in all."""
 
     fp8: str = ""
     fp8_activations: bool = False
     latent: Latent | None = None
-    operators: tuple[str, ...] = ()
+    operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     dualpipe: bool = False
     said: tuple[str, ...] = ()
+
+    def again(self, layer: int | None) -> frozenset[str]:
+        """Operators whose results a layer computes again; None: what all layers do."""
+        return frozenset(name for name, layers in self.operators if layers is None or layer in layers)
 
     def table(self, sizes: DecoderSizes | ErnieSizes) -> tuple[ParameterSpec, ...]:
         """The parameter table with assumed shapes."""
@@ -95,12 +100,23 @@ def _with(found: Assumed, name: str, value: str) -> Assumed:
             raise ValueError("it takes five sizes, as in latent-attention:1536,512,128,64,128")
         return replace(found, latent=Latent(*numbers))
     if name == "operator-recompute":
-        operators = tuple(value.split("+"))
-        wrong = [operator for operator in operators if operator not in OPERATORS]
+        parts = [word.partition("@") for word in value.split("+")]
+        wrong = [operator for operator, _, _ in parts if operator not in OPERATORS]
         if wrong:
             raise ValueError(f"{', '.join(wrong) or 'nothing'} is none of {', '.join(OPERATORS)}")
-        return replace(found, operators=operators)
+        return replace(found, operators=tuple((name, _layers(text) if at else None) for name, at, text in parts))
     raise ValueError(f"known are {', '.join(NAMES)}")
+
+
+def _layers(text: str) -> frozenset[int]:
+    """``4-8,10`` as numbers. Raises ValueError for what is none."""
+    found: set[int] = set()
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise ValueError("layers are numbers and ranges, as in up@4-8,10")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
 
 
 def _latent_rows(row: ParameterSpec, sizes: DecoderSizes, latent: Latent) -> list[ParameterSpec]:

@@ -10,6 +10,7 @@ from megapar.arguments import Config, parse
 from megapar.config.config import FLAGS
 from megapar.errors import Complaint, ConfigError
 
+AXES = ("mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree")
 LAYOUT = (
     *("sharding_degree", "mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree", "hybrid_dp"),
     *("gradient_merge_acc_step", "gradient_merge_mode", "overlap_grad_reduce", "overlap_param_gather"),
@@ -65,6 +66,13 @@ def changed(config: Config, flags: Mapping[str, Any]) -> Config | None:
         return None
     found = attempt(config, values)
     return replace(found, warnings=()) if isinstance(found, Config) else None
+
+
+def widened(config: Config, flags: Mapping[str, Any], world_size: int) -> Config | None:
+    """The same model and axes on more ranks, which sharding takes, with other settings; None where it is refused."""
+    axes = {name: _value(config, name) for name in AXES if _explicit(config, name)}
+    found = attempt(config, {**flags_of(config), **axes, **flags}, world_size)
+    return found if isinstance(found, Config) else None
 
 
 def differing(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,11 +95,12 @@ def _experts(layout: Layout, moe: MoeSizes, rows: float, inside: float) -> list[
         Part("activation", activated, moved=e * inside * (columns + F), transient=e * inside * (columns + 2 * F)),
         Part(
             "down",
-            e * rows * H + e * rows,
+            0.0,
             (Product(inside, round(F), H, local, mlp=True),),
             moved=e * inside * (H + F) + 4 * e * rows * H,
             transient=e * inside * (F + 2 * H),
         ),
+        Part("combine", e * rows * H + e * rows),
     ]
 
 

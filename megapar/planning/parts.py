@@ -45,7 +45,8 @@ class Message:
 @dataclass(frozen=True)
 class Part:
     """One operator. kept: bytes that live until its backward. moved: bytes that it reads and writes in the forward.
-    scores: FLOPs of attention's core. transient: bytes that live only while its backward runs."""
+    scores: FLOPs of attention's core. transient: bytes that live only while its backward runs. again: its forward runs
+    again in front of its backward."""
 
     name: str
     kept: float = 0.0
@@ -54,6 +55,7 @@ class Part:
     moved: float = 0.0
     messages: tuple[Message, ...] = ()
     transient: float = 0.0
+    again: bool = False
 
 
 @dataclass(frozen=True)

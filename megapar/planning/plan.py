@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megapar.arguments import Config
@@ -16,6 +17,7 @@ from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
 
 SECONDS_PER_DAY = 86400
+MOST_DOUBLED = 10
 
 
 @dataclass(frozen=True)
@@ -117,15 +119,37 @@ class Plan:
             f"{_gib(self.kind.memory_bytes)} of {self.kind.name}"
         )
         options = [f"{text}: {_gib(plan.fullest.reserved)}" for text, plan in self._ways() if plan.fits]
-        tried = (
-            "; it would fit with " + ", or ".join(options[:4])
-            if options
-            else (
-                "; full recompute, sharded parameters and offloaded optimizer state are not enough on so many ranks: "
-                "take more ranks, or split more (--mp-degree, --pp-degree, --ep-degree); --search looks for layouts"
-            )
-        )
-        return said + tried
+        if options:
+            return f"{said}; it would fit with {', or '.join(options[:4])}"
+        wider = self._wider()
+        said += "; full recompute, sharded parameters and offloaded optimizer state are not enough on so many ranks: "
+        said += f"it would fit on {wider}, or " if wider else "take more ranks, or "
+        return said + "split more (--mp-degree, --pp-degree, --ep-degree); --search looks for layouts"
+
+    def _wider(self) -> str:
+        """The fewest ranks, doubled and doubled again, that hold this model, and how; empty where none do."""
+        found = []
+        saving = {"recompute_interval": 1, "recompute_granularity": "full"}
+        whole = {**saving, "sharding_stage": 3, "gradient_merge_mode": "micro_batch"}
+        for text, flags in (
+            ("--recompute-interval 1", saving),
+            ("--recompute-interval 1 --sharding-stage 3", whole),
+            (
+                f"--recompute-interval 1 --sharding-stage 3 --mp-degree {self.kind.node} --sequence-parallel",
+                {**whole, "mp_degree": self.kind.node, "sequence_parallel": True},
+            ),
+        ):
+            worlds = [self.config.grid.world_size << doubled for doubled in range(1, MOST_DOUBLED + 1)]
+            held = bisect_left(worlds, True, key=partial(self._held_by, flags))
+            if held < len(worlds):
+                found.append((worlds[held], text))
+        return "{} ranks with {}".format(*min(found)) if found else ""
+
+    def _held_by(self, flags: dict[str, Any], ranks: int) -> bool:
+        from megapar.planning.change import widened
+
+        config = widened(self.config, flags, ranks)
+        return config is not None and Plan(config, self.kind, self.layout.assumed, self._token_budget).fits
 
     def _ways(self) -> list[tuple[str, Plan]]:
         """The same run with less memory, as far as the rules allow it."""

@@ -173,6 +173,8 @@ class Clock:
                 backward += shown["backward"]
                 if selective and part.name in ("core", "activation"):  # computed again
                     backward += others + part.scores / self._rate(self._c.scores)
+                if part.again:
+                    backward += products + others + part.scores / self._rate(self._c.scores)
                 exposed += sum(shown.values())
             self._units[id(unit)] = forward, backward, exposed
         return self._units[id(unit)]

@@ -18,6 +18,8 @@ from megapar.planning.layout import Layout
 from megapar.planning.work import Work
 from megapar.training.sizes import ITEM_BYTES
 
+_INNER_FIRST = ("mp", "cp", "sharding", "dp")
+
 
 @dataclass(frozen=True)
 class Link:
@@ -37,16 +39,18 @@ class Link:
         return 1.0 if kind == "send" else 1.0 / self.local  # of a ring, one of the node's ranks sends outside
 
 
-def strides(grid: Grid, axis: str) -> list[tuple[int, int]]:
-    """The group of rank 0 along an axis of the ledger: its ranks are the sums of one multiple of each stride, as
-    (how many multiples, stride)."""
+def link(grid: Grid, axis: str, node: int) -> Link:
+    """The group of rank 0 along an axis of the ledger, on nodes of ``node`` ranks.
+
+    By arithmetic, where the group's ranks are a grid of their own, so that large worlds cost no more.
+    """
     if axis == "world":
-        return [(grid.world_size, 1)]
+        return _reached(axis, [(grid.world_size, 1)], node)
     dense = {"shard": ("sharding", "cp"), "replica": ("dp",)}.get(axis, (axis,))
-    if axis in grid.order or len(dense) > 1 or axis == "replica":
-        return [(grid.size(name), _stride(grid, name)) for name in dense]
+    if set(dense) <= set(grid.order):
+        return _reached(axis, [(grid.size(name), _stride(grid, name)) for name in dense], node)
     shards, inner = grid.expert_shards, grid.ep * grid.emp
-    # (stride, how many) among the ranks of one stage, as the expert view counts them.
+    # Every so many-th of a stage's ranks as the expert view counts them, and how many of those.
     step, count = {
         "emp": (1, grid.emp),
         "ep": (grid.emp, grid.ep),
@@ -54,41 +58,60 @@ def strides(grid: Grid, axis: str) -> list[tuple[int, int]]:
         "expert_shard": (inner, shards),
         "expert_replica": (inner * shards, -(-grid.edp // shards)),
     }[axis]
-    return _unfolded(grid, step, count)
+    dims = _unfolded(grid, step, count)
+    if dims is not None:
+        return _reached(axis, dims, node)
+    nodes = Counter(_rank(grid, place * step) // node for place in range(count))
+    return Link(axis, count, max(nodes.values()), len(nodes))
 
 
 def _stride(grid: Grid, axis: str) -> int:
     return prod(grid.size(name) for name in grid.order[grid.order.index(axis) + 1 :])
 
 
-def _unfolded(grid: Grid, step: int, count: int) -> list[tuple[int, int]]:
-    """Every ``step``-th rank of a stage as the expert view counts them, ``count`` of them, on the dense axes."""
+def _rank(grid: Grid, place: int) -> int:
+    """The rank at a place of the first stage, as the expert view counts them."""
+    dense = {}
+    for axis in _INNER_FIRST:
+        place, dense[axis] = divmod(place, grid.size(axis))
+    return grid.rank(**dense)
+
+
+def _unfolded(grid: Grid, step: int, count: int) -> list[tuple[int, int]] | None:
+    """Every ``step``-th place of a stage, ``count`` of them, as (how many, stride) on the dense axes; None where they
+    end inside an axis."""
     found, weight = [], 1
-    for axis in ("mp", "cp", "sharding", "dp"):
+    for axis in _INNER_FIRST:
         size = grid.size(axis)
         if count > 1 and step < weight * size:
             here = min(count, weight * size // step)
+            if (
+                count % here
+                or (weight * size) % step
+                or step % weight
+                or (here < count and here * step != weight * size)
+            ):
+                return None
             found.append((here, step // weight * _stride(grid, axis)))
-            count, step = -(-count // here), step * here
+            count, step = count // here, step * here
         weight *= size
     return found
 
 
-def link(grid: Grid, axis: str, node: int) -> Link:
-    """The group of rank 0 along an axis, on nodes of ``node`` ranks; by arithmetic, so that large worlds cost no more.
+def _reached(axis: str, dims: Sequence[tuple[int, int]], node: int) -> Link:
+    """A group whose ranks are the sums of a multiple of each stride, given as (how many multiples, stride).
 
     Strides divide one another, as digits of a number do: a multiple of ``node`` leads to another node every time, and
     what the smaller ones reach lies between two of those.
     """
-    dims = sorted(strides(grid, axis), key=lambda dim: dim[1])
     merged: list[tuple[int, int]] = []
-    for count, stride in dims:
+    for count, stride in sorted(dims, key=lambda dim: dim[1]):
         if merged and merged[-1][0] * merged[-1][1] == stride:
             merged[-1] = merged[-1][0] * count, merged[-1][1]
         elif count > 1:
             merged.append((count, stride))
     inner = [dim for dim in merged if dim[1] % node]
-    nodes = prod(count for count, stride in merged if stride % node == 0)
+    nodes, local = prod(count for count, stride in merged if stride % node == 0), 1
     if len(inner) > 1:
         sums = (sum(places) for places in product(*(range(0, count * stride, stride) for count, stride in inner)))
         seen = Counter(place // node for place in sums)
@@ -97,8 +120,6 @@ def link(grid: Grid, axis: str, node: int) -> Link:
         count, stride = inner[0]
         nodes *= count if stride >= node else (count - 1) * stride // node + 1
         local = 1 if stride >= node else min(count, -(-node // stride))
-    else:
-        local = 1
     return Link(axis, prod(count for count, _ in dims), local, nodes)
 
 

@@ -55,7 +55,7 @@ class Work:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.messages = Messages(layout)
-        self._routed: dict[MoeSizes, Unit] = {}
+        self._units: dict[tuple[MoeSizes | None, frozenset[str]], Unit] = {}
 
     @cached_property
     def embedding(self) -> Unit:
@@ -74,17 +74,16 @@ class Work:
     @cached_property
     def dense(self) -> Unit:
         """A layer with a dense feed-forward."""
-        return self._layer(None)
+        return self._layer(None, self.layout.assumed.again(None))
 
     def layer(self, number: int) -> Unit:
         """Layer ``number``."""
         sizes = self.layout.sizes
         moe = sizes.moe_at(number) if isinstance(sizes, DecoderSizes) else None
-        if moe is None:
-            return self.dense
-        if moe not in self._routed:
-            self._routed[moe] = self._layer(moe)
-        return self._routed[moe]
+        again = self.layout.assumed.again(number)
+        if (moe, again) not in self._units:
+            self._units[moe, again] = self._layer(moe, again)
+        return self._units[moe, again]
 
     def units_of(self, chunk: Chunk) -> list[Unit]:
         """What a chunk runs, in forward order."""
@@ -156,7 +155,7 @@ class Work:
 
     # Layers
 
-    def _layer(self, moe: MoeSizes | None) -> Unit:
+    def _layer(self, moe: MoeSizes | None, again: frozenset[str]) -> Unit:
         a, sizes = self.layout, self.layout.sizes
         parts = [*self.attention(Span(isinstance(sizes, DecoderSizes)))]
         if moe is not None:
@@ -168,8 +167,8 @@ class Work:
             parts.append(Part("residual", self._dropped(x), moved=3 * x))
         else:
             parts += self.feed_forward()
-        if a.assumed.operators:
-            parts = [self._again(part) for part in parts]
+        # What an assumed recompute of operators leaves of them.
+        parts = [replace(part, kept=0.0, again=True) if part.name in again else part for part in parts]
         x = a.item * a.own * sizes.hidden_size
         return Unit("moe" if moe else "dense", tuple(parts), x)
 
@@ -179,12 +178,6 @@ class Work:
         gated = isinstance(sizes, DecoderSizes) and sizes.gated
         x = self.layout.item * self.layout.own * sizes.hidden_size
         return [self._norm(), *self._mlp(sizes.ffn_hidden_size, gated=gated, dropped=self._dropped(x))]
-
-    def _again(self, part: Part) -> Part:
-        """What an assumed recompute of operators leaves of it."""
-        if part.name not in self.layout.assumed.operators:
-            return part
-        return replace(part, kept=0.0, moved=2 * part.moved)
 
     def _norm(self) -> Part:
         """ERNIE normalises behind the sum: its norm keeps the sum, and its output is the next half's input."""

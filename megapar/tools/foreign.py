@@ -157,8 +157,8 @@ extra-vocab-size | | --vocab-size counts all rows
 moe-use-legacy-grouped-gemm moe-use-upcycling | | experts always run as grouped products
 moe-pad-expert-input-to-capacity | | kept rows travel, not padding
 use-tp-pp-dp-mapping | | --rank-order
-empty-unused-memory-level | |
-finetune-hf-dataset | |
+empty-unused-memory-level | | the allocator's memory is not given back between steps
+finetune-hf-dataset | | pre-training on --data-path
 weight-decay-incr-style start-weight-decay end-weight-decay | | the weight decay is constant
 exit-signal-handler | | SIGTERM always saves and stops
 make-vocab-size-divisible-by | | padding to the ranks is for compute only
@@ -168,7 +168,7 @@ gemm-gradient-accumulation-fusion no-shared-storage | | main gradients are kept 
 swap-optimizer-times | | state comes and goes with each parameter group's step
 spec | | flags say what a layer is made of
 use-cpu-initialization | | weights are drawn on the host, the same on every layout
-no-initialization | |
+no-initialization | | weights are drawn block by block, whatever the layout
 """
 
 _UNSUPPORTED = """
@@ -191,7 +191,7 @@ fp8-format fp8-amax-compute-algo fp8-amax-history-len fp8-recipe fp8-param-gathe
 no-save-optim no-save-rng | | a checkpoint holds everything that a resumed run needs
 num-experts-per-layer mlp-type topk expert-interval create-moe-param-group | | experts are the same in all layers
 moe-loss-coeff | --moe-aux-loss-coeff {value} |
-use-tutel inference disable-moe-token-dropping | |
+use-tutel inference disable-moe-token-dropping | | pre-training with experts' own products and capacity here
 moe-router-force-load-balancing | | routing is never forced; measure with real routing
 use-ascend-mc2 | | fused kernels of products and collectives
 tp-2d tp-x tp-y | | tensor parallelism is along one axis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,8 +82,13 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: 
     assert found["fits"] is False
     assert "more than the 40.0 GiB of a100-40g" in found["advice"]
     assert "it would fit with --recompute-interval 1 --optimizer-offload" in found["advice"]
-    found = plan(capsys, "--num-layers", "96", "--hidden-size", "12288", "--num-experts", "0", "--device-kind", "v100")
-    assert "take more ranks" in found["advice"]
+    line = ("--num-layers", "96", "--hidden-size", "12288", "--num-attention-heads", "96", "--num-experts", "0")
+    advice = plan(capsys, *line, "--device-kind", "v100")["advice"]
+    wider = re.search(r"it would fit on (\d+) ranks with (--[^,]+),", advice)
+    assert wider is not None
+    ranks, flags = int(wider[1]), wider[2].split()
+    assert plan(capsys, *line, *flags, "--device-kind", "v100", "--world-size", str(ranks))["fits"]
+    assert not plan(capsys, *line, *flags, "--device-kind", "v100", "--world-size", str(ranks // 2))["fits"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,7 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: 
         (("--device-kind", "v100", "--dtype", "bf16"), "has no bf16 products"),
         (("--assume", "dualpipes"), "Did you mean dualpipe?"),
         (("--assume", "latent-attention:1,2"), "five sizes"),
+        (("--assume", "operator-recompute:up@first"), "numbers and ranges"),
         (("--world-size", "8", "--mp-degree", "3"), "Nearest legal layouts: --mp-degree"),
         (("--numlayers", "3"), "unknown-flag"),
     ],
@@ -114,3 +121,16 @@ def test_what_is_assumed_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "ASSUMED, megapar does not run this: dualpipe" in said
     assert "671" in said.splitlines()[0]
+
+
+def test_operators_are_computed_again_where_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--num-layers", "8", "--num-experts", "8", "--hidden-size", "1024", "--micro-batch-size", "4")
+    found = [plan(capsys, *line, *more) for more in ((), _again("up@0-3"), _again("up@0-1,2,3"), _again("up"))]
+    kept = [each["memory_bytes"][0]["activations"] for each in found]
+    seconds = [each["step_seconds"] for each in found]
+    assert kept[0] - kept[1] == kept[0] - kept[2] == pytest.approx((kept[0] - kept[3]) / 2)
+    assert seconds[0] < seconds[1] == seconds[2] < seconds[3]
+
+
+def _again(operators: str) -> tuple[str, ...]:
+    return "--assume", f"operator-recompute:{operators}"

@@ -23,6 +23,13 @@ def test_published_layouts_without_plan_only_techniques_fit() -> None:
     assert all(row.fits for row in plain), [row.name for row in plain if not row.fits]
 
 
+def test_ernie_4_5_fits_as_it_was_published() -> None:
+    """300B: with its recomputed operators, without which it would not; 21B: with its optimizer on the host."""
+    assert plan_of("ernie-4.5-300b-a47b").fits
+    assert plan_of("ernie-4.5-21b-a3b").fits
+    assert not plan_of("ernie-4.5-21b-a3b", "--no-optimizer-offload").fits
+
+
 @pytest.mark.parametrize(
     ("name", "better", "worse"),
     [
