@@ -61,6 +61,19 @@ class Row:
         return f"{self.model} x{self.world_size} mbs{self.micro_batch} acc{self.accumulation} {flags}"
 
     @property
+    def traits(self) -> list[str]:
+        """What rows are chosen by: the model, flags with their choices but without their numbers, large or small."""
+        found = [f"model {self.model}"]
+        for token in (*self.layout, *self.options):
+            if token.startswith("--"):
+                found.append(token)
+            elif found[-1] == "--sharding-stage" or not token.replace(".", "").isdigit():
+                found[-1] += f" {token}"
+        found += ["several samples"] if self.micro_batch > 1 else []
+        found += ["many micro-batches"] if self.accumulation > 2 else []
+        return sorted(found)
+
+    @property
     def batch(self) -> int:
         """Samples of the global batch."""
         flags = ("--mp-degree", "--pp-degree", "--cp-degree")

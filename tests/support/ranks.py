@@ -30,7 +30,8 @@ from typing import Any
 
 from tests.support.worker import RELEASE, STOP, Call, Report, serve
 
-PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
+# What the server has imported its workers need not: a pool of four would pay for it four times.
+PRELOADED = ["pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "megapar.trainer"]
 # gloo's threads outlive their groups in a process and wake a hundred times a second: a pool with more is replaced.
 MOST_THREADS = 48
 # After a first failure the other ranks get this long to report theirs (their peers' connections are closed by then).

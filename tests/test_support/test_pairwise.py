@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import covering, pairwise
 
 
 def test_every_legal_pair_is_there_in_few_rows() -> None:
@@ -16,3 +16,10 @@ def test_every_legal_pair_is_there_in_few_rows() -> None:
         for pair in itertools.product(left, right):
             if (i, j, pair) != (0, 1, (1, "a")):
                 assert any((row[i], row[j]) == pair for row in rows), pair
+
+
+def test_cheap_rows_are_taken_first_and_all_that_is_needed() -> None:
+    rows = ["ab", "abc", "c", "abcd", "bd"]
+    assert covering(rows, str, 1) == ["abcd"]
+    assert sorted(covering(rows, str, 1, lambda row: len(row) ** 2)) == ["ab", "bd", "c"]
+    assert covering(rows[:3], str, 2) == ["abc"]
