@@ -84,9 +84,11 @@ def keep_by_probability_over(
     probs_TE: Tensor,
     *,
     capacity: int | Tensor,
+    number: int | None = None,
 ) -> Tensor:
     """``keep_by_probability`` of a micro-batch that ranks share, each with T tokens, of ``own_length`` positions.
 
+    number: of the slice that these positions are, where it is not the whole sequence.
     Returns what is kept of this rank's tokens. All-gathers of [T, 2 k + 1].
     """
     topk = experts_Tk.shape[1]
@@ -94,10 +96,10 @@ def keep_by_probability_over(
     ok_T1 = torch.ones_like(score_Tk[:, :1]) if valid_T is None else valid_T[:, None].to(score_Tk.dtype)
     # Experts travel as floating point numbers, exact below 2^24.
     whole = share.gather(torch.cat([score_Tk, experts_Tk.to(score_Tk.dtype), ok_T1], dim=1))
-    whole = share.in_order(whole, own_length)
+    whole = share.in_order(whole, own_length, number)
     score_Tk, experts_Tk, ok_T = whole[:, :topk], whole[:, topk:-1].long(), whole[:, -1] > 0
     kept_Tk = _keep_by_score(experts_Tk, ok_T, score_Tk, probs_TE.shape[1], capacity)
-    return share.own(kept_Tk, own_length)
+    return share.own(kept_Tk, own_length, number)
 
 
 def _keep_by_score(

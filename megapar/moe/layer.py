@@ -208,11 +208,12 @@ class MoeLayer(nn.Module):
         capacity: int | Tensor,
         piece: int = 0,
         runs: Sequence[tuple[int, int]] | None = None,
+        slice_number: int | None = None,
     ) -> Tensor | None:
         """[T, k] bool: pairs that reach an expert; None: all of them.
 
         counts_PkE: of the pieces that share a capacity, in token order; these tokens are piece number ``piece``, or
-        where they are several pieces, ``runs`` (number, positions).
+        where they are several pieces, ``runs`` (number, positions). slice_number: of the slice that they are.
         """
         if not self.sizes.has_capacity:
             return None if valid_T is None else valid_T[:, None].expand_as(routing.experts)
@@ -227,7 +228,9 @@ class MoeLayer(nn.Module):
             else:
                 length = len(experts_Tk) // batch
                 kept_Tk = keep_by_probability_over(
-                    *(self.share, length, experts_Tk, valid_by_position, probs_TE), capacity=capacity
+                    *(self.share, length, experts_Tk, valid_by_position, probs_TE),
+                    capacity=capacity,
+                    number=slice_number,
                 )
             return _by_sample(kept_Tk, batch)
         kept, start = [], 0

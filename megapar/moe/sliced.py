@@ -260,7 +260,8 @@ class Passage:
             counts_PkE, piece = layer.share.gather(counts_PkE)[order], order.index(layer.share.rank)
         if layer.slicing.capacity == "slice":
             capacity: int | Tensor = capacity_on_device(sizes, counts_PkE[:, 0].sum())
-            return layer.kept(routing, counts_PkE, valid_T, batch, capacity, piece)
+            number = len(self._slices)
+            return layer.kept(routing, counts_PkE, valid_T, batch, capacity, piece, slice_number=number)
         if self._before_kE is None:
             self._before_kE = torch.zeros_like(counts_PkE[0])
         before_kE, self._before_kE = self._before_kE, self._before_kE + counts_PkE.sum(0)

@@ -353,6 +353,18 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-cross-layer",
     ),
     _row(
+        8,
+        "ampipe-capacity-unused",
+        ("ampipe_capacity", "moe_model_type"),
+        when=lambda f: f.moe_model_type != "deepspeed_moe",
+        requires=lambda f: f.ampipe_capacity == "global",
+        message="--ampipe-capacity slice would do nothing in dropless megatron_moe",
+        fix="Leave it out, or choose --moe-model-type deepspeed_moe.",
+        source="compatibility 8",
+        passing="--ampipe-degree 2 --ampipe-capacity slice --moe-model-type deepspeed_moe",
+        failing="--ampipe-degree 2 --ampipe-capacity slice --moe-model-type megatron_moe",
+    ),
+    _row(
         9,
         "ampipe-drop-policy",
         ("ampipe_degree", "moe_model_type", "moe_drop_policy", "ampipe_capacity"),

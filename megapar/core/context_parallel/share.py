@@ -57,8 +57,13 @@ class Share:
         """The ranks in order of their positions in slice ``number`` of the sequence, of which each has one run."""
         return [rank * self.mp.size + part for rank in self.layout.order(number) for part in range(self.mp.size)]
 
-    def places(self, own_length: int) -> tuple[Place, ...]:
-        """Who holds what in order of position, where each rank holds ``own_length`` positions."""
+    def places(self, own_length: int, number: int | None = None) -> tuple[Place, ...]:
+        """Who holds what in order of position, where each rank holds ``own_length`` positions.
+
+        number: of the slice of the sequence that these are; without one they are all of them.
+        """
+        if number is not None:
+            return tuple(Place(rank, 0, own_length) for rank in self.slice_order(number))
         return self.layout.places(own_length * self.size, self.mp.size)
 
     def runs(self, own_length: int) -> Runs:
@@ -70,20 +75,23 @@ class Share:
         mine = tuple((number, places[number].stop - places[number].start) for number in held[self.rank])
         return Runs(mine, most, tuple(where[number] for number in range(len(places))))
 
-    def in_order(self, x: Tensor, own_length: int) -> Tensor:
-        """[size * own_length * n, ..] by rank to order of position; each position has n rows, one after the other."""
+    def in_order(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
+        """[size * own_length * n, ..] by rank to order of position; each position has n rows, one after the other.
+
+        number: as ``places`` takes it.
+        """
         per_position = x.shape[0] // (self.size * own_length)
         rows = [
             slice((p.rank * own_length + p.start) * per_position, (p.rank * own_length + p.stop) * per_position)
-            for p in self.places(own_length)
+            for p in self.places(own_length, number)
         ]
         return torch.cat([x[own] for own in rows]) if len(rows) > 1 else x
 
-    def own(self, x: Tensor, own_length: int) -> Tensor:
+    def own(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
         """[size * own_length * n, ..] in order of position to this rank's [own_length * n, ..]: ``in_order`` undone."""
         per_position = x.shape[0] // (self.size * own_length)
         mine, offset = [], 0
-        for place in self.places(own_length):
+        for place in self.places(own_length, number):
             rows = (place.stop - place.start) * per_position
             if place.rank == self.rank:
                 mine.append(x[offset : offset + rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, Layout, Place, choose_layout
@@ -70,8 +71,6 @@ def test_places_of_a_cut_that_sequence_parallelism_cuts_further():
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rows_by_rank_to_order_of_position_and_back(size, zigzag, parts):
-    import torch
-
     layout, length = Layout(size, zigzag=zigzag and size > 1), 24 * size
     held = [at for rank in range(size) for at in layout.positions(length, rank)]
     own = 24 // parts
@@ -87,3 +86,15 @@ def test_rows_by_rank_to_order_of_position_and_back(size, zigzag, parts):
         ordered = share.in_order(by_rank, own)
         assert ordered.tolist() == sorted(held * 2)
         assert share.own(ordered, own).tolist() == by_rank[number * own * 2 : (number + 1) * own * 2].tolist()
+
+
+def test_a_slice_is_put_in_order_though_it_could_not_be_cut_again():
+    """Of one position per rank; every second slice is mirrored."""
+    layout = Layout(2, zigzag=True, slices=4)
+    shares = [Share(cp=Axis("cp", 2, rank, None, (0, 1)), layout=layout) for rank in range(2)]
+    rows = torch.arange(4).view(4, 1)  # two rows of the position of rank 0, then of rank 1's
+    assert shares[0].in_order(rows, 1, number=0).flatten().tolist() == [0, 1, 2, 3]
+    assert shares[0].in_order(rows, 1, number=1).flatten().tolist() == [2, 3, 0, 1]
+    for number in range(4):
+        whole = shares[0].in_order(rows, 1, number)
+        assert [share.own(whole, 1, number).flatten().tolist() for share in shares] == [[0, 1], [2, 3]]
