@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support.table import machine, print_json, print_table
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("prepare", "loader", "open", "memory")
+KINDS = ("sentencepiece", "tokenizers")
+PARTS = ("prepare", "loader", "open", "memory", "broken")
 FILES, TOKENS_PER_FILE, DOCUMENTS_PER_FILE = 15, 10**12, 10**9
 
 
@@ -90,13 +92,15 @@ def ours(path: str, model: str, output: str, workers: int) -> float:
     return prepare(output, [path], model, workers=workers, overwrite=True).tokens / (time.perf_counter() - start)
 
 
-def part_prepare(folder: Path, rounds: int, megabytes: float) -> dict[str, object]:
+def part_prepare(folder: Path, rounds: int, megabytes: float, kinds: Sequence[str]) -> dict[str, object]:
     """In turns: one plain loop, prepare with one worker, a plain loop on every core at once, prepare on all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     path, cores = str(folder / "in.jsonl"), os.cpu_count() or 1
     write_jsonl(Path(path), megabytes)
     rows, result = [], {}
-    for kind, model in make_tokenizers(folder).items():
+    models = make_tokenizers(folder)
+    for kind in kinds:
+        model = models[kind]
         rates: dict[str, list[float]] = {"plain": [], "one": [], "plain_all": [], "all": []}
         for _ in range(rounds):
             rates["plain"].append(plain_loop(kind, path, model))
@@ -240,13 +244,51 @@ def part_memory(folder: Path, megabytes: float) -> dict[str, object]:
     return result
 
 
+def part_broken(folder: Path, lines: int) -> dict[str, object]:
+    """One line of many is broken: what ``megapar data prepare`` says, by default and with --on-bad-record skip."""
+    path, out, broken = folder / "in.jsonl", folder / "out", lines * 2 // 3
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(1, lines + 1):
+            file.write(
+                '{"text": "cut o\n' if number == broken else f'{{"text": "document {number} has a few words"}}\n'
+            )
+    model = make_tokenizers(folder)["sentencepiece"]
+    command = [
+        sys.executable,
+        "-m",
+        "megapar.tools.main",
+        "data",
+        "prepare",
+        "--input",
+        str(path),
+        "--output",
+        str(out),
+    ]
+    rows, result = [], {}
+    for what in ("stop", "skip"):
+        line = [*command, "--tokenizer-model", model, "--on-bad-record", what]
+        start = time.perf_counter()
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+        left = sorted(one.name for one in folder.glob("out.*"))
+        lines_said = (done.stdout + done.stderr).replace(str(folder) + "/", "").splitlines()
+        said = "; ".join(line for line in lines_said if " chunks, " not in line)  # without those of its progress
+        rows.append([what, str(done.returncode), ", ".join(left), f"{seconds:.1f} s", said])
+        named = f"line {broken}:" in said
+        result[what] = {"status": done.returncode, "named": named, "files": left, "seconds": seconds, "said": said}
+    print_table(["--on-bad-record", "status", "files", "time", "said"], rows)
+    return {"lines": lines, "broken": broken, **result}
+
+
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--tokenizer", choices=KINDS, action="append", help="of the prepare part; both by default")
     parser.add_argument("--plain", nargs=3, metavar=("KIND", "PATH", "MODEL"), help="one plain loop, and no more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=1000, help="input of the memory part")
+    parser.add_argument("--lines", type=int, default=1_000_000, help="input of the broken part")
     parser.add_argument("--prepare-megabytes", type=float, default=40, help="input of the prepare part")
     args = parser.parse_args()
     if args.plain:
@@ -257,10 +299,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             run = {
-                "prepare": lambda f: part_prepare(f, args.rounds, args.prepare_megabytes),
+                "prepare": lambda f: part_prepare(f, args.rounds, args.prepare_megabytes, args.tokenizer or KINDS),
                 "loader": part_loader,
                 "open": part_open,
                 "memory": lambda f: part_memory(f, args.megabytes),
+                "broken": lambda f: part_broken(f, args.lines),
             }[part]
             result[part] = run(folder)
     print_json(result)

@@ -269,11 +269,25 @@ class IndexedDatasetBuilder:
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Documents of one sequence each. tokens: [T], all of them; lengths: [n], which sum up to T."""
+        self._index(lengths)
+        self._files["bin"].write(self._checked(tokens).tobytes())
+
+    def copy_documents(self, ids: IO[bytes], lengths: np.ndarray) -> None:
+        """The same with ids from a file of this dtype, from where it stands. Raises DataError where it ends early."""
+        self._index(lengths)
+        left = int(lengths.sum()) * self.dtype.itemsize
+        while left:
+            block = ids.read(min(left, 1 << 22))
+            if not block:
+                raise DataError(f"{self.prefix}: {ids.name} ends {left} bytes early")
+            self._files["bin"].write(block)
+            left -= len(block)
+
+    def _index(self, lengths: np.ndarray) -> None:
         import numpy as np
 
         if "modes" in self._files:
             raise ValueError("documents are added one by one to a file with modes")
-        self._files["bin"].write(self._checked(tokens).tobytes())
         self._files["lengths"].write(np.asarray(lengths, dtype="<i4").tobytes())
         ends = np.arange(self._sequences + 1, self._sequences + len(lengths) + 1, dtype="<i8")
         self._files["documents"].write(ends.tobytes())
@@ -285,29 +299,8 @@ class IndexedDatasetBuilder:
         self._files["documents"].write(struct.pack("<q", self._sequences))
         self._documents += 1
 
-    def append(self, other: IndexedDataset) -> None:
-        """All documents of another file of the same dtype."""
-        import numpy as np
-
-        if other.dtype != self.dtype or (other.modes is None) == ("modes" in self._files):
-            raise DataError(f"{other.prefix} holds {other.dtype.name}, {self.prefix} is to hold {self.dtype.name}")
-        with open(other.data_path, "rb") as data:
-            shutil.copyfileobj(data, self._files["bin"], 1 << 22)
-        for start in range(0, len(other), _BLOCK):
-            self._files["lengths"].write(other.lengths[start : start + _BLOCK].tobytes())
-            if other.modes is not None:
-                self._files["modes"].write(other.modes[start : start + _BLOCK].tobytes())
-        for start in range(1, other.documents + 1, _BLOCK):
-            indices = other.document_indices[start : start + _BLOCK] + np.int64(self._sequences)
-            self._files["documents"].write(indices.astype("<i8").tobytes())
-        self._sequences += len(other)
-        self._documents += other.documents
-
-    def finalize(self, sync: bool = True) -> None:
-        """Write the index and give both files their names. Documents that are not ended are an error.
-
-        sync: bring the files to disk first.
-        """
+    def finalize(self) -> None:
+        """Write the index, bring both files to disk and give them their names. Documents not ended are an error."""
         out = self._files["idx"]
         for kind in self._files:
             self._files[kind].flush()
@@ -325,8 +318,7 @@ class IndexedDatasetBuilder:
             self._copy("modes")
         for kind in ("bin", "idx"):
             self._files[kind].flush()
-            if sync:
-                os.fsync(self._files[kind].fileno())
+            os.fsync(self._files[kind].fileno())
         # Between the two renames there is no index: never one that belongs to other data.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")

@@ -1,7 +1,7 @@
 """Finished parts of a work that may be broken off: PREFIX.parts/, held by one run at a time, used by the next one.
 
-key           what is made here; locked by the run that makes it, its worker processes included
-00000000.bin, .idx, .json   a part; its .json comes last and says that it is whole
+key             what is made here; locked by the run that makes it, its worker processes included
+00000000.part   a part: ids of its documents | their lengths, int32 | what it holds, JSON | bytes of the JSON, uint64
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from megapar.data.source import BadRecords
 from megapar.errors import DataError
 
+if TYPE_CHECKING:
+    import numpy as np
+
 KEY = "key"
+_END = struct.Struct("<Q")
 _LOCK_SECONDS = 5.0  # the workers of a run that was killed end by themselves within this time
 
 
@@ -77,23 +83,78 @@ def claims(folder: Path, key: str) -> bool:
     return mark.is_file() and mark.read_text(encoding="utf-8") == key
 
 
-def part(folder: Path, number: int) -> Path:
-    """The prefix of a part's files."""
-    return folder / f"{number:08d}"
+class Part:
+    """A part while it is written; it has its name when it is whole, and without ``finish`` nothing remains of it."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._path = _path(folder, number)
+        self._aside = self._path.with_suffix(".unfinished")
+        self._file = open(self._aside, "wb")  # noqa: SIM115
+        self._lengths: list[bytes] = []
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Documents. tokens: [T], all of them; lengths: [n], which sum up to T."""
+        self._file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
+        self._lengths.append(lengths.astype("<i4").tobytes())
+
+    def finish(self, done: Done) -> None:
+        """Say what the part holds, and that it is whole."""
+        said = json.dumps({**asdict(done), "bytes": self._file.tell()}).encode()
+        self._file.write(b"".join((*self._lengths, said, _END.pack(len(said)))))
+        self._file.close()
+        os.replace(self._aside, self._path)
 
 
 def finished(folder: Path, number: int) -> Done | None:
-    """What a part holds; None while it is not whole."""
-    path = part(folder, number).with_suffix(".json")
-    if not path.exists():
+    """What a part holds; None while it is not whole, or where a crash of the machine has cut it."""
+    try:
+        with open(_path(folder, number), "rb") as file:
+            said = _said(file)
+    except FileNotFoundError:
         return None
-    facts = json.loads(path.read_text())
-    return Done(**{**facts, "first_bad": tuple(facts["first_bad"])})
+    if said is None:
+        return None
+    del said["bytes"]
+    return Done(**{**said, "first_bad": tuple(said["first_bad"])})
 
 
-def finish(folder: Path, number: int, done: Done) -> None:
-    """Say that a part is whole."""
-    path = part(folder, number)
-    aside = path.with_suffix(".unfinished")
-    aside.write_text(json.dumps(asdict(done)))
-    os.replace(aside, path.with_suffix(".json"))
+@contextmanager
+def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray]]:
+    """The file of a finished part, from which its ids are read next; [n] int32, the lengths of its documents."""
+    import numpy as np
+
+    with open(_path(folder, number), "rb") as file:
+        said = _said(file)
+        assert said is not None, f"part {number} is not finished"
+        file.seek(said["bytes"])
+        lengths = np.frombuffer(file.read(4 * said["documents"]), dtype="<i4")
+        file.seek(0)
+        yield file, lengths
+
+
+def _said(file: IO[bytes]) -> dict[str, Any] | None:
+    """What the end of a part says of it; None where that is not what the file holds."""
+    size = os.fstat(file.fileno()).st_size
+    if size < _END.size:
+        return None
+    file.seek(size - _END.size)
+    (length,) = _END.unpack(file.read())
+    if not 0 < length <= size - _END.size:
+        return None
+    file.seek(size - _END.size - length)
+    try:
+        said: dict[str, Any] = json.loads(file.read(length))
+    except ValueError:
+        return None
+    return said if said["bytes"] + 4 * said["documents"] + length + _END.size == size else None
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.part"

@@ -1,5 +1,9 @@
 """Documents to an indexed file on all cores: chunks are tokenised into parts, which are put together in order.
 
+    workers     chunk 0 -> part 0    chunk 2 -> part 2    ..
+                chunk 1 -> part 1    chunk 3 -> part 3    ..
+    parent      .. part 0, part 1 -> PREFIX.bin.unfinished, as soon as all parts before them are there
+
 PREFIX.parts/ holds a part per finished chunk while the work goes on; a killed run goes on from them. The bytes of
 the result follow from the inputs and the tokenizer, whatever the number of workers.
 """
@@ -7,23 +11,25 @@ the result follow from the inputs and the tokenizer, whatever the number of work
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.data.cache import digest
 from megapar.data.chunks import Chunk, chunks_of, describe
-from megapar.data.indexed import IndexedDataset, IndexedDatasetBuilder, smallest_dtype, without_suffix
-from megapar.data.parts import Done, claimed, claims, finish, finished, part
+from megapar.data.indexed import IndexedDatasetBuilder, smallest_dtype, without_suffix
+from megapar.data.parts import Done, Part, claimed, claims, finished, opened
 from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.source import BadRecords
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +38,7 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1
+VERSION = 2
 _BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
 
@@ -84,19 +90,22 @@ def prepare(
         _refuse_existing(output, broken_off=claims(folder, key))
     with claimed(folder, key):
         try:
-            total = Done()
-            for number, result in enumerate(_run(chunks, job, tokenizer, workers), start=1):
-                total += result
-                progress(number, len(chunks), total)
-            if total.documents == 0:
-                names = ", ".join((*paths, *filter(None, [dataset])))
-                shutil.rmtree(folder)
-                raise DataError(f"{names}: the corpus holds no documents")
+            results = closing(_run(chunks, job, tokenizer, workers))
+            with IndexedDatasetBuilder(output, job.dtype) as builder, results as each:
+                join, seen = _Join(folder, builder), Done()
+                for finished_chunks, (number, result) in enumerate(each, start=1):
+                    join.take(number, result)
+                    seen += result
+                    progress(finished_chunks, len(chunks), seen)
+                if join.total.documents == 0:
+                    names = ", ".join((*paths, *filter(None, [dataset])))
+                    shutil.rmtree(folder)
+                    raise DataError(f"{names}: the corpus holds no documents")
+                builder.finalize()
         except DataError as error:
             raise _with_what_is_kept(error, folder, len(chunks)) from error
-        total = _join(output, folder, len(chunks), job.dtype)
         shutil.rmtree(folder)
-    return total
+    return join.total
 
 
 def _refuse_existing(output: str, broken_off: bool) -> None:
@@ -121,32 +130,55 @@ def _key(chunks: Sequence[Chunk], tokenizer: Tokenizer, job: _Job) -> str:
     return digest(json.dumps([VERSION, describe(chunks), tokenizer.fingerprint(), job.dtype, job.end]))
 
 
-def _run(chunks: Sequence[Chunk], job: _Job, tokenizer: Tokenizer, workers: int) -> Iterator[Done]:
-    """What each chunk gave, as they are finished; those that an earlier run finished first."""
+class _Join:
+    """Puts parts into a builder by their numbers, each as soon as all before it are there.
+
+    total: of the parts that are in.
+    """
+
+    def __init__(self, folder: Path, builder: IndexedDatasetBuilder) -> None:
+        self.total = Done()
+        self._folder, self._builder = folder, builder
+        self._next = 0
+        self._early: dict[int, Done] = {}
+
+    def take(self, number: int, done: Done) -> None:
+        """One more part is finished."""
+        self._early[number] = done
+        while (found := self._early.pop(self._next, None)) is not None:
+            with opened(self._folder, self._next) as (ids, lengths):
+                self._builder.copy_documents(ids, lengths)
+            self.total += found
+            self._next += 1
+
+
+def _run(chunks: Sequence[Chunk], job: _Job, tokenizer: Tokenizer, workers: int) -> Generator[tuple[int, Done]]:
+    """The number of each chunk as it is finished, and what it gave; those that an earlier run finished first."""
     waiting = []
     for number, chunk in enumerate(chunks):
         found = finished(Path(job.folder), number)
         if found is None or (found.bad and not job.skip_bad):
             waiting.append((number, chunk))
         else:
-            yield found
+            yield number, found
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every worker is one core's
     if workers == 1 or len(waiting) <= 1:
         for number, chunk in waiting:
-            yield _encode(number, chunk, job, tokenizer)
+            yield number, _encode(number, chunk, job, tokenizer)
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every worker is one core's
+    # A forked worker has the parent's tokenizer; loading a large one takes a second.
+    given = tokenizer if multiprocessing.get_start_method() == "fork" else None
     rest = iter(waiting)
-    with ProcessPoolExecutor(workers, initializer=_start, initargs=(job,)) as pool:
-        flying: set[Future[Done]] = set()
+    with ProcessPoolExecutor(workers, initializer=_start, initargs=(job, given)) as pool:
+        flying: dict[Future[Done], int] = {}
         try:
             while True:
                 while len(flying) < 2 * workers and (following := next(rest, None)) is not None:
-                    flying.add(pool.submit(_work, *following))
+                    flying[pool.submit(_work, *following)] = following[0]
                 if not flying:
                     return
-                done, flying = wait(flying, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
+                for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                    yield flying.pop(future), future.result()
         except BrokenProcessPool as error:
             raise DataError(f"a worker died, perhaps for want of memory; give fewer than {workers} workers") from error
         finally:
@@ -157,11 +189,11 @@ def _run(chunks: Sequence[Chunk], job: _Job, tokenizer: Tokenizer, workers: int)
 _worker: dict[str, Any] = {}
 
 
-def _start(job: _Job) -> None:
-    """Load the tokenizer once per process. An interrupt is the parent's matter; its death is everybody's."""
+def _start(job: _Job, tokenizer: Tokenizer | None) -> None:
+    """Have a tokenizer in the process. An interrupt is the parent's matter; its death is everybody's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer))
+    _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer) if tokenizer is None else tokenizer)
 
 
 def _end_with(parent: int) -> None:
@@ -180,14 +212,13 @@ def _encode(number: int, chunk: Chunk, job: _Job, tokenizer: Tokenizer) -> Done:
 
     bad = BadRecords(stops=not job.skip_bad)
     documents = tokens = 0
-    with IndexedDatasetBuilder(part(Path(job.folder), number), job.dtype) as builder:
+    with Part(Path(job.folder), number) as part:
         for texts in _batches(chunk.documents(bad)):
             flat, lengths = _tokens(tokenizer, texts, job)
-            builder.add_documents(flat, np.array(lengths))
+            part.add(flat, np.array(lengths))
             documents, tokens = documents + len(lengths), tokens + len(flat)
-        builder.finalize(sync=False)
-    result = Done(documents, tokens, bad.count, tuple(bad.first))
-    finish(Path(job.folder), number, result)
+        result = Done(documents, tokens, bad.count, tuple(bad.first))
+        part.finish(result)
     return result
 
 
@@ -218,15 +249,3 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
             batch = []
     if batch:
         yield batch
-
-
-def _join(output: str, folder: Path, parts: int, dtype: str) -> Done:
-    total = Done()
-    with IndexedDatasetBuilder(output, dtype) as builder:
-        for number in range(parts):
-            builder.append(IndexedDataset(part(folder, number)))
-            found = finished(folder, number)
-            assert found is not None
-            total += found
-        builder.finalize()
-    return total

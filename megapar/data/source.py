@@ -20,6 +20,9 @@ FIELD = "text"
 """The field of a JSONL record, and the column of a parquet file, that holds the document."""
 
 
+_BYTE_ORDER_MARK = "\ufeff"  # json takes it from bytes, and not from text
+
+
 class BadRecords:
     """Records that were passed over: how many, and what was wrong with the first ones.
 
@@ -173,10 +176,10 @@ class JsonlFile(_File):
                         yield text
 
 
-def text_of_line(line: bytes, place: str, field: str = FIELD) -> str:
-    """The document of a JSONL line. place: for messages. Raises DataError."""
+def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
+    """The document of a JSONL line, decoded or not. place: for messages. Raises DataError."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.removeprefix(_BYTE_ORDER_MARK) if isinstance(line, str) else line)
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise DataError(f"{place}: not a JSON record ({error}); repair or remove the line") from error
     return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
@@ -221,7 +224,9 @@ def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
     """The text of a record's field. Raises DataError where it is missing, no string, or not valid Unicode."""
     if isinstance(text, str):
         try:
-            return text if text.isascii() else text.encode().decode()
+            if not text.isascii():
+                text.encode()
+            return text
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
             raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
     if isinstance(record, dict) and field not in record:

@@ -1,4 +1,4 @@
-"""Hugging Face folders: export streamed tensor by tensor, and import by name.
+"""Hugging Face folders, the way out: a model's tensors written one by one. The way in is ``hf_folder``.
 
 ERNIE encoders are ErnieForPreTraining; decoders are Ernie4_5_MoeForCausalLM, or Ernie4_5ForCausalLM without experts.
 Which Hugging Face tensor is which part of a parameter is said by the table's pieces.
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -97,27 +96,6 @@ def save_hf(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load_hf(folder: str | os.PathLike[str], sizes: DecoderSizes | ErnieSizes) -> dict[str, Tensor]:
-    """All whole tensors of a folder under megapar's names, in the dtypes of the files."""
-    return dict(read_hf(folder, sizes))
-
-
-def read_hf(folder: str | os.PathLike[str], sizes: DecoderSizes | ErnieSizes) -> Iterator[tuple[str, Tensor]]:
-    """(megapar name, whole tensor) for each row of the table, one after the other.
-
-    Tensors of the folder that the model has no place for are an error, but for tied copies and ``mtp`` layers, which
-    transformers leaves out as well. Raises CheckpointError for missing, foreign or misshapen tensors.
-    """
-    files = _files(Path(folder))
-    table = table_of(sizes)
-    foreign = set(files) - {piece.hf_name for spec in table for piece in spec.pieces}
-    foreign = {name for name in foreign if name not in _TIED and "mtp" not in name}
-    if foreign:
-        raise CheckpointError(f"{folder} has tensors this model has no place for: {_some(foreign)}")
-    for spec in table:
-        yield spec.name, _assemble(spec, files, Path(folder))
-
-
 def hf_config(sizes: DecoderSizes | ErnieSizes, dtype: torch.dtype) -> dict[str, Any]:
     """The content of config.json."""
     if isinstance(sizes, ErnieSizes):
@@ -156,10 +134,6 @@ def hf_config(sizes: DecoderSizes | ErnieSizes, dtype: torch.dtype) -> dict[str,
             "moe_layer_interval": 1,
         }
     return config
-
-
-# Copies of tied tensors that some writers store beside the original.
-_TIED = frozenset(("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"))
 
 
 def _ernie_config(sizes: ErnieSizes) -> dict[str, Any]:
@@ -208,7 +182,7 @@ def _hf_tensors(
                 continue
             yield hf_name, part.reshape(piece.hf_shape).to(device="cpu", dtype=stored, copy=True).contiguous()
     if missing:
-        raise CheckpointError(f"the export lacks {_some(missing)}")
+        raise CheckpointError(f"the export lacks {some(missing)}")
 
 
 class _Shards:
@@ -246,51 +220,7 @@ class _Shards:
         self.held, self.held_bytes = {}, 0
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Hugging Face name -> the file that holds it."""
-    if (folder / INDEX).exists():
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in places.items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise CheckpointError(f"{folder} has neither {INDEX} nor model.safetensors")
-    with _open(single) as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _assemble(spec: ParameterSpec, files: Mapping[str, Path], folder: Path) -> Tensor:
-    whole: Tensor | None = None
-    for piece in spec.pieces:
-        if piece.hf_name not in files:
-            raise CheckpointError(f"{folder} lacks {piece.hf_name}, which is part of {spec.name}")
-        part = _read(files[piece.hf_name], piece.hf_name)
-        if tuple(part.shape) != piece.hf_shape:
-            raise CheckpointError(
-                f"{piece.hf_name} in {folder} has shape {tuple(part.shape)}, the model's is {piece.hf_shape}"
-            )
-        if whole is None:
-            whole = part.new_empty(spec.shape)
-        target = whole[piece.index]
-        target.copy_(part.reshape(target.shape))
-    assert whole is not None
-    return whole
-
-
-def _read(path: Path, name: str) -> Tensor:
-    with _open(path) as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
+def some(names: Iterable[Any], most: int = 5) -> str:
     """A few names, and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + more
+    ordered = sorted(map(str, names))
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, ShardFile
 from megapar.errors import CheckpointError
 from megapar.model.family import Family, to_pairs
-from megapar.model.hf import INDEX
+from megapar.model.hf import INDEX, some
 from megapar.model.initialize import piece_box
 from megapar.model.table import ParameterSpec, Piece
 
@@ -159,9 +159,3 @@ def pieces_of(table: Iterable[ParameterSpec], family: Family) -> dict[str, tuple
             if name is not None:
                 found[name] = (spec, piece)
     return found
-
-
-def some(names: Iterable[Any], most: int = 5) -> str:
-    """A few names, and how many more there are."""
-    ordered = sorted(map(str, names))
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

@@ -34,8 +34,8 @@ from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
 from megapar.core.checkpoint.tiling import tile
 from megapar.errors import CheckpointError
 from megapar.model.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
-from megapar.model.hf import INDEX, SHARD_BYTES, not_exportable
-from megapar.model.hf_folder import TIED, HfFolder, pieces_of, some
+from megapar.model.hf import INDEX, SHARD_BYTES, not_exportable, some
+from megapar.model.hf_folder import TIED, HfFolder, pieces_of
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of

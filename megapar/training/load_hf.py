@@ -7,7 +7,8 @@ from pathlib import Path
 from megapar.config.published import architecture, read_config
 from megapar.core.box import Box
 from megapar.model.family import FAMILIES, Family, family_of_config
-from megapar.model.hf_folder import HfFolder, some
+from megapar.model.hf import some
+from megapar.model.hf_folder import HfFolder
 from megapar.model.table import SOP
 from megapar.training.build import Job
 

@@ -86,7 +86,7 @@ def test_every_dtype(tmp_path: Path, code: int, dtype: str) -> None:
     assert [row.tolist() for row in map(IndexedDataset(tmp_path / dtype).__getitem__, range(2))] == [[1, 2, 3], [100]]
 
 
-def test_documents_at_once_and_appended_files_give_the_same_bytes(tmp_path: Path) -> None:
+def test_documents_at_once_and_copied_files_give_the_same_bytes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 60000, size=int(n)) for n in rng.integers(0, 40, size=50)]
     with IndexedDatasetBuilder(tmp_path / "one", "uint16") as builder:
@@ -100,7 +100,8 @@ def test_documents_at_once_and_appended_files_give_the_same_bytes(tmp_path: Path
             builder.finalize()
     with IndexedDatasetBuilder(tmp_path / "both", "uint16") as builder:
         for name in "ab":
-            builder.append(IndexedDataset(tmp_path / name))
+            with open(tmp_path / f"{name}.bin", "rb") as ids:
+                builder.copy_documents(ids, IndexedDataset(tmp_path / name).lengths)
         builder.finalize()
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"both{suffix}").read_bytes()

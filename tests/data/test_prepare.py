@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,9 @@ import pytest
 
 import megapar.data.prepare as module
 from megapar.data import build
-from megapar.data.chunks import Chunk, chunks_of
+from megapar.data.chunks import Chunk, _pieces, chunks_of
 from megapar.data.indexed import IndexedDataset
-from megapar.data.parts import claimed
+from megapar.data.parts import claimed, finished
 from megapar.data.prepare import prepare
 from megapar.data.sentencepiece_tokenizer import train
 from megapar.data.source import BadRecords, all_documents, open_sources
@@ -76,6 +78,37 @@ def test_chunks_of_any_size_give_every_document_once(
     assert documents == list(all_documents(open_sources([str(path)])))
 
 
+@pytest.mark.parametrize("block", [1, 5, 30, 1000])
+def test_lines_keep_their_numbers_whatever_is_read_at_once(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapar.data.chunks._BLOCK_BYTES", block)
+    path = tmp_path / "a.jsonl"
+    lines = (b'\xef\xbb\xbf{"text": "one"}', b'{"text": "two"}\r', b" \t\r", b'{"text": "\xff"}')
+    more = ('{"text": "drei \u00e4"}', '{"text": ', '{"text": "\\ud800"}', '{"text": "\u00a0"}', '{"text": "last"}')
+    path.write_bytes(b"\n".join((*lines, *(line.encode() for line in more))))
+    for size in (7, 1000):
+        monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", size)
+        bad = BadRecords()
+        chunks = chunks_of([str(path)], None, "train", "text")
+        assert [one for chunk in chunks for one in chunk.documents(bad)] == ["one", "two", "drei \u00e4", "last"]
+        assert [one.split(":")[0][-6:] for one in bad.first] == ["line 4", "line 6", "line 7"]
+        assert bad.count == 3
+
+
+def test_chunks_are_whole_and_smaller_towards_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 16 << 20)
+    for size in (1, 300_000, 16_000_000, 10**9, 10**12):
+        pieces = list(_pieces(size))
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == size
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+        sizes = [last - first for first, last in pieces]
+        assert max(sizes) <= 16 << 20
+        assert len(pieces) <= max(300, 1.01 * size / (16 << 20))
+        assert len(pieces) < 20 or sizes[0] // 4 == sizes[-2]
+
+
 def test_parquet_and_datasets_give_what_jsonl_gives(tmp_path: Path, small_jsonl: Path, model: str) -> None:
     datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -114,6 +147,25 @@ def test_a_killed_run_goes_on_where_it_stood(
     assert encoded[5] == 4
     assert _bytes(tmp_path / "broken") == _bytes(tmp_path / "whole")
     assert not (tmp_path / "broken.parts").exists()
+
+
+def test_a_part_that_a_crash_of_the_machine_has_cut_is_made_again(
+    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
+    monkeypatch.undo()
+    monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 5000)
+    parts = sorted((tmp_path / "out.parts").glob("*.part"))
+    for path, size in ((parts[0], 0), (parts[1], 7), (parts[2], parts[2].stat().st_size - 3)):
+        os.truncate(path, size)
+    parts[3].write_bytes(parts[3].read_bytes()[2:])
+    folder = parts[0].parent
+    assert [finished(folder, number) is None for number in range(6)] == [True] * 4 + [False] * 2
+    done = prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1, overwrite=True)
+    assert done.documents == 200
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
 
 
 def test_parts_of_another_input_are_not_used(tmp_path: Path, small_jsonl: Path, model: str) -> None:
@@ -155,7 +207,7 @@ def test_a_worker_that_dies_is_an_error_and_the_rest_is_kept(
     monkeypatch.setattr(module, "_encode", die_at_the_seventh)
     with pytest.raises(DataError, match="a worker died"):
         prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)
-    assert list((tmp_path / "out.parts").glob("*.json"))
+    assert list((tmp_path / "out.parts").glob("*.part"))
     monkeypatch.undo()
     monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 5000)
     again = prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)

@@ -109,6 +109,9 @@ def test_the_way_there_and_back_gives_every_tensor(name: str, folders: dict[str,
     kind = getattr(transformers, published(folders[name])[0].name)
     _, info = kind.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    there, back = (_expected(name, folder) for folder in (folders[name], tmp_path / "back"))
+    for a, b in zip(there, back, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_dtypes_are_kept_and_unknown_tensors_carried_along(folders: dict[str, Path], tmp_path: Path) -> None:
