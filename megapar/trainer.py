@@ -226,6 +226,8 @@ class Trainer:
         if collector is not None:
             collector.open()
         try:
+            if self._done:
+                self._tell_nothing_left()
             while not self._done:
                 watchdog.begin_step(self.progress.iteration + 1)
                 if self.profile is not None:
@@ -694,6 +696,13 @@ class Trainer:
                 self.terminal.say(line)
         if self.progress.iteration:
             self._say(f"resumed at iteration {self.progress.iteration} from {self.checkpoints.resumed_from}")
+
+    def _tell_nothing_left(self) -> None:
+        training = self.config.training
+        if training.train_iters:
+            self._say(report.nothing_left(self.progress.iteration, training.train_iters))
+        if training.eval_interval:  # the way to ask what a saved model is worth
+            self._say(report.evaluation(self._evaluate()))
 
     def _tell_end(self, exported: Path | None) -> None:
         if self.control.stop:

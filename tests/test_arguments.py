@@ -85,10 +85,10 @@ def test_spellings_set_their_field(line: str, group: str, name: str, value: Any)
 
 
 def test_standard_negative_names_are_primary() -> None:
-    config = accept(f"--load {ROOT} --no-load-optim --no-load-rng")
+    config = accept(f"--load {ROOT} --no-load-optim --no-load-rng --validate-only")
     assert config.checkpoint.no_load_optim
     assert config.checkpoint.no_load_rng
-    assert accept(f"--load {ROOT} --no-load-optim --load-optim").checkpoint.no_load_optim is False
+    assert accept(f"--load {ROOT} --no-load-optim --load-optim --validate-only").checkpoint.no_load_optim is False
 
 
 def test_old_name_works_with_a_note() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
+from megapar.config.hints import near_path
 from megapar.errors import Complaint
 from megapar.rules.data import blend_of
+from megapar.rules.rule import either
 
 NAMED_DATA = ("builtin", "mock")
 
@@ -26,11 +28,13 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
-        first_run = name == "load" and path == values.get("save")
+        first_run = name == "load" and _saves_where_it_loads(values)
         if path is not None and not Path(path).exists() and not first_run:
             yield _missing(name, path)
     if values.get("load") and Path(values["load"]).is_file():
         yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
+    elif values.get("load") and not _saves_where_it_loads(values):
+        yield from _checkpoint(Path(values["load"]))
     for name in ("save", "save_hf", "tensorboard_dir"):
         if values.get(name):
             yield from _folder(name, Path(values[name]))
@@ -38,16 +42,32 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield from _folder("metrics_jsonl", Path(values["metrics_jsonl"]).absolute().parent)
 
 
+def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
+    load, save = values.get("load"), values.get("save")
+    return load is not None and save is not None and Path(load) == Path(save)
+
+
 def _missing(name: str, path: str) -> Complaint:
-    return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", _near(path))
+    return Complaint(
+        "file-missing",
+        f"{FLAGS[name].spelling} {path} does not exist.",
+        near_path(path, NAMED_DATA if name.endswith("data_path") else ()),
+    )
 
 
-def _near(path: str) -> str:
-    """The deepest folder of the path that exists, to see where it went wrong."""
-    for parent in Path(path).absolute().parents:
-        if parent.is_dir():
-            return f"The folder {parent} exists."
-    return ""
+def _checkpoint(path: Path) -> Iterator[Complaint]:
+    """A folder to load from must hold a checkpoint; the mistakes are one floor too high, too low, or another form."""
+    if (path / "latest").exists() or any(path.glob("iter_*")) or not path.is_dir():
+        return
+    fix = "Nothing was saved there yet."
+    below = sorted(str(file.parent) for file in path.glob("*/latest"))
+    if below:
+        fix = f"Did you mean {either(below[:3])}?"
+    elif (path / "layout.json").exists():
+        fix = f"It is one checkpoint itself: give the folder that holds it, --load {path.absolute().parent}."
+    elif (path / "config.json").exists():
+        fix = f"It holds a Hugging Face model: did you mean --load-hf {path}?"
+    yield Complaint("checkpoint-missing", f"--load {path} holds no checkpoint (no file latest, no iter_*).", fix)
 
 
 def _data(name: str, path: str) -> Iterator[Complaint]:

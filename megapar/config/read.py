@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.flag import SCRIPTS, SWITCH, Flag
-from megapar.config.values import FALSE, TRUE, BadValue, convert
+from megapar.config.hints import near_flag, near_path
+from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
+
+YAML_FORM = "Every setting is a line `key: value` that begins at the left margin; no tabs."
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,8 @@ def spellings() -> Mapping[str, Spelling]:
 
 def complain_unknown(draft: Draft, name: str, where: str) -> None:
     """A complaint about a name no flag has, with the nearest known ones."""
-    known = {key: spelling for key, spelling in spellings().items() if draft.kind in spelling.flag.models}
-    near = get_close_matches(normal(name), list(known), 3, 0.6)
-    fix = f"Did you mean {' or '.join('--' + known[key].text for key in near)}?" if near else "See --help."
-    draft.complain("unknown-flag", f"{where} {name} is not known.", fix)
+    known = (key for key, spelling in spellings().items() if draft.kind in spelling.flag.models)
+    draft.complain("unknown-flag", f"{where} {name} is not known.", near_flag(normal(name).lstrip("-"), known))
 
 
 def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:
@@ -76,7 +76,7 @@ def read_line(draft: Draft, argv: Sequence[str]) -> None:
         token = tokens.pop(0)
         name, equals, attached = token.partition("=")
         if not name.startswith("--") or len(name) < 3:
-            draft.complain("unexpected", f"{token!r} stands where a flag should.", "Flags start with two hyphens.")
+            _complain_stray(draft, token, tokens)
             continue
         spelling = spellings().get(normal(name[2:]))
         if spelling is None:
@@ -101,6 +101,16 @@ def read_line(draft: Draft, argv: Sequence[str]) -> None:
                 "Keep one.",
             )
         seen[spelling.flag.name] = (spelling.text, value)
+
+
+def _complain_stray(draft: Draft, token: str, tokens: list[str]) -> None:
+    """A complaint about something that is no flag; a flag with one hyphen or none takes its values with it."""
+    name = normal(token.partition("=")[0].lstrip("-"))
+    meant = name in spellings() and (token.startswith("-") or "=" in token)
+    fix = f"Did you mean --{token.lstrip('-')}?" if meant else "Flags start with two hyphens."
+    draft.complain("unexpected", f"{token!r} stands where a flag should.", fix)
+    if meant:
+        _values(tokens)
 
 
 def _negates(one: str, other: str) -> bool:
@@ -135,7 +145,7 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
             return values
     elif tokens and not tokens[0].startswith("--"):
         return tokens.pop(0)
-    draft.complain("missing-value", f"{flag.spelling} needs a value.")
+    draft.complain("missing-value", f"{flag.spelling} needs a value: {wanted(flag)}.")
     draft.bad.add(flag.name)
     return None
 
@@ -145,6 +155,9 @@ def read_file(draft: Draft, path: str) -> None:
     try:
         with open(path, encoding="utf-8") as stream:
             text = stream.read()
+    except FileNotFoundError:
+        draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
+        return
     except (OSError, UnicodeDecodeError) as error:
         draft.complain("config-file", f"--config {path} cannot be read: {error}.")
         return
@@ -153,12 +166,15 @@ def read_file(draft: Draft, path: str) -> None:
     try:
         loaded = _load_pairs(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        draft.complain("config-file", f"--config {path} is no YAML mapping: {' '.join(str(error).split())}.")
+        draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
         return
     seen: set[str] = set()
     for key, value in loaded:
         spelling = spellings().get(normal(key))
-        if spelling is None:
+        if spelling is None and isinstance(value, dict):
+            fix = "Keys are not grouped: write those under it at the left margin."
+            draft.complain("unknown-flag", f"in {path}, key {key} is not known.", fix)
+        elif spelling is None:
             complain_unknown(draft, key, f"in {path}, key")
         elif spelling.flag.meta:
             draft.complain("config-file", f"in {path}, key {key} belongs on the command line.")
@@ -167,6 +183,16 @@ def read_file(draft: Draft, path: str) -> None:
         else:
             seen.add(spelling.flag.name)
             _take_key(draft, spelling, value)
+
+
+def _problem(error: Exception, text: str) -> str:
+    """What is wrong with a file that is no YAML, with the line as it stands there."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    lines = text.splitlines()
+    line = lines[mark.line].rstrip() if mark.line < len(lines) else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}: {line[:80]!r}"
 
 
 def _take_key(draft: Draft, spelling: Spelling, value: Any) -> None:

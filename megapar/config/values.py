@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
 from typing import Any
 
 from megapar.config.flag import SWITCH, Flag
+from megapar.config.hints import near_choice, plain_number
 
 TRUE = ("true", "on", "yes", "1")
 FALSE = ("false", "off", "no", "0")
@@ -33,6 +33,15 @@ def convert(flag: Flag, raw: Any) -> Any:
         return "on" if raw else "off"
     value = _scalar(flag, raw, flag.type)
     return _bounded(flag, _chosen(flag, value))
+
+
+def wanted(flag: Flag) -> str:
+    """What a flag takes, in words."""
+    if flag.choices:
+        return f"one of {', '.join(str(choice) for choice in flag.choices)}"
+    if flag.takes_list:
+        return "one or more whole numbers" if flag.type == "integers" else "one or more words"
+    return UNITS[flag.type] + (f" ({flag.unit})" if flag.unit else "")
 
 
 def _bool(flag: Flag, raw: Any) -> bool:
@@ -80,7 +89,8 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
         return whole
     except (ValueError, OverflowError):
         words = "".join(f" or {word}" for word in flag.words)
-        raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {raw!r}.") from None
+        fix = plain_number(str(raw), flag.unit)
+        raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {raw!r}.", fix) from None
 
 
 def _chosen(flag: Flag, value: Any) -> Any:
@@ -90,9 +100,9 @@ def _chosen(flag: Flag, value: Any) -> Any:
     for choice in choices:
         if value == choice or str(value).lower() == str(choice).lower():
             return choice
-    near = get_close_matches(str(value).lower(), [str(choice) for choice in choices], 1, 0.5)
-    fix = f"Did you mean {near[0]}?" if near else ""
-    legal = ", ".join(str(choice) for choice in choices)
+    texts = [str(choice) for choice in choices]
+    fix = near_choice(str(value), texts)
+    legal = ", ".join(texts)
     raise BadValue("choice", f"{flag.spelling} is one of {legal}; got {value!r}.", fix)
 
 

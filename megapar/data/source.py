@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megapar.config.hints import near_path
 from megapar.data import builtin
 from megapar.data.cache import digest, made_once
 from megapar.errors import DataError
@@ -269,7 +270,7 @@ def _file_source(path: Path) -> Source:
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; give --data-path mock alone")
     if not path.is_file():
-        raise DataError(f"{path}: no such file; --data-path takes builtin, mock, and text, JSONL or parquet files")
+        raise DataError(f"{path}: no such file. {near_path(str(path))} What is read: text, JSONL and parquet files")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: the file may not be read; change its permissions")
     if path.stat().st_size == 0:

@@ -34,7 +34,17 @@ def _near_layouts(f: Facts) -> str:
         text = " ".join(f"{spell(name)} {value}" for name, value in zip(free, values, strict=True))
         # Half a factor of e: keep what was said of --hybrid-dp unless the degrees are clearly nearer without it.
         found.append((distance + (hybrid != f.hybrid_dp) * 0.5, text + (" --hybrid-dp" if hybrid else "")))
-    return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}."
+    return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}; or start {_near_worlds(f)} ranks."
+
+
+def _near_worlds(f: Facts) -> str:
+    """Numbers of ranks that the degrees fill: one below, where there is one, and one above."""
+    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
+    whole = f.sharding_asked != -1 and not f.hybrid_dp
+    least = used * (2 if f.hybrid_dp and f.sharding_asked != -1 else 1)
+    below = used if whole else max(least, f.world_size // used * used)
+    above = used if whole else max(least, -(-f.world_size // used) * used)
+    return either(sorted({below, above}))
 
 
 def _near(world: int, wanted: int) -> list[int]:

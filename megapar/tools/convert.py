@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from megapar.errors import MegaparError
+from megapar.tools.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one of hf-to-megapar, megapar-to-hf; the exit status: 0 done, 1 or 2 failed."""
-    parser = argparse.ArgumentParser(prog="megapar convert", description="Models in and out, tensor by tensor.")
+    parser = Parser(prog="megapar convert", description="Models in and out, tensor by tensor.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inward = commands.add_parser("hf-to-megapar", help="a Hugging Face folder to a checkpoint")
     outward = commands.add_parser("megapar-to-hf", help="a checkpoint of any layout to a Hugging Face folder")

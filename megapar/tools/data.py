@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megapar.errors import MegaparError
+from megapar.tools.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one of prepare, check, train-tokenizer; the exit status: 0 done, 1 failed."""
-    parser = argparse.ArgumentParser(prog="megapar data", description="Files of tokens, and tokenizers.")
+    parser = Parser(prog="megapar data", description="Files of tokens, and tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _prepare_flags(commands.add_parser("prepare", help="tokenise documents to PREFIX.bin and PREFIX.idx"))
     _check_flags(commands.add_parser("check", help="check every entry and every token of indexed files"))
@@ -185,6 +186,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.hf:
         tokenizer.save_hf(args.hf)
     print(f"{args.output}: {tokenizer.size} ids" + (f"; {args.hf}: the same for transformers" if args.hf else ""))
+    if tokenizer.size < args.vocab_size:
+        print(f"{args.vocab_size:,} were asked for: the text has no more")
     if bad.count:
         print(str(bad), file=sys.stderr)
     return 0

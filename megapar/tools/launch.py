@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
+from megapar.config.hints import near_path
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
+from megapar.tools.parser import Parser
 
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
-        parser.error(f"script {script} does not exist")
+        parser.error(f"script {script} does not exist. {near_path(options.script)}")
     most = options.nnodes[1]
     if most > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of one of them")
@@ -118,7 +120,7 @@ def _interfaces(place: Place | None) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megapar launch",
         description="Check the configuration once, then start the ranks of this node.",
         epilog="Exit status: 0 done (also after SIGTERM once the checkpoint is safe), 2 refused, 1 anything else.",
@@ -168,10 +170,9 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, got {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _launch(options: argparse.Namespace) -> Launch:

@@ -21,6 +21,7 @@ from megapar.core.pipeline.simulate import Simulation
 from megapar.errors import Complaint, ConfigError
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import DeviceKind
+from megapar.tools.parser import Parser
 
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
 DEFAULT_KIND = "h100-80g"
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megapar plan",
         description="Say what a configuration will take: legality, ranks, memory, traffic, time. Flags that are not "
         "listed here are the trainers'.",

@@ -6,7 +6,6 @@ and ``trace.json`` where ``--profile`` was given.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -20,6 +19,7 @@ from megapar.core.grid import DENSE_AXES, Grid
 from megapar.errors import Complaint, ConfigError
 from megapar.planning.change import line_of
 from megapar.tools import chart
+from megapar.tools.parser import Parser
 
 GIBIBYTE = 2**30
 COLUMNS = 80
@@ -38,7 +38,7 @@ table{border-collapse:collapse;font-size:12px}td,th{border:1px solid #ddd;paddin
 
 def main(argv: Sequence[str]) -> int:
     """0 written, 2 where the folder holds no run."""
-    parser = argparse.ArgumentParser(prog="megapar report", description="Write one HTML page that shows a run.")
+    parser = Parser(prog="megapar report", description="Write one HTML page that shows a run.")
     parser.add_argument("run", type=Path, help="folder of --metrics-jsonl FOLDER/metrics.jsonl")
     parser.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
     asked = parser.parse_args(list(argv))

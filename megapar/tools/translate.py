@@ -5,7 +5,6 @@ Every argument is accounted for: the same here, renamed, implied by others, unne
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -19,6 +18,7 @@ from megapar.config.read import normal, spellings
 from megapar.config.values import BadValue, convert
 from megapar.tools.decided import DECIDED
 from megapar.tools.foreign import FOREIGN, RENAMED, SAME, UNNECESSARY, UNSUPPORTED, VERDICTS
+from megapar.tools.parser import Parser
 
 # What scripts of Megatron-LM mean where they do not say it, and trainers here do not.
 DEFAULTS: Mapping[str, str] = {
@@ -54,7 +54,7 @@ class Translated:
 
 def main(argv: Sequence[str]) -> int:
     """0 translated, whatever was found; 2 where there is nothing to translate."""
-    parser = argparse.ArgumentParser(prog="megapar translate", description=__doc__)
+    parser = Parser(prog="megapar translate", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     own, arguments = _cut(argv)
     asked = parser.parse_args(own)
@@ -104,9 +104,11 @@ def describe(found: Sequence[Translated]) -> str:
     """The command, then every argument by verdict."""
     launcher, trainer, more = equivalent(found)
     lines = ["megapar launch " + " ".join([*launcher, "pretrain_moe.py"]) + " \\"]
-    lines += [f"    {flags} \\" for flags in trainer]
-    lines += [f"    {flags} \\  # the default there" for flags in more]
-    lines[-1] = lines[-1].replace(" \\", "", 1)
+    lines += [f"    {flags} \\" for flags in [*trainer, *more]]  # no comments: it is there to be pasted
+    lines[-1] = lines[-1].removesuffix(" \\")
+    lines += (
+        ["", f"added ({len(more)}): defaults there, and others here", *(f"  {flags}" for flags in more)] if more else []
+    )
     for verdict in VERDICTS:
         rows = [item for item in found if item.verdict == verdict]
         lines += ["", f"{verdict} ({len(rows)})"] if rows else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megapar.arguments import Config
@@ -45,6 +45,17 @@ def greeting(config: Config, job: Job, peak: str) -> Iterator[str]:
     if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
         yield bound
     yield f"{type(job.model).__name__}: {total:,} parameters, {world.device.name}, {dtype}, peak {peak}"
+
+
+def nothing_left(iteration: int, train_iters: int) -> str:
+    """Of a run that has no step to do: what it resumed from is as far as it was asked to go."""
+    return f"no step is left: iteration {iteration} is done, --train-iters is {train_iters}"
+
+
+def evaluation(means: Mapping[str, float]) -> str:
+    """An evaluation that follows no step. means: of the terms, and their ``loss``."""
+    terms = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss")
+    return f"held-out loss {means['loss']:.4f} ({terms})"
 
 
 def farewell(config: Config, checkpoint: Path | None, exported: Path | None) -> Iterator[str]:

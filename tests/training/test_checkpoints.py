@@ -112,6 +112,19 @@ def test_where_none_is_sound_all_are_named(root: Path) -> None:
         run_here(root, "--load", str(root))
 
 
+def test_a_run_that_has_no_step_left_tells_what_its_model_is_worth(root: Path, told: list[str]) -> None:
+    evaluated = ("--eval-interval", "1", "--eval-iters", "2", "--load", str(root), "--override-opt-param-scheduler")
+    trained = run_here(root, *evaluated, "--train-iters", "7")
+    told.clear()
+    done = run_here(root, *evaluated, "--train-iters", "7")
+    assert done.iteration == 7
+    assert done.records == ()
+    assert done.evaluation == trained.evaluation
+    assert done.evaluation is not None
+    assert "no step is left: iteration 7 is done, --train-iters is 7" in told
+    assert any(line.startswith(f"held-out loss {done.evaluation['loss']:.4f} (lm ") for line in told)
+
+
 def test_verification_can_be_left_out(root: Path) -> None:
     flip(shard_of(root, 6))
     line = ("--load", str(root), "--checkpoint-verify", "size", "--train-iters", "7", "--save-interval", "0")

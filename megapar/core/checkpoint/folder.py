@@ -70,6 +70,8 @@ def find(root: Path, iteration: int | None = None) -> Path:
 
 
 def _choices(root: Path) -> str:
+    if not root.exists():
+        return "There is no such folder."
     found = list(checkpoints(root))
     return f"Iterations saved there: {', '.join(map(str, found[-10:]))}." if found else "No iteration is saved there."
 

@@ -1,0 +1,131 @@
+"""What was probably meant: names that other programs use, near names of flags and files, numbers with units."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+
+from megapar.rules.rule import either
+
+TRANSLATE = "--help lists all; `megapar translate -- ARGUMENTS` knows those of Megatron-LM, MindSpeed and DeepSpeed."
+MOST_NAMES = 2000
+"""So many entries of a folder are compared with a name that is not there."""
+
+
+def _names(text: str) -> dict[str, str]:
+    """Lines ``names | what to write``."""
+    pairs = (line.split("|") for line in text.strip().splitlines())
+    return {name: hint.strip() for names, hint in pairs for name in names.split()}
+
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    _names("""
+learning-rate | --lr
+batch-size train-batch-size | --micro-batch-size (of one data rank) or --global-batch-size
+epochs num-epochs num-train-epochs | --train-iters: runs are counted in steps
+steps max-steps num-steps iterations max-iters | --train-iters
+data dataset train-data train-file input data-dir | --data-path
+resume resume-from resume-from-checkpoint checkpoint ckpt load-dir | --load
+output output-dir out-dir save-dir checkpoint-dir | --save
+pretrained model-path model-name-or-path | --load-hf
+save-steps save-every | --save-interval
+eval-steps eval-every | --eval-interval
+logging-steps log-every | --log-interval
+log-dir logdir logging-dir | --tensorboard-dir
+wandb wandb-project | --metrics-jsonl or --tensorboard-dir
+tokenizer tokenizer-path tokenizer-name | --tokenizer-model
+layers n-layer n-layers num-hidden-layers | --num-layers
+heads num-heads n-head n-heads | --num-attention-heads
+kv-heads | --num-query-groups
+hidden hidden-dim d-model n-embd | --hidden-size
+intermediate-size ffn-size d-ff | --ffn-hidden-size
+seq-len sequence-length max-seq-length max-length context-length block-size | --seq-length
+experts n-experts | --num-experts
+topk top-k experts-per-token | --moe-router-topk
+dropout | --hidden-dropout or --attention-dropout
+tp tp-size tensor-parallel-size mp | --mp-degree
+pp pp-size pipeline-parallel-size | --pp-degree
+cp cp-size | --cp-degree
+ep ep-size expert-parallel-size | --ep-degree
+dp dp-size data-parallel-size | --hybrid-dp: data parallelism takes the ranks that the other degrees leave
+zero zero-stage | --sharding-stage
+grad-accum gradient-accumulation-steps accumulation-steps | --gradient-merge-acc-step
+warmup warmup-steps lr-warmup-steps | --lr-warmup-iters
+max-grad-norm grad-clip gradient-clipping | --clip-grad
+precision mixed-precision amp | --dtype
+recompute gradient-checkpointing activation-checkpointing | --recompute-interval 1
+gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
+It belongs to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
+""")
+)
+
+CHOICES: Mapping[str, str] = MappingProxyType(
+    {
+        "gpu": "cuda",
+        "nvidia": "cuda",
+        "ascend": "npu",
+        "float": "fp32",
+        "float32": "fp32",
+        "bfloat16": "bf16",
+        "half": "fp16",
+        "float16": "fp16",
+        "double": "fp64",
+        "float64": "fp64",
+    }
+)
+
+
+def near_flag(name: str, known: Iterable[str]) -> str:
+    """What to write instead of a flag that nobody knows; both without leading hyphens, in their normal form."""
+    if name in ELSEWHERE:
+        hint = ELSEWHERE[name]
+        return f"Did you mean {hint}?" if hint.startswith("--") else hint
+    known = list(known)
+    longer = sorted((other for other in known if other.startswith(f"{name}-")), key=len)[:3]
+    near = longer or get_close_matches(name, known, 3, 0.85) or get_close_matches(name, known, 3, 0.65)
+    return f"Did you mean {either([f'--{other}' for other in near])}?" if near else TRANSLATE
+
+
+def near_choice(value: str, choices: Sequence[str]) -> str:
+    """The choice that a value is near to, as a question; empty where there is none."""
+    other = CHOICES.get(value.lower())
+    near = [other] if other in choices else get_close_matches(value.lower(), choices, 1, 0.5)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def near_path(path: str, named: Collection[str] = ()) -> str:
+    """What is there in place of a missing path. named: words that are legal instead of a path."""
+    missing = Path(path)
+    while not missing.parent.exists():
+        missing = missing.parent
+    try:
+        names = sorted(entry.name for entry in islice(missing.parent.iterdir(), MOST_NAMES))
+    except OSError:  # a file, or a folder that may not be read
+        names = []
+    rest = Path(path).relative_to(missing)
+    near = [str(missing.parent / name / rest) for name in get_close_matches(missing.name, names, 3, 0.75)]
+    near = [other for other in near if Path(other).exists()] + get_close_matches(path, list(named), 1, 0.75)
+    if near:
+        return f"Did you mean {either(near)}?"
+    return f"{missing.parent.absolute()} is there and has no {missing.name!r}."
+
+
+def plain_number(text: str, unit: str = "") -> str:
+    """How to write a number that was written with a unit, a multiplier or commas; empty where it is none of these."""
+    text = text.strip()
+    if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+", text):
+        return f"Write it without commas: {text.replace(',', '')}."
+    if re.fullmatch(r"[+-]?\d+,\d+", text):
+        return f"Write it with a point: {text.replace(',', '.')}."
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    if match is None:
+        return ""
+    number, suffix = match.groups()
+    power = {"k": 1, "m": 2, "b": 3, "g": 3}.get(suffix.lower())
+    if power and unit not in ("MB", "GiB"):
+        return f"Write the digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}."
+    return f"Write the number alone{f', in {unit}' if unit else ''}: {number}."

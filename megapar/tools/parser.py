@@ -1,0 +1,28 @@
+"""argparse with short answers: what is wrong and what is near it, not the whole usage."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, with the near name of an option that is not known."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        near = [name for word in unknown for name in self._near(word.partition("=")[0])]
+        hint = f" Did you mean {' '.join(near)}?" if near else ""
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"{self.prog}: {message}{end}{hint} See {self.prog} --help.\n")
+
+    def _near(self, word: str) -> list[str]:
+        if not word.startswith("-"):
+            return []
+        below = (action.choices.values() for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        parsers = [self, *(parser for parsers in below for parser in parsers)]
+        known = sorted({name for parser in parsers for name in parser._option_string_actions if name.startswith("--")})
+        longer = [name for name in known if name.startswith(word)][:1]
+        return longer or get_close_matches(word, known, 1, 0.6)

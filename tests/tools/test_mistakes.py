@@ -1,0 +1,145 @@
+"""The likeliest mistakes on a command line: each message says what was wrong, with the value, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megapar.arguments import FLAGS, parse_or_exit
+from megapar.config.hints import ELSEWHERE, near_path
+from megapar.config.read import normal, spellings
+from megapar.tools.main import main
+
+YAML = {
+    "typo.yaml": "num_layers: 4\nhiden_size: 64\n",
+    "indented.yaml": "num_layers: 4\n hidden_size: 64\n",
+    "nocolon.yaml": "num_layers 4\nhidden_size 64\n",
+    "tabs.yaml": "num_layers: 4\n\thidden_size: 64\n",
+    "grouped.yaml": "model:\n  num_layers: 4\n",
+    "types.yaml": "num_layers: four\n",
+}
+
+MISTAKES = [
+    # a flag that has another name, here or everywhere
+    ("--micro-batchsize 2", "--micro-batchsize is not known", "Did you mean --micro-batch-size?"),
+    ("--learning-rate 1e-3", "--learning-rate is not known", "Did you mean --lr?"),
+    ("--epochs 3", "--epochs is not known", "--train-iters: runs are counted in steps"),
+    ("--resume runs/a", "--resume is not known", "Did you mean --load?"),
+    ("--tokenizer-typ X --use-mcore-models", "--use-mcore-models is not known", "`megapar translate -- ARGUMENTS`"),
+    ("--nproc-per-node 2", "--nproc-per-node is not known", "before the script: megapar launch --nproc-per-node N"),
+    ("-lr 1e-3", "'-lr' stands where a flag should", "Did you mean --lr?"),
+    ("lr=1e-3", "'lr=1e-3' stands where a flag should", "Did you mean --lr=1e-3?"),
+    ("--mlm-probability 0.2", "--mlm-probability belongs to pretrain_ernie.py", "do nothing in pretrain_moe.py"),
+    # a value of the wrong kind, or out of bounds
+    ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write the digits: 1000, or 1024"),
+    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write the number alone, in MB: 32"),
+    ("--adaptive-recompute-device-size 1GB", "got '1GB'", "Write the number alone, in GiB: 1"),
+    ("--seq-length 1,024", "got '1,024'", "without commas: 1024"),
+    ("--lr 0,001", "got '0,001'", "with a point: 0.001"),
+    ("--num-layers -2", "--num-layers is at least 1", "got -2"),
+    ("--lr", "--lr needs a value", "a number"),
+    ("--dtype float32", "got 'float32'", "Did you mean fp32?"),
+    ("--device gpu", "got 'gpu'", "Did you mean cuda?"),
+    # sizes and ranks that do not fit
+    ("--world-size 6 --mp-degree 4", "--world-size 6", "--mp-degree 4", "Nearest legal", "start 4 or 8 ranks"),
+    ("--world-size 8 --sharding-degree 4", "--world-size 8", "--sharding-degree 4 --hybrid-dp", "start 4 ranks"),
+    ("--num-attention-heads 3", "--num-attention-heads 3", "Choose --num-attention-heads 1, 2, 4"),
+    ("--world-size 4 --ep-degree 4 --num-experts 6", "--num-experts 6", "Choose --ep-degree 1, 2, 3 or 6"),
+    ("--world-size 4 --global-batch-size 10", "--global-batch-size 10", "Choose --global-batch-size 16"),
+    # files and folders
+    ("--data-path corpus.jsnl", "--data-path corpus.jsnl does not exist", "Did you mean corpus.jsonl?"),
+    ("--data-path builtn", "--data-path builtn does not exist", "Did you mean builtin?"),
+    ("--tokenizer-model none/t.model", "--tokenizer-model none/t.model does not exist", "has no 'none'"),
+    ("--load run", "--load run holds no checkpoint", "Did you mean run/checkpoints?"),
+    ("--load run/checkpoints/iter_0000005", "is one checkpoint itself", "run/checkpoints"),
+    ("--load model", "--load model holds no checkpoint", "did you mean --load-hf model?"),
+    ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, where a folder is needed"),
+    ("--config tab.yaml", "--config tab.yaml does not exist", "Did you mean tabs.yaml?"),
+    # YAML
+    ("--config typo.yaml", "in typo.yaml, key hiden_size is not known", "--hidden-size"),
+    ("--config indented.yaml", "line 2, column 13", "' hidden_size: 64'", "begins at the left margin"),
+    ("--config nocolon.yaml", "not made of key: value lines", "`key: value`"),
+    ("--config tabs.yaml", "line 2", "no tabs"),
+    ("--config grouped.yaml", "key model is not known", "Keys are not grouped"),
+    ("--config types.yaml", "--num-layers takes a whole number, got 'four'"),
+]
+
+TOOLS = [
+    (["lunch"], "lunch is no command", "Did you mean launch?"),
+    (["launch", "--nproc", "2", "pretrain_moe.py"], "--nproc.", "Did you mean --nproc-per-node?"),
+    (["launch", "--nproc-per-node", "two", "pretrain_moe.py"], "'two' is not a whole number above 0"),
+    (["launch", "corpus.json"], "script corpus.json does not exist", "Did you mean corpus.jsonl?"),
+    (["data", "prepare", "--inputs", "a", "--output", "b", "--tokenizer-model", "c"], "Did you mean --input?"),
+    (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "give --input or --hf-dataset"),
+    (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
+    (["report", "run"], "run holds no metrics", "--metrics-jsonl"),
+    (["convert", "hf-to-megapar", "run", "out"], "run/config.json"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in YAML.items():
+        Path(name).write_text(text, encoding="utf-8")
+    Path("corpus.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    Path("run/checkpoints/iter_0000005").mkdir(parents=True)
+    Path("run/checkpoints/latest").write_text("iter_0000005\n", encoding="utf-8")
+    Path("run/checkpoints/iter_0000005/layout.json").write_text("{}", encoding="utf-8")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}", encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", MISTAKES, ids=[row[0] for row in MISTAKES])
+def test_a_mistake_in_a_run_is_told_kindly(row: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    line, *words = row
+    environ = {}
+    if "--world-size" in line:  # as if so many had been launched: files are judged, too
+        environ["WORLD_SIZE"] = line.split()[1]
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit("moe", line.split(), environ)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize(("argv", "words"), [(row[0], row[1:]) for row in TOOLS], ids=[" ".join(r[0]) for r in TOOLS])
+def test_a_mistake_with_a_tool_is_told_kindly(
+    argv: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(argv)
+    except SystemExit as ended:  # argparse
+        status = int(ended.code or 0)
+    said = capsys.readouterr().err
+    assert status in (1, 2)
+    assert [word for word in words if word not in said] == [], said
+    assert "Traceback" not in said
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SystemExit):
+        parse_or_exit("moe", ["--save", "run/new"], {})
+    assert re.search(r"--save: folder \S*/run cannot be written", capsys.readouterr().err)
+
+
+def test_a_script_that_is_queued_again_may_name_one_folder_in_two_ways() -> None:
+    assert parse_or_exit("moe", ["--load", "new/", "--save", "new"], {}).checkpoint.load == "new/"
+
+
+def test_names_from_elsewhere_are_no_flags_and_lead_to_flags() -> None:
+    assert [name for name in ELSEWHERE if normal(name) in spellings()] == []
+    written = {flag.spelling for flag in FLAGS.values()} | {"--nproc-per-node"}
+    for hint in ELSEWHERE.values():
+        assert set(re.findall(r"--[a-z][\w-]*", hint)) <= written
+
+
+def test_what_stands_behind_a_mistyped_folder_must_be_there() -> None:
+    assert near_path("runs/checkpoints") == "Did you mean run/checkpoints?"
+    assert "has no 'runs'" in near_path("runs/other")
