@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Runs the commands of the README and of docs/ as they are printed; one that fails is named with its page and line.
+
+    scripts/run_docs.py                     every page
+    scripts/run_docs.py --page data.md      one of them (may be repeated)
+
+What runs are blocks fenced ```bash and ```python. ```bash no-run is for machines, files or hours that are not here, and
+```bash status=2 for commands that end with this status. The commands of a page share one shell, in a new folder that
+looks like a checkout; pages share nothing but the cache of tokenizers. Every page of docs/ has a command that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "@@ line "
+LIMIT_SECONDS = 300
+"""Of one page."""
+
+
+class PageError(Exception):
+    """A page that cannot be read as commands, or one of whose commands failed."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Text for a shell, the line of its page where it begins, and the exit status that the page says it has."""
+
+    line: int
+    text: str
+    status: int = 0
+
+
+def commands(page: str) -> list[Command]:
+    """The commands of a page that run, in order. Raises PageError."""
+    found = []
+    for line, language, words, text in _blocks(page):
+        if "no-run" in words:
+            continue
+        status = next((int(word[7:]) for word in words if word.startswith("status=")), 0)
+        if language == "bash":
+            found += [Command(at, one, status) for at, one in _split(line + 1, text)]
+        elif language == "python":
+            found.append(Command(line + 1, f"python - <<'END_OF_BLOCK'\n{text}\nEND_OF_BLOCK", status))
+    return found
+
+
+def _blocks(page: str) -> Iterator[tuple[int, str, list[str], str]]:
+    """(line of the fence, language, further words, text) of every fenced block."""
+    lines = page.splitlines()
+    at = 0
+    while at < len(lines):
+        fence = re.match(r"```(\w*)(.*)$", lines[at])
+        if fence is None:
+            at += 1
+            continue
+        end = next((n for n in range(at + 1, len(lines)) if lines[n].rstrip() == "```"), None)
+        if end is None:
+            raise PageError(f"line {at + 1}: the block has no end")
+        yield at + 1, fence[1], fence[2].split(), "\n".join(lines[at + 1 : end])
+        at = end + 1
+
+
+def _split(first: int, text: str) -> Iterator[tuple[int, str]]:
+    """A block's commands with their lines: continued lines and here-documents stay in one piece."""
+    held: list[str] = []
+    for number, line in enumerate(text.splitlines(), first):
+        if not held and (not line.strip() or line.lstrip().startswith("#")):
+            continue
+        held.append(line)
+        command = "\n".join(held)
+        if not line.endswith("\\") and _is_whole(command):
+            yield number - len(held) + 1, command
+            held = []
+    if held:
+        raise PageError(f"line {first}: the block ends inside a command: {held[0]}")
+
+
+def _is_whole(command: str) -> bool:
+    parsed = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
+    return parsed.returncode == 0 and "here-document" not in parsed.stderr
+
+
+def script(wanted: Sequence[Command]) -> str:
+    """A shell script of the commands that marks each in its output and stops at the first that fails."""
+    parts = ["set -o pipefail"]
+    for command in wanted:
+        parts += [f'echo "{MARK}{command.line}, at $SECONDS s"', command.text]
+        parts.append(f's=$?; [ $s -eq {command.status} ] || {{ echo "exit status $s, not {command.status}"; exit 1; }}')
+    return "\n".join(parts) + "\n"
+
+
+def run_page(path: Path, work: Path, *, limit: float = LIMIT_SECONDS) -> tuple[int, float]:
+    """(commands, seconds) of a page that ran through in ``work``. Raises PageError with line, command and output."""
+    wanted = commands(path.read_text(encoding="utf-8"))
+    folder = work / path.stem
+    folder.mkdir(parents=True)
+    for entry in ROOT.iterdir():  # what a checkout has; what the commands write stays out of it
+        if entry.name not in (".git", "runs", "tokens"):
+            (folder / entry.name).symlink_to(entry)
+    if not (folder / ".venv").exists():
+        (folder / ".venv").symlink_to(sys.prefix)
+    page, output = work / f"{path.stem}.sh", work / f"{path.stem}.log"
+    page.write_text(script(wanted), encoding="utf-8")
+    start = time.monotonic()
+    with output.open("wb") as stream:
+        shell = subprocess.Popen(
+            ["bash", str(page)],
+            cwd=folder,
+            env=_environment(work),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = shell.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = -1
+        finally:  # nothing goes on behind our back, not when this script is stopped either
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
+    if status:
+        said = output.read_text(encoding="utf-8", errors="replace")
+        raise PageError(_failure(wanted, said, "" if status > 0 else f"cut off after {limit:g} s"))
+    return len(wanted), time.monotonic() - start
+
+
+def _environment(work: Path) -> dict[str, str]:
+    """Of a reader: the environment is active, the cache is empty at first, nothing is downloaded."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    cache = {"XDG_CACHE_HOME": str(work / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **cache, "PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def _failure(wanted: Sequence[Command], output: str, reason: str) -> str:
+    """The last command that was begun, and what it said."""
+    _, _, last = output.rpartition(MARK)
+    mark, _, said = last.partition("\n")
+    number = mark.partition(",")[0]
+    command = next((one.text for one in wanted if str(one.line) == number), "")
+    tail = "\n".join(f"    {line}" for line in said.strip().splitlines()[-30:])
+    return "\n".join([f"line {number}: {command}", *([f"    {reason}"] if reason else []), tail])
+
+
+def pages(names: Sequence[str]) -> list[Path]:
+    """The pages by name, or all of them. Raises PageError."""
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    known = {path.name: path for path in every}
+    known |= {path.stem: path for path in every}
+    missing = [name for name in names if Path(name).name not in known]
+    if missing:
+        raise PageError(f"no such page: {', '.join(missing)}. Pages: {', '.join(path.name for path in every)}")
+    return [known[Path(name).name] for name in names] or every
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Status 0 where every page ran through."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--page", action="append", default=[], metavar="NAME", help="only this page")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work there, and leave everything for a look")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="megapar-docs-") as temporary:
+        work = options.keep.absolute() if options.keep else Path(temporary)
+        try:
+            wanted = pages(options.page)
+        except PageError as error:
+            print(error, file=sys.stderr)
+            return 2
+        for path in wanted:
+            name = path.relative_to(ROOT)
+            try:
+                count, seconds = run_page(path, work)
+                if not count:
+                    raise PageError("no command that runs")
+                print(f"{name}: {count} command{'s' if count > 1 else ''} in {seconds:.1f} s", flush=True)
+            except PageError as error:
+                failed += 1
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""scripts/run_docs.py: what it takes for a command, and how it tells which one failed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PAGE = """# A page
+
+```bash
+# a comment
+
+echo one \\
+    two
+cat > file.txt <<'EOF'
+text "with an open quote
+EOF
+```
+
+```bash no-run
+exit 9
+```
+
+```
+not a command
+```
+
+```bash status=3
+(exit 3)
+```
+
+```python
+print("three")
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_docs", ROOT / "scripts" / "run_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["run_docs"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_commands_have_their_lines_and_stay_in_one_piece(docs: ModuleType) -> None:
+    found = docs.commands(PAGE)
+    assert [(one.line, one.text.split()[0], one.status) for one in found] == [
+        (6, "echo", 0),
+        (8, "cat", 0),
+        (22, "(exit", 3),
+        (26, "python", 0),
+    ]
+    assert found[0].text == "echo one \\\n    two"
+    assert found[1].text.endswith("quote\nEOF")
+
+
+@pytest.mark.parametrize("text", ["```bash\necho one\n", "```bash\necho 'one\n```\n", "```bash\ncat <<EOF\n```\n"])
+def test_what_has_no_end_is_an_error(docs: ModuleType, text: str) -> None:
+    with pytest.raises(docs.PageError, match=r"no end|ends inside a command"):
+        docs.commands(text)
+
+
+def test_a_page_runs_in_one_shell_and_a_failure_names_its_line(docs: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE, encoding="utf-8")
+    assert docs.run_page(page, tmp_path / "good")[0] == 4
+    assert (tmp_path / "good/page/file.txt").read_text() == 'text "with an open quote\n'
+
+    page.write_text("```bash\nwhere=here\ncd /\n[ $where = here ]\necho some words; false\n```\n", encoding="utf-8")
+    with pytest.raises(docs.PageError, match=r"line 5: echo some words; false\n    some words\n    exit status 1"):
+        docs.run_page(page, tmp_path / "bad")
+
+
+def test_every_page_has_a_command_that_runs(docs: ModuleType) -> None:
+    assert [path.name for path in docs.pages([]) if not docs.commands(path.read_text(encoding="utf-8"))] == []
+    with pytest.raises(docs.PageError, match=r"no such page: none\.md\. Pages: README\.md, ampipe\.md"):
+        docs.pages(["none.md"])
