@@ -175,7 +175,7 @@ class Trainer:
 
         Not where the next step's loss scale or length hangs on it, or a spike is to be skipped.
         """
-        late = self.world.device.runs_ahead and self.job.optimizer.skips_on_device
+        late = self.world.device.runs_ahead and self.world.device.skips_updates
         return late and self.loss_scale is None and self.progressive is None and not self.config.reliability.spike_skip
 
     def _choose_degree(self) -> str:

@@ -29,8 +29,6 @@ class OffloadedOptimizer:
     Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one.
     """
 
-    skips_on_device = True
-
     def __init__(
         self,
         parts: Sequence[Part],

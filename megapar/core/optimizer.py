@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megapar.core import transport
 from megapar.core.axis import Axis
+from megapar.core.device.dtypes import widest
 from megapar.core.sharding.part import Part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,10 +25,9 @@ def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int] = ())
     """
     grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
     device, dtype = parts[0].master.device, parts[0].master.dtype
-    wide = torch.float32 if device.type == "npu" else torch.float64  # Ascend has no fp64 arithmetic
-    total = torch.tensor([0.0, *besides], dtype=wide, device=device)
+    total = torch.tensor([0.0, *besides], dtype=widest(device), device=device)
     if grads:
-        total[0] = torch.stack([norm.to(wide) for norm in torch._foreach_norm(grads)]).square().sum()
+        total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()
     if world.group is not None:
         transport.all_reduce(total, world)
     return total[0].sqrt().to(dtype), total[1:]
@@ -69,12 +69,9 @@ class Optimizer:
             }
             for kind in ((True, False), (True, True), (False, False))
         ]
-        kind = parts[0].master.device.type
-        self.skips_on_device = kind in ("cpu", "cuda")  # as fused kernels do
-        # Where it is not one kernel torch looks at the count of steps of every parameter, and waits for the device.
-        fused = kind in ("cpu", "cuda", "npu")
+        # Fused: of several kernels torch would look at every parameter's count of steps, and wait for the device.
         self._adamw: Any = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=fused
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True
         )
         for part in parts:
             self._adamw.state[part.master] = {
@@ -85,9 +82,8 @@ class Optimizer:
     def step(self, lr: float, unless: Tensor | None = None) -> None:
         """One update of all masters from their parts' gradients.
 
-        unless: a scalar on the device, where it is 1 nothing changes; only where ``skips_on_device``.
+        unless: a scalar on the device, where it is 1 nothing changes; only where the device ``skips_updates``.
         """
-        assert unless is None or self.skips_on_device
         self._adamw.found_inf = unless
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["ratio"]

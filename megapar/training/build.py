@@ -20,6 +20,7 @@ from megapar.core.compiled import Compiled, run_functions
 from megapar.core.context_parallel.layout import Layout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
+from megapar.core.device.dtypes import wide
 from megapar.core.fp8 import Fp8Linear, odd_widths, torchao_lacks, use_fp8
 from megapar.core.kept import Keeper
 from megapar.core.loss_scale import LossScale
@@ -76,15 +77,10 @@ def compute_dtype(config: Config, device: Device) -> torch.dtype:
     return DTYPES.get(config.training.dtype, device.default_dtype)
 
 
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of master weights, main gradients and norms: max(fp32, compute dtype)."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Of gradients on their way: ``--grad-reduce-dtype``; "fp32" is the master's dtype."""
+    """Of gradients on their way: ``--grad-reduce-dtype``; "fp32" is the dtype of masters."""
     chosen = DTYPES[config.sharding.grad_reduce_dtype]
-    return master_dtype(dtype) if chosen == torch.float32 else chosen
+    return wide(dtype) if chosen == torch.float32 else chosen
 
 
 def timeout(config: Config) -> timedelta:
@@ -326,7 +322,7 @@ def make_job(config: Config, world: World) -> Job:
     traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model = _make_model(
-        config, sizes, stages, world, traffic, master_dtype(dtype) if cut_parameters else dtype, meta=cut_parameters
+        config, sizes, stages, world, traffic, wide(dtype) if cut_parameters else dtype, meta=cut_parameters
     )
     _choose_products(config, model)
     pipeline: PipelinedModel | None = None
@@ -461,7 +457,7 @@ def make_profile(config: Config, world: World, job: Job) -> Profile | None:
     named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
     folder = named.absolute()
     records = folder if world.rank == 0 else None
-    return Profile(logging.profile, records, world.device.type, job.sharding.wait)
+    return Profile(logging.profile, records, world.device, job.sharding.wait)
 
 
 def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:
@@ -508,7 +504,7 @@ def _full(
         model.units(),
         specs,
         dtype,
-        master_dtype(dtype),
+        wide(dtype),
         reduce_dtype(config, dtype),
         together=together,
         plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
@@ -531,7 +527,7 @@ def _zero(
         world,
         model.units(),
         [(spec, named[spec.name]) for spec in specs],
-        master_dtype(dtype),
+        wide(dtype),
         reduce_dtype(config, dtype),
         make_segments(config, make_sizes(config)),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
+from megapar.core.device.dtypes import widest
 from megapar.core.meter import Waits
 from megapar.errors import TrainingError
 from megapar.model.terms import ROUTING
@@ -113,8 +114,8 @@ class Monitor:
         if all(step.exposed is not None for step in self._steps):
             pace = find_pace([_own(step) for step in self._steps], self._world, self._device.torch_device)
         now = time.perf_counter()
-        if self._device.type != "cpu":
-            # A host that runs ahead of its device knows the interval, not the single step.
+        if self._device.runs_ahead:
+            # Such a host knows the interval, not the single step.
             share = (now - self._since) / len(self._steps)
             self._steps = [replace(step, seconds=share) for step in self._steps]
         records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
@@ -238,8 +239,7 @@ def _own(step: Step) -> float:
 
 
 def _wide(value: Tensor) -> Tensor:
-    # Counts and sums of a global batch outgrow fp32's integers; Ascend has no fp64.
-    return value.detach().to(torch.float32 if value.device.type == "npu" else torch.float64)
+    return value.detach().to(widest(value.device))
 
 
 def _percentiles(flat: list[float], layers: int, experts: int) -> list[dict[str, float]]:

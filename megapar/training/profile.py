@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megapar.core.device.base import Device
+
 NAME = "trace.json"
 
 
@@ -19,14 +21,11 @@ class Profile:
     there, which crashes the process (torch 2.13).
     """
 
-    def __init__(self, steps: str, folder: Path | None, device: str, settle: Callable[[], None]) -> None:
+    def __init__(self, steps: str, folder: Path | None, device: Device, settle: Callable[[], None]) -> None:
         self._settle = settle
         first, _, last = steps.partition(":")
         self._first, self._last, self._folder = int(first), int(last), folder
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._activities = activities
+        self._activities = device.profiled
         self._profiler: Any = None
 
     def before(self, iteration: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from megapar.core.device.allocator import keep_freed_memory
 
@@ -69,6 +70,8 @@ class Device:
     # Whether the host enqueues work and goes on. Then what the host must wait for is asked for one slice late, when
     # the next slice's work stands in the queue; where it does not, waiting late would only launch late.
     runs_ahead = False
+    # Whether the optimizer's kernel can leave everything as it is by a number on the device.
+    skips_updates = True
 
     def __init__(self, local_rank: int = 0) -> None:
         self.local_rank = local_rank
@@ -110,6 +113,11 @@ class Device:
     def save_memory_snapshot(self, path: Path) -> bool:
         """Write what is allocated for torch's viewer; False where no allocator of torch's keeps account."""
         return False
+
+    @property
+    def profiled(self) -> list[ProfilerActivity]:
+        """What torch's profiler records of it."""
+        return [ProfilerActivity.CPU]
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done; nothing to do on a CPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from megapar.core.device.base import Accelerator
 
@@ -16,6 +17,11 @@ class CudaDevice(Accelerator):
 
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+
+    @property
+    def profiled(self) -> list[ProfilerActivity]:
+        """Kernels beside what the host does."""
+        return [*super().profiled, ProfilerActivity.CUDA]
 
     def compiler_lacks(self) -> str:
         """Code for a GPU is made by Triton."""

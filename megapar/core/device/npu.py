@@ -10,6 +10,7 @@ class NpuDevice(Accelerator):
 
     type = "npu"
     backend = "cpu:gloo,npu:hccl"
+    skips_updates = False
 
     def __init__(self, local_rank: int = 0) -> None:
         import torch_npu  # noqa: F401  importing it is what registers the device
