@@ -32,7 +32,8 @@ from megapar.core.replicas import digest
 from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build, monitor
+from megapar.training import build, companions, monitor
+from megapar.training.judge import Judge
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),
@@ -46,10 +47,10 @@ def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
     start = time.perf_counter()
     for _ in range(count):
         if watchdog is not None:
-            watchdog.begin_step(trainer.progress.iteration + 1)
+            watchdog.before_step(trainer.progress.iteration + 1)
         trainer.monitor.add(trainer.step())
         if watchdog is not None:
-            watchdog.end_step()
+            watchdog.after_step(trainer.progress.iteration)
     records = trainer.monitor.flush()
     if watchdog is not None:
         for record in records:
@@ -61,7 +62,7 @@ def without(trainer: Trainer, count: int) -> float:
     """The same with no check of the norm, no journal and no percentiles."""
     with (
         patch.object(math, "isfinite", lambda value: True),
-        patch.object(Trainer, "_is_bad", lambda *_: False),
+        patch.object(Judge, "_is_bad", lambda *_: False),
         patch.object(Journal, "note", lambda *_: None),
         patch.object(Axis, "note", lambda *_: None),
         patch("megapar.training.monitor.find_pace", lambda *_: None),
@@ -84,7 +85,7 @@ def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
         return run
 
     watching = (
-        *((Trainer, "_is_bad"), (Journal, "note"), (Axis, "note"), (Watchdog, "begin_step"), (Watchdog, "end_step")),
+        *((Judge, "_is_bad"), (Journal, "note"), (Axis, "note"), (Watchdog, "before_step"), (Watchdog, "after_step")),
         *((type(trainer.numbers), "watch"), (monitor, "find_pace")),
     )
     with ExitStack() as stack:
@@ -104,7 +105,7 @@ def main() -> None:
     config = parse("moe", [*FLAGS, "--train-iters", "1000000"], {})
     world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
     trainer = Trainer(config, world, build.make_corpus(config))
-    watchdog = build.make_watchdog(config, world)
+    watchdog = companions.make_watchdog(config, world)
     steps(trainer, options.steps, watchdog)
     ratios, seconds = [], []
     for number in range(options.rounds):

@@ -9,7 +9,8 @@ from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.sharding.cut import local_box
 from megapar.model.table import table_of
-from megapar.tools.pretend import PretendedTrainer, pretend
+from megapar.tools.pretend import pretend
+from megapar.trainer import Trainer
 from megapar.training.sizes import make_sizes
 
 DEGREES = (1, 2, 4, 8)
@@ -52,7 +53,7 @@ def _training(flags: Sequence[str]) -> list[str]:
     return ["--data-path", "mock", "--micro-batch-size", "1"] if "--config" in flags else list(TRAINING)
 
 
-def _count(trainer: PretendedTrainer, stage: int) -> dict[str, int]:
+def _count(trainer: Trainer, stage: int) -> dict[str, int]:
     parts = trainer.job.sharding.parts
     masters = sum(part.master.nbytes for part in parts)
     parameters = sum(

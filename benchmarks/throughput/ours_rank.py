@@ -80,10 +80,10 @@ def main() -> None:
         done = trainer.step()
         device.synchronize()
         seconds = time.perf_counter() - start
-        loss = done.sums["lm"].double()
+        loss = done.totals.sums["lm"].double()
         if ranks > 1:
             dist.all_reduce(loss)
-        figures = {"seconds": seconds, "loss": loss.item() / done.items["lm"], "peak_bytes": memory.read()}
+        figures = {"seconds": seconds, "loss": loss.item() / done.denominators.items["lm"], "peak_bytes": memory.read()}
         return {**figures, "flops": float(work), "peak_flops": peak}
 
     serve(step)

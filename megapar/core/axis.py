@@ -21,6 +21,12 @@ class Ledger(Counter[tuple[str, str]]):
         super().__init__()
         self.journal = Journal()
 
+    def take(self) -> dict[str, int]:
+        """ "axis/kind" -> bytes since the last call."""
+        sent = {f"{axis}/{kind}": amount for (axis, kind), amount in sorted(self.items()) if amount}
+        self.clear()
+        return sent
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -23,6 +23,9 @@ class Collector:
         gc.freeze()
         gc.disable()
 
+    def before_step(self, iteration: int) -> None:
+        """Nothing: a step runs without it."""
+
     def after_step(self, iteration: int) -> None:
         """Collect where it is due; the same on every rank."""
         if iteration % self._interval == 0:

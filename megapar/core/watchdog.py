@@ -71,11 +71,11 @@ class Watchdog:
         """Begin to watch."""
         self._thread.start()
 
-    def begin_step(self, iteration: int) -> None:
+    def before_step(self, iteration: int) -> None:
         """A step begins on the thread that made this object."""
         self._iteration, self._since = iteration, time.monotonic()
 
-    def end_step(self) -> None:
+    def after_step(self, iteration: int) -> None:
         """It has ended; what comes until the next one takes the time it takes."""
         self._since = None
 

@@ -49,20 +49,10 @@ class BalancedDenominators(Denominators):
         return [self._ranks * count for count in self._own]
 
 
-class PretendedTrainer(Trainer):
-    """A trainer that never asks a tensor for its values."""
-
-    def _values(self, tensor: Tensor) -> list[float]:
-        return [0.0] * len(tensor)
-
-    def _check_overflow(self, norm: Tensor) -> tuple[float, bool]:
-        return (1.0 if self.loss_scale is None else self.loss_scale.value), False
-
-
 @contextmanager
 def pretend(
     config: Config, rank: int, tracker: TorchDispatchMode | None = None, device: Device | None = None
-) -> Iterator[PretendedTrainer]:
+) -> Iterator[Trainer]:
     """The trainer of ``rank`` of the configuration's world, ready to step; everything in it is fake.
 
     Samples are real ones, of ``--data-path``. tracker: sees every operator while the trainer is built and steps.
@@ -79,10 +69,11 @@ def pretend(
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
+            stack.enter_context(patch.object(world.device, "values", _values))
             stack.enter_context(patch.object(trainer_module, "Denominators", BalancedDenominators))
             if tracker is not None:
                 stack.enter_context(tracker)
-            trainer = PretendedTrainer(config, world, corpus)
+            trainer = Trainer(config, world, corpus)
             try:
                 yield trainer
             finally:
@@ -101,6 +92,10 @@ def _make_real(config: Config, world: World, corpus: Corpus) -> Collate:
             return collate(samples)
 
     return made
+
+
+def _values(x: Tensor) -> list[float]:
+    return [0.0] * len(x)
 
 
 def _read(_: ExpertParallelDispatcher, told: Announced) -> Tensor:

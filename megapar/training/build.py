@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from megapar.arguments import Config
 from megapar.core.adaptive import GIBIBYTE, Adaptive
 from megapar.core.axis import Axis
-from megapar.core.collector import Collector
 from megapar.core.compiled import Compiled, run_functions
 from megapar.core.context_parallel.layout import Layout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
@@ -39,7 +38,6 @@ from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.tickets import Traffic
-from megapar.core.watchdog import Watchdog
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.data import corpus
@@ -63,7 +61,6 @@ from megapar.training.control import Control, Limits, StopSignal
 from megapar.training.numbers import Numbers, Spikes
 from megapar.training.objective import Objective
 from megapar.training.pipelined import PipelinedModel
-from megapar.training.profile import Profile
 from megapar.training.sizes import Sizes, make_segments, make_sizes
 from megapar.training.stages import effective_schedule, make_stages
 
@@ -249,29 +246,6 @@ def copies(job: Job) -> Iterator[Copy]:
                     yield Copy(name, buffer, axis)
 
 
-def make_collector(config: Config) -> Collector | None:
-    """When Python collects its garbage; None: when it likes."""
-    return Collector(config.training.manual_gc_interval) if config.training.manual_gc else None
-
-
-def make_watchdog(config: Config, world: World) -> Watchdog:
-    """What ends a run that hangs; started unless --step-timeout-seconds is 0."""
-    timeout_seconds = config.reliability.step_timeout_seconds
-    axes = {axis.name: axis.ranks for axis in world.axes() if axis.size > 1}
-    watchdog = Watchdog(
-        timeout_seconds,
-        world.rank,
-        world.grid.world_size,
-        world.spare_store("watchdog"),
-        world.ledger.journal,
-        axes,
-        records=Path(config.checkpoint.save) if config.checkpoint.save else None,
-    )
-    if timeout_seconds:
-        watchdog.start()
-    return watchdog
-
-
 def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
     """Who may ask the run to save or to stop."""
     checkpoint = config.checkpoint
@@ -447,17 +421,6 @@ def _make_model(
         if isinstance(module, Attention | Mlp | Experts):
             module.selective = config.recompute.recompute_granularity == "selective"
     return model
-
-
-def make_profile(config: Config, world: World, job: Job) -> Profile | None:
-    """The profiler, which records on rank 0; None: no step is recorded."""
-    logging = config.logging
-    if logging.profile is None:
-        return None
-    named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
-    folder = named.absolute()
-    records = folder if world.rank == 0 else None
-    return Profile(logging.profile, records, world.device, job.sharding.wait)
 
 
 def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,6 +12,11 @@ import torch.distributed as dist
 from megapar.arguments import Config
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
+from megapar.data.batches import Loader, MicroBatch
+from megapar.model.decoder import Decoder
+from megapar.training.build import Job, make_slicing
+from megapar.training.objective import Objective
+from megapar.training.state import Progress
 
 AUTO = 0
 DEGREES = (1, 2, 4)
@@ -41,6 +47,47 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
     pieces = ampipe.pipe_experts_multi_data if ampipe.use_pipe_experts else 0
     degrees = tuple(d for d in DEGREES if d <= room and (d == 1 or not pieces or (pieces % d == 0 and pieces > d)))
     return degrees, "" if len(degrees) > 1 else "the sequence, or --pipe-experts-multi-data, allows no other"
+
+
+def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress) -> str:
+    """Slice the model by the checkpoint's degree or a measured one; what to say of it, "" where a degree is given."""
+    if not isinstance(job.model, Decoder) or config.ampipe.ampipe_degree != AUTO:
+        return ""
+    legal, why = legal_degrees(config)
+    if progress.ampipe_degree in legal:
+        why = "as the checkpoint has it"
+    elif len(legal) == 1:
+        progress.ampipe_degree = legal[0]
+    else:
+        batch = loader.step(progress.consumed_samples, 1)[0]
+
+        def run(degree: int) -> float:
+            job.model.slice_by(make_slicing(config, degree))
+            return _seconds(job, objective, batch)
+
+        seconds = measure(legal, run, job.world.axis("world"), job.world.device.torch_device)
+        progress.ampipe_degree, why = choose(seconds)
+        job.meter.take()
+    job.model.slice_by(make_slicing(config, progress.ampipe_degree))
+    return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"
+
+
+def _seconds(job: Job, objective: Objective, batch: MicroBatch) -> float:
+    """Of a forward and backward; nothing of it is kept."""
+    device = job.world.device
+    tensors = batch.to(device.torch_device).tensors
+    job.sharding.begin_step()
+    job.sharding.begin_micro_batch(last=True)
+    device.synchronize()
+    start = time.perf_counter()
+    terms = job.model(tensors, batch.valid_tokens)
+    objective.of(terms, batch.counts, 1).backward()
+    job.sharding.finish()
+    device.synchronize()
+    seconds = time.perf_counter() - start
+    job.traffic.check_settled()
+    job.sharding.begin_step()
+    return seconds
 
 
 def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, device: torch.device) -> dict[int, float]:

@@ -21,6 +21,7 @@ from megapar.core.meter import Waits
 from megapar.errors import TrainingError
 from megapar.model.terms import ROUTING
 from megapar.rules.tasks import CLASSES, TASKS
+from megapar.training.denominators import Denominators
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
 from megapar.training.stragglers import Pace
@@ -34,25 +35,18 @@ _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_lo
 class Step:
     """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
 
-    sums: term -> sum over own items. items: term -> denominators over the global batch. routing: [4] routing losses
-    (``terms.ROUTING``), sums over own micro-batches. load: [layers, experts] own counts. norm: the global gradient's.
-    skipped: the gradients overflowed and nothing was changed. sent_bytes: "axis/collective" -> by this rank.
-    exposed: what this rank waited for; None where not every wait is metered. waited_seconds: what it waited for the
-    others besides, on the host.
-    evaluation: means of an evaluation that followed the step.
+    denominators: of the terms, over the global batch. norm: the global gradient's. skipped: nothing was changed.
+    sent_bytes: "axis/collective" -> by this rank. exposed: what this rank waited for; None where not every wait is
+    metered. waited_seconds: what it waited for the others besides, on the host. evaluation: means of an evaluation
+    that followed the step.
     """
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
-    tokens: int
     lr: float
-    sums: dict[str, Tensor]
-    items: dict[str, int]
-    num_micro_batches: int
-    routing: Tensor
-    load: Tensor
-    dropped: Tensor
+    denominators: Denominators
+    totals: Totals
     norm: Tensor
     loss_scale: float
     skipped: bool
@@ -91,7 +85,7 @@ class Monitor:
         self._objective = objective
         self._loggers = loggers
         self._flops_per_token = flops_per_token
-        self._peak, self._peak_source = peak, peak_source
+        self.peak, self.peak_source = peak, peak_source
         self._steps: list[Step] = []
         self._since = time.perf_counter()
 
@@ -134,7 +128,7 @@ class Monitor:
                 )
         return records
 
-    def mean_loss(self, totals: Totals, items: Mapping[str, int], num_micro_batches: int) -> float:
+    def mean_loss(self, totals: Totals, denominators: Denominators) -> float:
         """The loss of the global batch from the sums on all ranks; waits for the device."""
         row = torch.cat([torch.stack([_wide(value) for value in totals.sums.values()]), _wide(totals.routing)])
         if self._cp.rank:  # each has the losses of its positions, and the routing of the whole
@@ -143,9 +137,9 @@ class Monitor:
             if axis.group is not None:
                 dist.all_reduce(row, group=axis.group)
         values = row.tolist()
-        names = list(totals.sums)
+        names, items = list(totals.sums), denominators.items
         means = {name: value / max(1, items[name]) for name, value in zip(names, values, strict=False)}
-        routing = self._objective.routing_means(values[len(names) :], items, num_micro_batches)
+        routing = self._objective.routing_means(values[len(names) :], items, denominators.num_micro_batches)
         return self._objective.weighted(means, routing)
 
     def resume_clock(self) -> None:
@@ -161,13 +155,14 @@ class Monitor:
         """Per step: its sums, dropped, routing losses, load (summed over data ranks) and its norm, on the host."""
         rows = []
         for step in self._steps:
-            scalars = torch.stack([_wide(value) for value in (*step.sums.values(), step.dropped)])
-            rows.append(torch.cat([scalars, _wide(step.routing), _wide(step.load).flatten()]))
+            totals = step.totals
+            scalars = torch.stack([_wide(value) for value in (*totals.sums.values(), totals.dropped)])
+            rows.append(torch.cat([scalars, _wide(totals.routing), _wide(totals.load).flatten()]))
         stacked = torch.stack(rows)
         if self._data.group is not None:
             dist.all_reduce(stacked, group=self._data.group)
         if self._cp.group is not None:  # each has the losses of its positions, and the routing of the whole
-            stacked[:, len(self._steps[0].sums) :] *= self._cp.rank == 0
+            stacked[:, len(self._steps[0].totals.sums) :] *= self._cp.rank == 0
             dist.all_reduce(stacked, group=self._cp.group)
         if self._pp.group is not None:  # every stage has the routing of its layers, the last one the losses
             dist.all_reduce(stacked, group=self._pp.group)
@@ -176,19 +171,19 @@ class Monitor:
         return values
 
     def _record(self, step: Step, row: list[float], pace: Pace | None) -> Record:
-        names = list(step.sums)
-        means = {name: row[i] / max(1, step.items[name]) for i, name in enumerate(names)}
+        names, items = list(step.totals.sums), step.denominators.items
+        means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
         loads = len(names) + 1 + len(ROUTING)
-        layers, experts = step.load.shape
+        layers, experts = step.totals.load.shape
         objective = self._objective
-        routing = objective.routing_means(row[len(names) + 1 : loads], step.items, step.num_micro_batches)
+        routing = objective.routing_means(row[len(names) + 1 : loads], items, step.denominators.num_micro_batches)
         shown = {
             "aux": bool(layers),
             "z": bool(layers),
             "sequence": objective.sequence_coefficient > 0,
             "orthogonal": objective.orthogonal_coefficient > 0,
         }
-        rate = step.tokens / step.seconds
+        rate = step.denominators.tokens / step.seconds
         flops = rate * self._flops_per_token / self._world.size
         evaluation = step.evaluation or {}
         exposed = None if step.exposed is None else step.exposed.seconds()
@@ -197,7 +192,7 @@ class Monitor:
             iteration=step.iteration,
             consumed_samples=step.consumed_samples,
             consumed_tokens=step.consumed_tokens,
-            lm_loss=_per_word(step, row, names),
+            lm_loss=_per_word(items, row, names),
             tasks={name: mean for name, mean in means.items() if name.removesuffix("_accuracy") in TASKS},
             eval_tasks={name: mean for name, mean in evaluation.items() if name.removesuffix("_accuracy") in TASKS},
             sop_loss=means.get("sop"),
@@ -213,8 +208,8 @@ class Monitor:
             iteration_seconds=step.seconds,
             tokens_per_second=rate,
             model_tflops_per_device=flops / 1e12,
-            mfu=flops / self._peak,
-            mfu_peak=self._peak_source,
+            mfu=flops / self.peak,
+            mfu_peak=self.peak_source,
             peak_memory_bytes=self._device.peak_memory_bytes(),
             reserved_unused_bytes=None if pressure is None else pressure.held_bytes,
             allocation_retries=None if pressure is None else pressure.retries,
@@ -226,10 +221,10 @@ class Monitor:
         )
 
 
-def _per_word(step: Step, row: list[float], names: Sequence[str]) -> float:
+def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) -> float:
     """Cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
     words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
-    return sum(row[names.index(name)] for name in words) / max(1, sum(step.items[name] for name in words))
+    return sum(row[names.index(name)] for name in words) / max(1, sum(items[name] for name in words))
 
 
 def _own(step: Step) -> float:

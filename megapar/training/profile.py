@@ -28,7 +28,7 @@ class Profile:
         self._activities = device.profiled
         self._profiler: Any = None
 
-    def before(self, iteration: int) -> None:
+    def before_step(self, iteration: int) -> None:
         """Step number ``iteration`` is about to begin."""
         if iteration == self._first:
             self._settle()
@@ -37,7 +37,7 @@ class Profile:
             self._profiler = torch.profiler.profile(activities=self._activities)
             self._profiler.start()
 
-    def after(self, iteration: int) -> None:
+    def after_step(self, iteration: int) -> None:
         """It has ended."""
         if iteration == self._last:
             self._settle()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megapar.arguments import Config
+from megapar.core.device.peak import peak_flops
+from megapar.model.flops import flops_per_token
+from megapar.training import facts
 from megapar.training.build import Job, compute_dtype
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.memory import expert_bound
+from megapar.training.monitor import Monitor
+from megapar.training.objective import Objective
 from megapar.training.record import Logger
 
 
@@ -36,15 +42,42 @@ def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int)
     return loggers
 
 
-def greeting(config: Config, job: Job, peak: str) -> Iterator[str]:
+def make_monitor(
+    config: Config, job: Job, objective: Objective, terminal: PlainTerminal | None, iteration: int
+) -> Monitor:
+    """What collects the steps of this rank. Who has a terminal also writes down what the run is."""
+    world, metrics = job.world, config.logging.metrics_jsonl
+    peak, source = math.nan, "unknown"
+    if terminal is not None:  # nobody reads the other ranks' records, and all together would measure less
+        peak, source = peak_flops(world.device, compute_dtype(config, world.device))
+        if metrics:
+            folder = Path(metrics).absolute().parent
+            facts.write_facts(folder, config, world, peak, source, _num_parameters(job))
+    return Monitor(
+        *(world.axis("world"), world.axis("data"), world.axis("pp"), world.axis("cp")),
+        world.device,
+        objective,
+        make_loggers(config, terminal, iteration),
+        flops_per_token=flops_per_token(job.sizes, config.model.seq_length),
+        peak=peak,
+        peak_source=source,
+    )
+
+
+def _num_parameters(job: Job) -> int:
+    return sum(spec.numel for spec in job.table if spec.trainable)
+
+
+def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
     """What is about to be trained, and on what."""
     world = job.world
-    total = sum(spec.numel for spec in job.table if spec.trainable)
     yield f"{config.grid.describe()}, {world.num_groups} communicators"
     dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
     if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
         yield bound
-    yield f"{type(job.model).__name__}: {total:,} parameters, {world.device.name}, {dtype}, peak {peak}"
+    peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"
+    model = f"{type(job.model).__name__}: {_num_parameters(job):,} parameters"
+    yield f"{model}, {world.device.name}, {dtype}, peak {peak}"
 
 
 def nothing_left(iteration: int, train_iters: int) -> str:

@@ -67,7 +67,7 @@ def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
 
     watchdog = Watchdog(0.3, 0, 1, None, journal, {}, tell=told.append, end=end)
     watchdog.start()
-    watchdog.begin_step(3)
+    watchdog.before_step(3)
     assert ended.wait(30)  # the line that hangs
     watchdog.close()
     assert statuses == [1]
@@ -81,9 +81,9 @@ def test_steps_in_time_and_what_is_between_them_are_left_alone() -> None:
     watchdog = Watchdog(0.2, 0, 1, None, Journal(), {}, tell=lambda text: None, end=ended.append)
     watchdog.start()
     for step in range(8):
-        watchdog.begin_step(step)
+        watchdog.before_step(step)
         time.monotonic()
-        watchdog.end_step()
+        watchdog.after_step(step)
         threading.Event().wait(0.05)
     watchdog.close()
     assert ended == []
@@ -103,7 +103,7 @@ def hang(rank: int, world_size: int, rendezvous: str, records: Path) -> tuple[li
         end=lambda status: ended.set(),
     )
     watchdog.start()
-    watchdog.begin_step(1)
+    watchdog.before_step(1)
     axis.note("all_reduce")
     if rank != 1:
         axis.note("all_gather")

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import megapar.trainer
 from megapar.arguments import parse
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
@@ -25,7 +24,7 @@ from megapar.core.sharding.part import Part
 from megapar.core.world import World
 from megapar.moe.router import Router
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training import build, gradients
 from megapar.training.collect import collect_all, collect_buffers
 from tests.support import late
 
@@ -117,7 +116,7 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor]]:
     """Collect every whole gradient on rank 0 each time the step has finished its reductions and takes the norm."""
     kept: list[dict[str, Tensor]] = []
-    norm = megapar.trainer.global_norm
+    norm = gradients.global_norm
 
     def keep_and_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int]) -> tuple[Tensor, Tensor]:
         grads = [part.grad for part in parts if part.grad is not None]
@@ -125,7 +124,7 @@ def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor
         kept.append({name: value.clone() for name, value in whole})
         return norm(parts, world, besides)
 
-    stack.enter_context(patch.object(megapar.trainer, "global_norm", keep_and_norm))
+    stack.enter_context(patch.object(gradients, "global_norm", keep_and_norm))
     return kept
 
 
@@ -134,7 +133,7 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
     chosen: Routing = {}
     calls: Counter[tuple[int, int]] = Counter()
     current = [0]
-    seed = megapar.trainer.seed_micro_batch
+    seed = gradients.seed_micro_batch
     # A stage of a pipeline has some of the layers; their numbers are global.
     numbers = {
         id(module): int(name.split(".")[1])
@@ -168,7 +167,7 @@ def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) 
         chosen[key] = choose(router, probs)
         return chosen[key]
 
-    stack.enter_context(patch.object(megapar.trainer, "seed_micro_batch", seed_and_note))
+    stack.enter_context(patch.object(gradients, "seed_micro_batch", seed_and_note))
     stack.enter_context(patch.object(Router, "choose", choose_and_note))
     stack.enter_context(patch.object(Forward, "run", run_and_note))
     return chosen

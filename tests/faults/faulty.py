@@ -25,6 +25,7 @@ from megapar.core.checkpoint import folder, shard_file, storage
 from megapar.core.world import starts_before
 from megapar.tools.launch import _children
 from megapar.trainer import Trainer, main
+from megapar.training.gradients import Gradients
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -70,7 +71,7 @@ def before(module: Any, name: str, when: Callable[..., bool], number: int = sign
 
 def in_step(number: int) -> None:
     """Strike in the forward and backward of the step."""
-    before(Trainer, "_forward_backward", lambda self, *_: self.progress.iteration + 1 == SPEC["iteration"], number)
+    before(Gradients, "make", lambda _, work: work.iteration == SPEC["iteration"], number)
 
 
 def in_save(module: Any, name: str, path_of: Callable[..., Any]) -> None:
@@ -120,7 +121,7 @@ def at_random() -> None:
 
 # Phase -> the call that begins it, among how many calls one is drawn, and which ranks make it.
 PHASES: dict[str, tuple[Any, str, int, str]] = {
-    "step": (Trainer, "_forward_backward", 12, "any"),
+    "step": (Gradients, "make", 12, "any"),
     "shard": (shard_file, "_write_tensor", 100, "any"),
     "scalars and manifest": (storage, "write_bytes", 8, "0"),
     "rename": (storage, "move_into_place", 4, "0"),
@@ -201,7 +202,7 @@ def damage_local() -> None:
             strike()
         return False
 
-    before(Trainer, "_forward_backward", due)
+    before(Trainer, "step", due)
 
 
 def no_space_check() -> None:
@@ -223,7 +224,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill in latest": in_latest,
     "kill at random": at_random,
     "kill in a phase at random": in_phase_at_random,
-    "kill node": lambda: before(Trainer, "_forward_backward", node_is_due),
+    "kill node": lambda: before(Trainer, "step", node_is_due),
     "NaN once": lambda: not_a_number(always=False),
     "NaN always": lambda: not_a_number(always=True),
     "divergence": diverge,

@@ -18,7 +18,7 @@ DENSE = ("moe", 1, ("--num-experts", "0"))
 ERNIE = ("ernie", 1, ("--attention-dropout", "0", "--hidden-dropout", "0"))
 ROUTED = ("moe", 2, ("--num-experts", "4", "--first-k-dense", "0", "--ep-degree", "2"))
 # What a layer may launch and how often the host may wait: a change that adds to it should be meant.
-BUDGETS = {"dense": (DENSE, 110, 3), "ernie": (ERNIE, 60, 3), "routed": (ROUTED, 270, 5)}
+BUDGETS = {"dense": (DENSE, 110, 1), "ernie": (ERNIE, 60, 1), "routed": (ROUTED, 270, 3)}
 
 
 def counted(rank: int, world_size: int, rendezvous: str, model: str, ranks: int, flags: tuple[str, ...]) -> Budget:

@@ -41,7 +41,7 @@ class Bad:
 
 
 def train(
-    rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], scale: LossScale | None, bad: Bad
+    rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], scale: LossScale, bad: Bad
 ) -> tuple[list[Record], dict[str, Tensor]]:
     """Four steps with this loss scale whatever the dtype; the records and, on rank 0, the masters after them."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -49,9 +49,8 @@ def train(
         config = parse(kind, [*SMALL[kind], *COMMON, "--lr-decay-iters", "9", *flags], dict(os.environ))
         corpus = build.make_corpus(config)
         world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
-    trainer = Trainer(config, world, corpus)
-    if scale is not None:
-        trainer.loss_scale = scale
+    with patch.object(build, "make_loss_scale", lambda _: scale):
+        trainer = Trainer(config, world, corpus)
     spoil(trainer, rank, bad)
     for _ in range(4):
         trainer.monitor.add(trainer.step())
@@ -80,7 +79,7 @@ def spoil(trainer: Trainer, rank: int, bad: Bad) -> None:
         def of(self, *args: Any) -> Tensor:
             return infinite(super().of(*args))
 
-    trainer.objective = Spoiled(*astuple(trainer.objective))
+    trainer.gradients._objective = Spoiled(*astuple(trainer.objective))
 
 
 LAYOUTS = {

@@ -22,6 +22,7 @@ from megapar.data.skipping import effective, merged, parse_range, sample_at
 from megapar.errors import TrainingError
 from megapar.trainer import Trainer, train
 from megapar.training import build
+from megapar.training.judge import Judge
 from megapar.training.loggers import PlainTerminal
 from megapar.training.numbers import Numbers, Spikes
 from megapar.training.record import Record
@@ -60,7 +61,7 @@ def spoiled(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
         patch.object(Trainer, "run", run_spoiled(steps, times, bad_rank, factor)),
-        patch.object(Trainer, "_may_judge_late", lambda self: late),
+        patch.object(Judge, "_may_be_late", lambda self, config: late),
     ):
         return list(train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}").records), told
 
@@ -69,7 +70,7 @@ def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) 
     run = Trainer.run
 
     def spoil(self: Trainer) -> Any:
-        left, running, forward_backward = dict.fromkeys(steps, times), [0], self._forward_backward
+        left, running, forward_backward = dict.fromkeys(steps, times), [0], self.gradients._forward_backward
 
         def noted(work: Any) -> Any:
             running[0] = work.iteration
@@ -86,7 +87,7 @@ def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) 
         name = "layers.1.mlp_norm" if math.isnan(factor) else "final_norm"
         if name in modules:
             modules[name].register_forward_hook(hook)
-        self._forward_backward = noted
+        self.gradients._forward_backward = noted
         return run(self)
 
     return spoil

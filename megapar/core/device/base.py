@@ -153,6 +153,11 @@ class Device:
         """(the same on the host, the event behind which it is there)."""
         return x, NoEvent()
 
+    def values(self, x: Tensor) -> list[float]:
+        """What a vector holds; the host waits for it."""
+        values: list[float] = x.tolist()
+        return values
+
     def adopt(self, x: Tensor) -> None:
         """The current stream uses a tensor whose memory belongs to another one: the allocator has to know."""
 

@@ -1,0 +1,70 @@
+"""What goes with the steps of a run without being a part of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from megapar.arguments import Config
+from megapar.core.collector import Collector
+from megapar.core.watchdog import Watchdog
+from megapar.core.world import World
+from megapar.training.build import Job
+from megapar.training.profile import Profile
+
+
+class Companion(Protocol):
+    """Sees every step begin and end, on every rank alike."""
+
+    def before_step(self, iteration: int) -> None:
+        """Step number ``iteration`` is about to begin."""
+        ...
+
+    def after_step(self, iteration: int) -> None:
+        """It has ended."""
+        ...
+
+    def close(self) -> None:
+        """The run is over, or has failed."""
+        ...
+
+
+def make_companions(config: Config, job: Job) -> list[Companion]:
+    """As the flags say; the one that looks most closely at a step is the last to see it begin and the first to see it
+    end.
+    """
+    companions: list[Companion] = []
+    if config.training.manual_gc:
+        collector = Collector(config.training.manual_gc_interval)
+        collector.open()
+        companions.append(collector)
+    companions.append(make_watchdog(config, job.world))
+    if config.logging.profile is not None:
+        companions.append(_make_profile(config.logging.profile, config, job))
+    return companions
+
+
+def make_watchdog(config: Config, world: World) -> Watchdog:
+    """What ends a run that hangs; started unless --step-timeout-seconds is 0."""
+    timeout_seconds = config.reliability.step_timeout_seconds
+    axes = {axis.name: axis.ranks for axis in world.axes() if axis.size > 1}
+    watchdog = Watchdog(
+        timeout_seconds,
+        world.rank,
+        world.grid.world_size,
+        world.spare_store("watchdog"),
+        world.ledger.journal,
+        axes,
+        records=Path(config.checkpoint.save) if config.checkpoint.save else None,
+    )
+    if timeout_seconds:
+        watchdog.start()
+    return watchdog
+
+
+def _make_profile(steps: str, config: Config, job: Job) -> Profile:
+    """The profiler, which records on rank 0, beside the metrics."""
+    logging = config.logging
+    named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
+    world = job.world
+    return Profile(steps, named.absolute() if world.rank == 0 else None, world.device, job.sharding.wait)
