@@ -3,8 +3,7 @@
     forward               backward              conjugate
     copy                  all-reduce            reduce
     reduce (all-reduce)   nothing               copy
-    gather                own piece             scatter      (what follows is the same on every rank)
-    scatter (own piece)   gather                gather
+    gather                own piece             nothing has it (what follows is the same on every rank)
     all_gather            reduce-scatter        reduce_scatter (what follows differs per rank)
     reduce_scatter        all-gather            all_gather
 
@@ -17,6 +16,8 @@ The axis is an argument; at size 1 every function returns its input and communic
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,35 +27,32 @@ from torch import Tensor
 from megapar.core import transport
 from megapar.core.axis import Axis
 
+Operation = Callable[[Tensor], Tensor]
+
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """The input of parts that differ per rank: forward nothing, backward all-reduce."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)  # type: ignore[no-any-return]
+    return _pair(x, axis, _as_it_is, partial(_sum, axis=axis))
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis: forward all-reduce, backward nothing."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)  # type: ignore[no-any-return]
+    return _pair(x, axis, partial(_sum, axis=axis), _as_it_is)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """[.., n, ..] to [.., size * n, ..]: forward all-gather, backward this rank's piece."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, dim)  # type: ignore[no-any-return]
-
-
-def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[.., size * n, ..] to this rank's [.., n, ..]: forward a slice, backward all-gather."""
-    return x if axis.size == 1 else _Scatter.apply(x, axis, dim)  # type: ignore[no-any-return]
+    return _pair(x, axis, partial(_join, axis=axis, dim=dim), partial(_cut, axis=axis, dim=dim))
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """[.., n, ..] to [.., size * n, ..]: forward all-gather, backward reduce-scatter."""
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)  # type: ignore[no-any-return]
+    return _pair(x, axis, partial(_join, axis=axis, dim=dim), partial(_sum_piece, axis=axis, dim=dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """[.., size * n, ..] to this rank's piece [.., n, ..] of the sum: forward reduce-scatter, backward all-gather."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)  # type: ignore[no-any-return]
+    return _pair(x, axis, partial(_sum_piece, axis=axis, dim=dim), partial(_join, axis=axis, dim=dim))
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -69,10 +67,18 @@ def own_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Raises ValueError where the axis does not divide the dim.
     """
+    length = _piece_length(x, axis, dim)
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def _piece_length(x: Tensor, axis: Axis, dim: int) -> int:
     if x.shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of {axis.name}")
-    length = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * length, length)
+    return x.shape[dim] // axis.size
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:
@@ -87,76 +93,31 @@ def _join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return whole.movedim(0, dim).contiguous()
 
 
+def _cut(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return own_piece(x, axis, dim).contiguous()
+
+
 def _sum_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's piece along ``dim`` of the sum over all ranks."""
-    if x.shape[dim] % axis.size:
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of {axis.name}")
+    length = _piece_length(x, axis, dim)
     whole = x.movedim(dim, 0).contiguous()
-    piece = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
+    piece = whole.new_empty((length, *whole.shape[1:]))
     transport.reduce_scatter(piece, whole, axis)
     return piece.movedim(0, dim).contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+def _pair(x: Tensor, axis: Axis, there: Operation, back: Operation) -> Tensor:
+    return x if axis.size == 1 else _Pair.apply(x, there, back)  # type: ignore[no-any-return]
+
+
+class _Pair(torch.autograd.Function):
+    """One operation forward, its conjugate backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum(grads[0], ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return _sum(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _join(x, axis, dim)
+    def forward(ctx: Any, x: Tensor, there: Operation, back: Operation) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return own_piece(grads[0], ctx.axis, ctx.dim).contiguous(), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return own_piece(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grads[0], ctx.axis, ctx.dim), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _join(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_piece(grads[0], ctx.axis, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _sum_piece(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grads[0], ctx.axis, ctx.dim), None, None
+        return ctx.back(grads[0]), None, None

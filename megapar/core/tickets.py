@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -183,8 +182,7 @@ class SendReceive:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] to [n, ..]."""
         y = torch.zeros_like(x) if self.source is None else torch.empty_like(x)
-        works = transport.send_receive(y, x, self.axis, self.to, self.source)
-        return y, _AllWork(works) if works else None
+        return y, transport.send_receive(y, x, self.axis, self.to, self.source)
 
     def conjugate(self) -> SendReceive:
         """The gradient goes to where the message came from."""
@@ -215,25 +213,6 @@ class Unsent:
     def conjugate(self) -> Unsent:
         """What was not sent has no gradient."""
         return Unsent(self.exchange.conjugate())
-
-
-class _AllWork(dist.Work):
-    """Several works that are waited for as one."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for each; the second time nothing (gloo waits for ever for a message that was waited for)."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all are."""
-        return all(work.is_completed() for work in self._works)
 
 
 class Traffic:

@@ -73,7 +73,7 @@ def all_to_all(
     )
 
 
-def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> list[dist.Work]:
+def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> Messages | None:
     """``sent`` to rank ``to`` of the axis and ``received`` from rank ``source``; None: nobody. Always asynchronous."""
     calls = []
     if source is not None:  # first, as above
@@ -81,7 +81,7 @@ def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, sou
     if to is not None:
         axis.count("send", sent.nbytes)
         calls.append(dist.P2POp(dist.isend, sent, axis.ranks[to], group=axis.group))
-    return dist.batch_isend_irecv(calls) if calls else []
+    return Messages(dist.batch_isend_irecv(calls)) if calls else None
 
 
 def reduce_scatter(
@@ -135,22 +135,22 @@ def _exchange(
     works = [dist.irecv(received[r], group=group, group_src=r) for r in reversed(others) if received[r].numel()]
     works += [dist.isend(sent[r], group=group, group_dst=r) for r in others if sent[r].numel()]
     received[axis.rank].copy_(sent[axis.rank])
-    exchange = _Exchange([work for work in works if work is not None])
+    exchange = Messages([work for work in works if work is not None])
     if async_op:
         return exchange
     exchange.wait()
     return None
 
 
-class _Exchange(dist.Work):
-    """Messages to and from every other rank."""
+class Messages(dist.Work):
+    """Messages between two ranks each, waited for as one."""
 
     def __init__(self, messages: list[dist.Work]) -> None:
         super().__init__()
         self._messages = messages
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all messages; the second time nothing."""
+        """Wait for each; the second time nothing (gloo waits for ever for a message that was waited for)."""
         messages, self._messages = self._messages, []
         for message in messages:
             message.wait() if timeout == timedelta(0) else message.wait(timeout)

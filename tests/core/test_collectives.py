@@ -13,12 +13,11 @@ from tests.support.ranks import run_ranks
 CONJUGATES = {
     "copy": "reduce",
     "reduce": "copy",
-    "gather": "scatter",
-    "scatter": "gather",
+    "gather": "own piece",
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
 }
-WITH_DIM = {"gather", "scatter", "all_gather", "reduce_scatter"}
+WITH_DIM = {"gather", "all_gather", "reduce_scatter"}
 
 
 def call(name, x, axis, dim):
@@ -62,7 +61,7 @@ def expected(name, inputs, rank, dim):
         return sum(inputs)
     if name in ("gather", "all_gather"):
         return torch.cat(inputs, dim)
-    whole = inputs[rank] if name == "scatter" else sum(inputs)
+    whole = inputs[rank] if name == "own piece" else sum(inputs)
     return whole.chunk(size, dim)[rank]
 
 
@@ -72,9 +71,9 @@ def test_pairs_are_conjugate_on_two_ranks():
 
 def refused(rank, world_size):
     messages = []
-    for name in ("scatter", "reduce_scatter"):
+    for cut in (collectives.own_piece, collectives.reduce_scatter):
         try:
-            call(name, torch.zeros(2, 3), world(rank, world_size), 1)
+            cut(torch.zeros(2, 3), world(rank, world_size), 1)
         except ValueError as error:
             messages.append(str(error))
     return messages
