@@ -28,11 +28,13 @@ from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
+from megapar.core.exchange import AllToAll, Exchange
 from megapar.core.memory import MemoryTracker
 from megapar.core.meter import WaitMeter
 from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import hide_communication
-from megapar.core.tickets import AllToAll, Exchange, Flight, Traffic, start, wait
+from megapar.core.tickets import start, wait
+from megapar.core.traffic import Flight, Traffic
 from megapar.model.decoder import Decoder
 from megapar.training import degree
 

@@ -23,7 +23,8 @@ from megapar.core.context_parallel.blockwise import Work, attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.layout import RING, Layout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.tickets import Exchange, Flight, Traffic
+from megapar.core.exchange import Exchange
+from megapar.core.traffic import Flight, Traffic
 
 HEADS, GROUPS, SIZE = 8, 4, 64
 

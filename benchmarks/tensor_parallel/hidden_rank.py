@@ -19,7 +19,7 @@ from benchmarks.tensor_parallel.shape import SHAPES
 from megapar.core.axis import Axis
 from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import hide_communication
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.model.decoder import Decoder
 from megapar.model.sizes import DecoderSizes
 

@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
-from megapar.core.tickets import AllGather, Flight, Traffic
+from megapar.core.exchange import AllGather
+from megapar.core.traffic import Flight, Traffic
 
 NEWEST = 2
 

@@ -33,8 +33,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
+from megapar.core.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.replay import Replay
-from megapar.core.tickets import AllGather, Exchange, Flight, Reduce, ReduceScatter, Traffic
+from megapar.core.traffic import Flight, Traffic
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 

@@ -24,7 +24,7 @@ from megapar.core.axis import Ledger
 from megapar.core.kept import Keeper, KeptUnit
 from megapar.core.memory import MemoryTracker
 from megapar.core.replay import Replay
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 
 T = TypeVar("T")
 

@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_scatter
+from megapar.core.exchange import AllGather, Reduce, ReduceScatter
 from megapar.core.overlap import ArrivedColumn, CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
 from megapar.core.replay import Replay
-from megapar.core.tickets import AllGather, Reduce, ReduceScatter, Ticket, Traffic, copy_gradient, start, wait
+from megapar.core.tickets import Ticket, copy_gradient, start, wait
+from megapar.core.traffic import Traffic
 from megapar.core.weight_gradients import WeightGradients, linear
 from megapar.core.wide_sum import wide_use
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.model.ampipe import Sliced, run_sliced
 from megapar.model.attention import Attention, AttentionSizes
 from megapar.model.context import Context

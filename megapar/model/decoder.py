@@ -28,7 +28,7 @@ from megapar.core.tensor_parallel import (
     parameter,
     vocabulary_range,
 )
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context

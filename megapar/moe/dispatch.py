@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device.ops import op
+from megapar.core.exchange import AllToAll
 from megapar.core.replay import Replay
-from megapar.core.tickets import AllToAll
 from megapar.moe.stats import count_pairs
 
 

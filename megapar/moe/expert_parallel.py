@@ -30,8 +30,10 @@ from torch import Tensor
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
 from megapar.core.device.base import Event
+from megapar.core.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Unsent
 from megapar.core.replay import Replay, once
-from megapar.core.tickets import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Ticket, Traffic, Unsent, start, wait
+from megapar.core.tickets import Ticket, start, wait
+from megapar.core.traffic import Traffic
 from megapar.moe.dispatch import (
     Dispatched,
     Permutation,

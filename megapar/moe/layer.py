@@ -16,7 +16,7 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.share import Share
 from megapar.core.replay import Replay
 from megapar.core.tensor_parallel import piece_shape
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.errors import DistributedError
 from megapar.moe.capacity import (
     capacity_on_device,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.tickets import AllToAll
+from megapar.core.exchange import AllToAll
 from megapar.moe.dispatch import Permutation, Plan, sort_by_expert
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher, order_by_expert
 

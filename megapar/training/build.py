@@ -37,7 +37,7 @@ from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.data import corpus

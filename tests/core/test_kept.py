@@ -14,7 +14,7 @@ from megapar.core.device.base import Device
 from megapar.core.kept import Keeper
 from megapar.core.memory import MemoryTracker
 from megapar.core.recompute import Interval, Recompute
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from tests.support.ranks import run_ranks
 from tests.support.streams import LateDevice, LateTraffic
 

@@ -25,7 +25,7 @@ from megapar.core.tensor_parallel import (
     local,
     vocabulary_range,
 )
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from tests.support import late
 from tests.support.ranks import run_ranks
 

@@ -7,20 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.axis import Axis, Ledger
+from megapar.core.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, SendReceive
 from megapar.core.recompute import Interval, Recompute
 from megapar.core.replay import Replay
-from megapar.core.tickets import (
-    AllGather,
-    AllToAll,
-    Copy,
-    Reduce,
-    ReduceScatter,
-    SendReceive,
-    Traffic,
-    defer,
-    start,
-    wait,
-)
+from megapar.core.tickets import defer, start, wait
+from megapar.core.traffic import Traffic
 from megapar.errors import DistributedError
 from tests.support import late
 from tests.support.ranks import run_ranks

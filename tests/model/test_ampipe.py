@@ -15,7 +15,7 @@ from megapar.core.device.base import Device
 from megapar.core.overlap import Overlap
 from megapar.core.recompute import Interval, Recompute
 from megapar.core.tensor_parallel import hide_communication
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.model.attention_slices import CausalSlices, Growing
 from megapar.model.context import Context
 from megapar.model.table import table_of

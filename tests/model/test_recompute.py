@@ -13,7 +13,7 @@ from megapar.core.axis import Axis
 from megapar.core.overlap import Overlap
 from megapar.core.recompute import Block, Choice, Interval, Recompute
 from megapar.core.tensor_parallel import hide_communication
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from megapar.model.sizes import DecoderSizes
 from megapar.moe.sizes import MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megapar.core.device.base import Device
-from megapar.core.tickets import Exchange, Flight, Traffic
+from megapar.core.exchange import Exchange
+from megapar.core.traffic import Flight, Traffic
 
 
 class LateStream:

@@ -14,7 +14,8 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.blockwise import Columns, Plan, See, SeeBack
 from megapar.core.context_parallel.layout import Layout
 from megapar.core.context_parallel.tiles import Sight, gathered_tiles, halves, own_tiles
-from megapar.core.tickets import AllGather, ReduceScatter, Traffic
+from megapar.core.exchange import AllGather, ReduceScatter
+from megapar.core.traffic import Traffic
 
 
 def gathered_plan(layout: Layout, rank: int, sight: Sight) -> Plan:

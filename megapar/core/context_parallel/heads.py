@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megapar.core.axis import Axis
-from megapar.core.tickets import AllToAll, Traffic, start, wait
+from megapar.core.exchange import AllToAll
+from megapar.core.tickets import start, wait
+from megapar.core.traffic import Traffic
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis, traffic: Traffic) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
 from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
 from megapar.core.context_parallel.tiles import Sight
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 
 
 @dataclass(frozen=True)

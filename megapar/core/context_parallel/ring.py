@@ -17,7 +17,8 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.blockwise import Columns, Plan, See, SeeBack
 from megapar.core.context_parallel.layout import Layout
 from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
-from megapar.core.tickets import Flight, SendReceive, Traffic
+from megapar.core.exchange import SendReceive
+from megapar.core.traffic import Flight, Traffic
 
 
 def ring_plan(layout: Layout, rank: int, sight: Sight) -> Plan:

@@ -28,7 +28,8 @@ from megapar.core.context_parallel.blockwise import Columns
 from megapar.core.context_parallel.layout import Layout
 from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
 from megapar.core.device.block import Block
-from megapar.core.tickets import AllGather, Flight, ReduceScatter, SendReceive, Traffic
+from megapar.core.exchange import AllGather, ReduceScatter, SendReceive
+from megapar.core.traffic import Flight, Traffic
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference
 from megapar.core.device.packed import Documents, packed_attention_reference
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from tests.support.ranks import run_ranks
 
 SAMPLES, LENGTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 8

@@ -10,7 +10,7 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.layout import GATHERED, RING, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.slices import SharedSlices
-from megapar.core.tickets import Traffic
+from megapar.core.traffic import Traffic
 from tests.core.context_parallel.test_method import ENDS, LENGTH, RecordedTraffic, draw, whole
 from tests.support.ranks import run_ranks
 

@@ -1,0 +1,121 @@
+"""What is in flight on this rank, where it was launched, and how long waiting for it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.axis import Axis
+from megapar.core.device.base import Device, Stream
+from megapar.core.exchange import Exchange
+from megapar.core.meter import WaitMeter
+from megapar.errors import DistributedError
+
+
+class Traffic:
+    """What the start/wait pairs of one layer or model have launched.
+
+    launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
+    meter: the time that waits for collectives took. device: what launches. chained: names of axes whose collectives
+    never use the link at once: each is launched behind what flies on the others.
+    """
+
+    def __init__(
+        self,
+        meter: WaitMeter | None = None,
+        device: Device | None = None,
+        chained: frozenset[str] = frozenset(),
+    ) -> None:
+        self.chained = chained
+        self.launched: Counter[str] = Counter()
+        self.host_waits = 0
+        self.meter = WaitMeter() if meter is None else meter
+        self.device = Device() if device is None else device
+        self._streams: dict[str, Stream] = {}
+        # Holds the flights themselves: a lost ticket must not free buffers that a collective still writes to.
+        self._open: dict[int, Flight] = {}
+
+    @property
+    def in_flight(self) -> list[str]:
+        """What has been launched and not waited for, oldest first."""
+        return [f"{flight.exchange.kind} over {flight.exchange.axis.name}" for flight in self._open.values()]
+
+    def check_settled(self) -> None:
+        """Call where nothing may be in flight, such as the end of a step. Raises DistributedError naming what is."""
+        if self._open:
+            raise DistributedError(f"launched and never waited for: {', '.join(self.in_flight)}")
+
+    def mark(self) -> tuple[Flight, ...]:
+        """What is in flight now, for ``land_since``."""
+        return tuple(self._open.values())
+
+    def land_since(self, mark: tuple[Flight, ...]) -> None:
+        """Wait for everything launched since ``mark`` was taken."""
+        before = {id(flight) for flight in mark}
+        for flight in [flight for key, flight in self._open.items() if key not in before]:
+            self.land(flight)
+
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
+        """Launch one collective; the flight keeps its input. aside: the current stream is not where it will be used."""
+        x = x.contiguous()
+        if exchange.axis.size == 1:
+            output, work = x, None
+        elif exchange.axis.name in self.chained:
+            output, work = self.device.launch(lambda: self._behind_others(exchange, x), self._stream("link"))
+            aside = True
+        else:
+            output, work = self.device.launch(lambda: exchange.launch(x))
+        flight = Flight(exchange, x, output, work, aside)
+        if work is not None:
+            self.launched[exchange.kind] += 1
+        self._open[id(flight)] = flight
+        return flight
+
+    def land(self, flight: Flight, metered: bool = True) -> Tensor:
+        """Wait for a flight and return its output. metered: False where the wait holds up only a stream of its own."""
+        if flight.work is not None and not metered:
+            flight.work.wait()
+        elif flight.work is not None:
+            self.meter.wait(flight.work, flight.kind)
+        if flight.aside:
+            self.device.adopt(flight.output)
+        del self._open[id(flight)]
+        return flight.output
+
+    def _behind_others(self, exchange: Exchange, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Launch behind what is in flight on the other chained axes; on a CPU the host has to wait for that."""
+        for flight in self._open.values():
+            axis = flight.exchange.axis
+            if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
+                if self.device.runs_ahead:
+                    flight.work.wait()
+                else:
+                    self.meter.wait(flight.work, flight.kind)
+        return exchange.launch(x)
+
+    def stream(self, axis: Axis) -> Stream:
+        """The axis' own stream."""
+        return self._stream(axis.name)
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self._streams:
+            self._streams[name] = self.device.new_stream()
+        return self._streams[name]
+
+
+class Flight(NamedTuple):
+    """A launched collective and the buffers that nobody may touch until it has been waited for."""
+
+    exchange: Exchange
+    input: Tensor
+    output: Tensor
+    work: dist.Work | None
+    aside: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What its waiting time is counted as."""
+        return f"{self.exchange.axis.name}/{self.exchange.kind}"
