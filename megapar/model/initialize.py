@@ -8,53 +8,17 @@ piece touches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapar.core.box import Box
-from megapar.core.tensor_parallel import local
 from megapar.model.table import ParameterSpec, Piece
 
 ROWS_PER_BLOCK = 64
-
-
-def initialize(
-    model: nn.Module,
-    table: Iterable[ParameterSpec],
-    *,
-    seed: int,
-    init_std: float,
-    boxes: Mapping[str, Box],
-) -> None:
-    """Fills every parameter and buffer of ``model`` that is in the table with its initial value, in place.
-
-    boxes: name -> what the local tensor holds of the global one; a name that is missing holds all of it
-    (``place_boxes`` makes them from a rank's coordinates). Raises ValueError where a local shape is not its box's.
-    """
-    rows = {spec.name: spec for spec in table}
-    for name, tensor in named_tensors(model):
-        spec = rows[name]
-        box = boxes.get(name, Box.whole(spec.shape))
-        target = local(tensor.detach())
-        if tuple(target.shape) != box.sizes:
-            raise ValueError(f"{name} holds {tuple(target.shape)} here, but its box is {box.sizes} of {spec.shape}")
-        fill(target, spec, box, seed=seed, init_std=init_std)
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then checkpointed buffers: what the table has rows for."""
-    yield from model.named_parameters()
-    persistent = model.state_dict(keep_vars=True)
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-
-
-def place_boxes(table: Iterable[ParameterSpec], places: Mapping[str, tuple[int, int]]) -> dict[str, Box]:
-    """Name -> box of the rank at ``places``: mesh axis -> (size, coordinate); axes not named do not cut."""
-    return {spec.name: spec.box(dict(places)) for spec in table}
 
 
 @torch.no_grad()

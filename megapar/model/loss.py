@@ -55,12 +55,6 @@ def check_piece(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
     return start, rows
 
 
-def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """``linear_cross_entropy`` on one rank, written plainly: all logits at once, gradients by autograd."""
-    logits = F.linear(hidden, weight, bias).to(wide(hidden.dtype))
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

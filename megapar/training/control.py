@@ -43,8 +43,6 @@ class Control:
     leader: whether this rank's clock is the one that counts.
     """
 
-    NUM_VOTES = 3
-
     def __init__(self, limits: Limits, stop_signal: StopSignal | None, *, leader: bool) -> None:
         self._limits = limits
         self._signal = stop_signal or StopSignal()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.tensor_parallel import local
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
-from megapar.model.initialize import initialize, place_boxes
+from megapar.model.initialize import fill
 from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import table_of
+from megapar.model.table import ParameterSpec, table_of
 from megapar.moe.sizes import MoeSizes
 
 DENSE = DecoderSizes(
@@ -110,10 +112,32 @@ def build(
     table = [replace(row, init="normal") for row in table_of(sizes) if row.trainable]
     table += [row for row in table_of(sizes) if not row.trainable]
     axes = {name: more.get(name, Axis.single(name)) for name in ("ep", "emp")} | {"mp": mp}
-    boxes = place_boxes(table, {name: (axis.size, axis.rank) for name, axis in axes.items()})  # type: ignore[attr-defined]
-    initialize(model, table, seed=seed, init_std=sizes.init_std, boxes=boxes)
+    places = {name: (axis.size, axis.rank) for name, axis in axes.items()}  # type: ignore[attr-defined]
+    initialize(model, table, places, seed=seed, init_std=sizes.init_std)
     shift_norms(model)
     return model
+
+
+def initialize(
+    model: nn.Module,
+    table: Iterable[ParameterSpec],
+    places: Mapping[str, tuple[int, int]],
+    *,
+    seed: int,
+    init_std: float,
+) -> None:
+    """Fill every parameter and buffer of the table as the rank at ``places`` has it: axis -> (size, coordinate)."""
+    rows = {spec.name: spec for spec in table}
+    for name, tensor in named_tensors(model):
+        box = rows[name].box(dict(places))
+        fill(local(tensor.detach()), rows[name], box, seed=seed, init_std=init_std)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then checkpointed buffers: what the table has rows for."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def shift_norms(model: nn.Module) -> None:

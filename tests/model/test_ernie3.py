@@ -16,12 +16,11 @@ from megapar.data.store import Split
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.model.ernie3 import BranchLayer, Ernie3, UniversalBlock
-from megapar.model.initialize import initialize, named_tensors, place_boxes
 from megapar.model.recurrence import Rows, generate
 from megapar.model.sizes import Ernie3Sizes
 from megapar.model.table import parameter_counts, table_of
 from megapar.rules.tasks import TASKS
-from tests.model.small import shift_norms
+from tests.model.small import initialize, named_tensors, shift_norms
 
 SIZES = Ernie3Sizes(
     num_layers=2,
@@ -46,8 +45,7 @@ MIXTURE = "knowledge_mlm:1,document_lm:1,sentence_reorder:1,sentence_distance:1,
 def build(sizes: Ernie3Sizes = SIZES, dtype: torch.dtype = torch.float64) -> Ernie3:
     model = Ernie3(sizes, mp=Axis.single("mp"), dtype=dtype)
     table = [replace(row, init="normal") for row in table_of(sizes)]
-    boxes = place_boxes(table, {"mp": (1, 0)})
-    initialize(model, table, seed=1, init_std=sizes.init_std, boxes=boxes)
+    initialize(model, table, {"mp": (1, 0)}, seed=1, init_std=sizes.init_std)
     shift_norms(model)
     return model
 

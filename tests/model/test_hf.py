@@ -23,10 +23,9 @@ from megapar.errors import CheckpointError
 from megapar.model.family import family_of_sizes
 from megapar.model.hf import not_exportable, save_hf
 from megapar.model.hf_folder import HfFolder
-from megapar.model.initialize import named_tensors
 from megapar.model.table import table_of
 from megapar.moe.sizes import MoeSizes
-from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build
+from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, named_tensors
 
 DECODERS = {
     "dense tied": DENSE,

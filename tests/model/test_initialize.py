@@ -11,9 +11,9 @@ import torch
 from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.model.decoder import Decoder
-from megapar.model.initialize import draw_block, fill, initialize, named_tensors, place_boxes
+from megapar.model.initialize import draw_block, fill
 from megapar.model.table import table_of
-from tests.model.small import DENSE, ERNIE, MOE
+from tests.model.small import DENSE, ERNIE, MOE, initialize, named_tensors
 
 WIDE = replace(MOE, hidden_size=40, head_dim=24, vocab_size=150, moe=replace(MOE.moe, hidden_size=40))
 
@@ -83,8 +83,7 @@ def test_model_halves_are_halves_of_the_model():
 
     def made(mp):
         model = Decoder(DENSE, mp=mp, dtype=torch.float32, **single)
-        boxes = place_boxes(table, {"mp": (mp.size, mp.rank)})
-        initialize(model, table, seed=3, init_std=0.02, boxes=boxes)
+        initialize(model, table, {"mp": (mp.size, mp.rank)}, seed=3, init_std=0.02)
         return dict(named_tensors(model))
 
     whole = made(Axis.single("mp"))
@@ -116,10 +115,3 @@ def test_norms_are_ones_and_biases_zeros():
             assert bool((value == 1).all())
         else:
             assert float(value.std()) == pytest.approx(ERNIE.init_std, rel=0.3)
-
-
-def test_a_wrong_box_is_refused():
-    model = Decoder(DENSE, mp=Axis.single("a"), ep=Axis.single("b"), emp=Axis.single("c"), dtype=torch.float32)
-    boxes = {"embedding.word.weight": Box((0, 0), (5, 32))}
-    with pytest.raises(ValueError, match=r"embedding.word.weight holds \(67, 32\) here"):
-        initialize(model, table_of(DENSE), seed=1, init_std=0.02, boxes=boxes)

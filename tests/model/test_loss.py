@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megapar.core.axis import Axis
-from megapar.model.loss import linear_cross_entropy, reference_cross_entropy
+from megapar.core.device.dtypes import wide
+from megapar.model.loss import IGNORED, linear_cross_entropy
 
 SINGLE = Axis.single("mp")
+
+
+def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """``linear_cross_entropy`` on one rank, written plainly: all logits at once, gradients by autograd."""
+    logits = F.linear(hidden, weight, bias).to(wide(hidden.dtype))
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
 def inputs(rows, *, dtype=torch.float64, bias=True, hidden=8, vocab=13):

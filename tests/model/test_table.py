@@ -13,11 +13,11 @@ from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
-from megapar.model.initialize import named_tensors, piece_box
+from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
-from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, build
+from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, build, named_tensors
 
 ERNIE_21B = DecoderSizes(
     num_layers=28,

@@ -30,7 +30,6 @@ from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
 from megapar.model.hf import save_hf
-from megapar.model.initialize import named_tensors
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
@@ -144,7 +143,7 @@ def test_dtypes_are_kept_and_unknown_tensors_carried_along(folders: dict[str, Pa
 def test_multi_token_prediction_is_part_of_the_model_where_the_folder_has_it(tmp_path: Path) -> None:
     sizes = replace(small.MOE, mtp_depth=1)
     model = small.build(sizes)
-    save_hf(tmp_path / "folder", sizes, ((n, t.detach()) for n, t in named_tensors(model)), torch.float32)
+    save_hf(tmp_path / "folder", sizes, ((n, t.detach()) for n, t in small.named_tensors(model)), torch.float32)
     assert hf_to_megapar(tmp_path / "folder", tmp_path / "made").carried == ()
     megapar_to_hf(tmp_path / "made", tmp_path / "back")
     assert _tensors(tmp_path / "back") == _tensors(tmp_path / "folder")
