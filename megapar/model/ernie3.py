@@ -110,13 +110,13 @@ class TaskHeads(nn.Module):
     def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
         self.tasks = sizes.tasks
-        h, plain = sizes.task_hidden_size, {"dtype": dtype, "device": device}
+        h = sizes.task_hidden_size
         for branch in sizes.word_branches:
-            self.add_module(branch, MaskedLmHead(sizes, features=h, mp=mp, **plain))  # type: ignore[arg-type]
-        self.pooler = Pooler(h, h, **plain) if set(CLASSES) & set(sizes.tasks) else None  # type: ignore[arg-type]
+            self.add_module(branch, MaskedLmHead(sizes, features=h, mp=mp, dtype=dtype, device=device))
+        self.pooler = Pooler(h, h, dtype=dtype, device=device) if set(CLASSES) & set(sizes.tasks) else None
         for task in CLASSES:
             if task in sizes.tasks:
-                self.add_module(task, ClassHead(h, sizes.classes(task), **plain))  # type: ignore[arg-type]
+                self.add_module(task, ClassHead(h, sizes.classes(task), dtype=dtype, device=device))
 
     def forward(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
         """[B, S, h], whole on every mp rank, and a micro-batch to the sums of all tasks and their right answers."""

@@ -188,9 +188,9 @@ def unpermute(rows_RH: Tensor, permutation: Permutation) -> Tensor:
 class _Permute(torch.autograd.Function):
     # The permutation travels as saved tensors, so that recomputation and offloading see it.
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, *permutation: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, *permutation: Any) -> Tensor:
         ctx.save_for_backward(*permutation)
-        return _gather(x_TH, Permutation(*permutation))  # type: ignore[arg-type]
+        return _gather(x_TH, Permutation(*permutation))
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -199,9 +199,9 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, *permutation: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows_RH: Tensor, *permutation: Any) -> Tensor:
         ctx.save_for_backward(*permutation)
-        return gather_sum(rows_RH, Permutation(*permutation))  # type: ignore[arg-type]
+        return gather_sum(rows_RH, Permutation(*permutation))
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -79,10 +79,10 @@ class RowsOfTokens:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, *fields: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, *fields: Any) -> Tensor:
         ctx.save_for_backward(*fields)
         ctx.hidden, ctx.weight_dtype = x_TH.shape[1], weights_Tk.dtype
-        return fill(x_TH, weights_Tk, Permutation(*fields))  # type: ignore[arg-type]
+        return fill(x_TH, weights_Tk, Permutation(*fields))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,14 +92,12 @@ class _Pack(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, message: Tensor, dtype: torch.dtype, room: int, *fields: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, message: Tensor, dtype: torch.dtype, room: int, *fields: Any) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*fields)
         hidden = message.shape[1] - _columns(dtype, message.dtype)
         ctx.received, ctx.fields = message.shape[0], len(fields)
         if fields:
-            order = Permutation(*fields)  # type: ignore[arg-type]
+            order = Permutation(*fields)
             tokens = message[:, :hidden].index_select(0, order.pair)
         else:
             tokens = message.new_zeros(room, hidden)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from megapar.rules.pipeline import zero_bubble
-from megapar.rules.rule import DOWNGRADE, LIFTED, Facts, Rule, near_multiples
+from megapar.rules.rule import DOWNGRADE, LIFTED, Facts, Rule, Test, near_multiples
 
 MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
@@ -21,15 +22,15 @@ def _capacity(f: Facts) -> int:
     return int(max(even, f.moe_min_capacity))
 
 
-def _row(number: int, id: str, reads: tuple[str, ...], **more: object) -> Rule:
+def _row(number: int, id: str, reads: tuple[str, ...], **more: Any) -> Rule:
     return Rule(
         id=id,
         reads=reads,
-        **{"source": f"seed 001; compatibility {number}", "models": MOE, **more},  # type: ignore[arg-type]
+        **{"source": f"seed 001; compatibility {number}", "models": MOE, **more},
     )
 
 
-def _excludes(id: str, reads: tuple[str, ...], free: object, what: str, failing: str, **more: object) -> Rule:
+def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: str, **more: Any) -> Rule:
     return _row(
         5,
         id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 from megapar.rules.rule import Facts, Rule, Test, always, divisors, either, near_divisors, near_multiples, spell
 
@@ -86,7 +87,7 @@ def _near_vocabulary(f: Facts) -> int:
 
 
 def _divides(
-    id: str, part: str, whole: str, message: str, passing: str, failing: str, when: Test = always, **more: object
+    id: str, part: str, whole: str, message: str, passing: str, failing: str, when: Test = always, **more: Any
 ) -> Rule:
     """The row `part divides whole`."""
     return Rule(
@@ -100,7 +101,7 @@ def _divides(
         ),
         passing=passing,
         failing=failing,
-        **{"source": DESIGN, "reads": (part, whole), **more},  # type: ignore[arg-type]
+        **{"source": DESIGN, "reads": (part, whole), **more},
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import Facts, Rule, either, near_multiples
+from typing import Any
+
+from megapar.rules.rule import Facts, Rule, Test, either, near_multiples
 
 SOURCE = "training"
 SHARDING = "sharding"
@@ -10,20 +12,30 @@ NOTHING = "compatibility 8"
 ERNIE = ("ernie",)
 
 
-def _unused(
-    id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: object, what: str, **more: object
-) -> Rule:
+def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:
     """The row `flags that would do nothing here must be left at their defaults`."""
     spelled = ", ".join("--" + name.replace("_", "-") for name in names)
     return Rule(
         id=id,
         reads=(*when_read, "changed"),
-        when=when,  # type: ignore[arg-type]
+        when=when,
         requires=lambda f: not f.changed & set(names),
         message=f"{spelled} would do nothing {what}",
         fix=lambda f: f"Leave out {either('--' + n.replace('_', '-') for n in names if n in f.changed)}.",
         source=NOTHING,
-        **more,  # type: ignore[arg-type]
+        **more,
+    )
+
+
+def _fp8(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
+    """A row on what --fp8 asks of the rest."""
+    return Rule(
+        id=id,
+        reads=("fp8", *reads),
+        when=lambda f: f.fp8,
+        passing=f"--fp8 {passing}".strip(),
+        failing=f"--fp8 {failing}",
+        **{"source": "--fp8", **more},
     )
 
 
@@ -401,48 +413,40 @@ RULES: tuple[Rule, ...] = (
         passing="--manual-gc --manual-gc-interval 50",
         failing="--manual-gc-interval 50",
     ),
-    Rule(
-        id="fp8-device",
-        reads=("fp8", "device"),
-        when=lambda f: f.fp8,
+    _fp8(
+        "fp8-device",
+        ("device",),
+        "--device cpu",
+        "--device cuda",
         requires=lambda f: f.device in ("auto", "cuda"),
         message="fp8 products need an NVIDIA GPU of compute capability 8.9 or more",
         fix="Leave --fp8 out, or choose --device cuda.",
         source="devices",
-        passing="--fp8 --device cuda",
-        failing="--fp8 --device cpu",
     ),
-    Rule(
-        id="fp8-dtype",
-        reads=("fp8", "dtype"),
-        when=lambda f: f.fp8,
+    _fp8(
+        "fp8-dtype",
+        ("dtype",),
+        "--dtype fp32",
+        "--bf16",
         requires=lambda f: f.dtype in ("auto", "bf16"),
         message="--fp8 rounds the inputs of bf16 products; everything else stays in bf16",
         fix="Choose --dtype bf16.",
-        source="--fp8",
-        passing="--fp8 --bf16",
-        failing="--fp8 --dtype fp32",
     ),
-    Rule(
-        id="fp8-mp",
-        reads=("fp8", "mp_degree"),
-        when=lambda f: f.fp8,
+    _fp8(
+        "fp8-mp",
+        ("mp_degree",),
+        "--world-size 2 --mp-degree 2",
         requires=lambda f: f.mp_degree == 1,
         message="products that are cut over mp travel piece by piece, and fp8 scales whole tensors",
         fix="Choose --mp-degree 1, or leave --fp8 out.",
-        source="--fp8",
-        passing="--fp8",
-        failing="--fp8 --world-size 2 --mp-degree 2",
     ),
-    Rule(
-        id="fp8-zero-bubble",
-        reads=("fp8", "use_nanopipe", "pp_schedule"),
-        when=lambda f: f.fp8,
+    _fp8(
+        "fp8-zero-bubble",
+        ("use_nanopipe", "pp_schedule"),
+        "--world-size 2 --pp-degree 2 --use-nanopipe",
+        "--world-size 2 --pp-degree 2",
         requires=lambda f: not f.use_nanopipe and f.pp_schedule != "zero_bubble",
         message="torchao's backward makes the gradients of input and weight together, zero-bubble wants them apart",
         fix="Choose --pp-schedule 1f1b, or leave --fp8 out.",
-        source="--fp8",
-        passing="--fp8 --world-size 2 --pp-degree 2",
-        failing="--fp8 --world-size 2 --pp-degree 2 --use-nanopipe",
     ),
 )

@@ -49,8 +49,7 @@ class Objective:
         """The routing losses, which come in the order of ROUTING as sums, over their denominators."""
         per_sample = {"sequence": items.get("sequences", 1)}
         return {
-            name: value / per_sample.get(name, num_micro_batches)  # type: ignore[operator]
-            for name, value in zip(ROUTING, routing, strict=True)
+            name: value / per_sample.get(name, num_micro_batches) for name, value in zip(ROUTING, routing, strict=True)
         }
 
     @property
