@@ -11,7 +11,7 @@ N rows (tokens). A letter is the global size; /mp marks the cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,17 @@ from megapar.core.weight_gradients import WeightGradients, linear
 from megapar.core.wide_sum import wide_use
 
 SEQUENCE_DIM = 1
+
+
+class LayerOptions(TypedDict):
+    """What every layer that is cut over mp takes: the axis, whether sequences are cut over it, and of its parameters
+    the dtype and the device.
+    """
+
+    mp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device | str | None
 
 
 def local(weight: Tensor) -> Tensor:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
 from megapar.core.compiled import Run, plain
 from megapar.core.context_parallel.blockwise import Work, attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
@@ -20,10 +19,13 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed import packed_attention_reference
 from megapar.core.selective import again
-from megapar.core.tensor_parallel import ColumnLinear, RowLinear, local
+from megapar.core.tensor_parallel import ColumnLinear, LayerOptions, RowLinear, local
 from megapar.model.context import Context
 from megapar.model.norm import RmsNorm, rms_norm
 from megapar.model.rotary import rotate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,11 @@ class Attention(nn.Module):
         sizes: AttentionSizes,
         layer: int,
         *,
-        mp: Axis,
-        sequence_parallel: bool,
         cp: ContextParallel | None = None,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        mp, dtype, device = options["mp"], options["dtype"], options["device"]
         self.sizes, self.mp, self.cp = sizes, mp, cp or ContextParallel()
         # Each mp rank has other heads, each cp rank other positions or heads.
         self.stream = self.cp.axis.rank * mp.size + mp.rank
@@ -76,19 +76,13 @@ class Attention(nn.Module):
             (G, Q + 2, D),
             split=0,
             bias=sizes.bias,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.proj = RowLinear(
             G * Q * D,
             sizes.hidden_size,
             bias=sizes.bias,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
         self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None

@@ -5,11 +5,13 @@ Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence pa
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.tensor_parallel import LayerOptions
 from megapar.core.traffic import Traffic
 from megapar.model.ampipe import Sliced, run_sliced
 from megapar.model.attention import Attention, AttentionSizes
@@ -21,6 +23,9 @@ from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class HiddenDropout(nn.Module):
@@ -51,18 +56,16 @@ class DecoderBlock(nn.Module):
         sizes: DecoderSizes,
         layer: int,
         *,
-        mp: Axis,
         ep: Axis,
         emp: Axis,
-        sequence_parallel: bool,
         cp: ContextParallel,
         traffic: Traffic | None,
         slicing: Slicing,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        share = cp.share(mp, sequence_parallel=sequence_parallel)
+        dtype, device = options["dtype"], options["device"]
+        share = cp.share(options["mp"], sequence_parallel=options["sequence_parallel"])
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
@@ -70,30 +73,24 @@ class DecoderBlock(nn.Module):
         self.attention = Attention(
             decoder_attention(sizes),
             layer,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
             cp=cp,
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
         self.mlp: Mlp | None = None
         self.moe: MoeLayer | None = None
         moe = sizes.moe_at(layer)
         if moe is not None:
-            shared = _shared(sizes, moe, mp, sequence_parallel, dtype, device)
+            shared = _shared(sizes, moe, **options)
             self.moe = MoeLayer(
                 moe,
                 shared=shared,
                 ep=ep,
                 emp=emp,
-                mp=mp,
-                sequence_parallel=sequence_parallel,
                 share=share,
                 traffic=traffic,
                 slicing=slicing,
-                dtype=dtype,
-                device=device,
+                **options,
             )
         else:
             self.mlp = Mlp(
@@ -101,10 +98,7 @@ class DecoderBlock(nn.Module):
                 sizes.ffn_hidden_size,
                 gated=sizes.gated,
                 bias=sizes.add_bias_linear,
-                mp=mp,
-                sequence_parallel=sequence_parallel,
-                dtype=dtype,
-                device=device,
+                **options,
             )
 
     def forward(self, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
@@ -136,13 +130,12 @@ class ErnieBlock(nn.Module):
         sizes: ErnieSizes,
         layer: int,
         *,
-        mp: Axis,
-        sequence_parallel: bool,
         cp: ContextParallel,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        dtype, device = options["dtype"], options["device"]
+        mp, sequence_parallel = options["mp"], options["sequence_parallel"]
         self.cut = sequence_parallel and mp.size > 1  # its activations have some positions only
         share = cp.share(mp, sequence_parallel=sequence_parallel)
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
@@ -150,11 +143,8 @@ class ErnieBlock(nn.Module):
         self.attention = Attention(
             ernie_attention(sizes),
             layer,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
             cp=cp,
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
         self.mlp = Mlp(
@@ -162,10 +152,7 @@ class ErnieBlock(nn.Module):
             sizes.ffn_hidden_size,
             gated=False,
             bias=True,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
 
@@ -208,14 +195,7 @@ def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
     )
 
 
-def _shared(
-    sizes: DecoderSizes,
-    moe: MoeSizes,
-    mp: Axis,
-    sequence_parallel: bool,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> Mlp | None:
+def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:
     """The shared experts: one MLP that every token passes; None where there are none."""
     if not moe.shared_experts:
         return None
@@ -224,8 +204,5 @@ def _shared(
         moe.shared_width,
         gated=moe.gated,
         bias=sizes.add_bias_linear,
-        mp=mp,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        device=device,
+        **options,
     )

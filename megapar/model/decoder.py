@@ -7,7 +7,6 @@ under sequence parallelism, written S(/mp).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
     SEQUENCE_DIM,
+    LayerOptions,
     VocabularyEmbedding,
     gather_vocabulary,
     local,
@@ -131,37 +131,22 @@ class Decoder(nn.Module):
         self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
-        common: dict[str, Any] = {
-            "mp": mp,
-            "sequence_parallel": sequence_parallel,
-            "dtype": dtype,
-            "device": device,
-        }
-        self.embedding = DecoderEmbedding(sizes, cp=self.cp, **common) if held.first else None
+        options: LayerOptions = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        self.embedding = DecoderEmbedding(sizes, cp=self.cp, **options) if held.first else None
         if held.last and not held.first and (sizes.tie_embeddings or sizes.mtp_depth):
-            self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **common))
+            self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **options))
         self.recompute: Recompute | None = None
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
-                sizes,
-                layer,
-                mp=mp,
-                ep=ep,
-                emp=emp,
-                sequence_parallel=sequence_parallel,
-                cp=self.cp,
-                traffic=traffic,
-                slicing=self.slicing,
-                dtype=dtype,
-                device=device,
+                sizes, layer, ep=ep, emp=emp, cp=self.cp, traffic=traffic, slicing=self.slicing, **options
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:
-            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, **common)
+            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, **options)
         norm, epsilon = sizes.normalization, sizes.layernorm_epsilon
         self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device) if held.last else None
-        self.lm_head = LmHead(sizes, **common) if held.last else None
+        self.lm_head = LmHead(sizes, **options) if held.last else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """The loss terms of one micro-batch.

@@ -7,7 +7,7 @@ parallelism, written S(/mp).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
     SEQUENCE_DIM,
+    LayerOptions,
     Linear,
     VocabularyEmbedding,
     gather_vocabulary,
@@ -37,6 +38,9 @@ from megapar.model.norm import LayerNorm
 from megapar.model.sizes import ErnieSizes
 from megapar.model.stack import run_layers
 from megapar.model.terms import Terms, collect
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Pooler(Linear):
@@ -136,29 +140,23 @@ class Ernie(nn.Module):
         self.recompute: Recompute | None = None
         self.cp = cp or ContextParallel()
         H = sizes.hidden_size
-        common: dict[str, Any] = {
-            "mp": mp,
-            "sequence_parallel": sequence_parallel,
-            "dtype": dtype,
-            "device": device,
-        }
-        self.embedding = ErnieEmbedding(sizes, cp=self.cp, **common) if held.first else None
+        options: LayerOptions = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        self.embedding = ErnieEmbedding(sizes, cp=self.cp, **options) if held.first else None
         if held.last and not held.first:
-            self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, H, **common))
+            self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, H, **options))
         self.layers = nn.ModuleDict()
         for layer in held.layers:
-            self.layers[str(layer)] = self._layer(layer, cp=self.cp, **common)
-        self._make_heads(held, mp=mp, dtype=dtype, device=device)
+            self.layers[str(layer)] = self._layer(layer, **options)
+        self._make_heads(held, mp, dtype, device)
 
-    def _layer(self, layer: int, **common: Any) -> nn.Module:
-        return ErnieBlock(self.sizes, layer, **common)
+    def _layer(self, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
+        return ErnieBlock(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: Holding, **common: Any) -> None:
+    def _make_heads(self, held: Holding, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
         H, sop = self.sizes.hidden_size, self.sizes.sop and held.last
-        plain = {name: common[name] for name in ("dtype", "device")}
-        self.pooler = Pooler(H, H, **plain) if sop else None
-        self.lm_head = MaskedLmHead(self.sizes, **common) if held.last else None
-        self.sop_head = SentenceOrderHead(H, **plain) if sop else None
+        self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
+        self.lm_head = MaskedLmHead(self.sizes, mp=mp, dtype=dtype, device=device) if held.last else None
+        self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """The loss terms of one micro-batch.

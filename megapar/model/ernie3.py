@@ -14,7 +14,8 @@ S is cut over mp under sequence parallelism, written S(/mp).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
+from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
 from megapar.core.pipeline.stages import Chunk, Holding
-from megapar.core.tensor_parallel import SEQUENCE_DIM, Linear, local, parameter
+from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.block import ErnieBlock
 from megapar.model.context import Context
 from megapar.model.embedding import ErnieEmbedding
@@ -35,6 +37,9 @@ from megapar.model.stack import run_layers
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 from megapar.rules.tasks import CLASSES, GENERATION, accuracy_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class UniversalBlock(ErnieBlock):
@@ -57,15 +62,16 @@ class BranchLayer(nn.Module):
     [h, H], whole on every mp rank, partial gradients under sequence parallelism.
     """
 
-    def __init__(self, sizes: Ernie3Sizes, layer: int, **common: Any) -> None:
+    def __init__(self, sizes: Ernie3Sizes, layer: int, *, cp: ContextParallel, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
-        self.understanding = ErnieBlock(sizes.branch, layer, **common)
-        self.generation = ErnieBlock(sizes.branch, layer, **common)
-        plain = {name: common[name] for name in ("dtype", "device")}
-        shape = (sizes.hidden_size, sizes.task_hidden_size)
+        self.understanding = ErnieBlock(sizes.branch, layer, cp=cp, **options)
+        self.generation = ErnieBlock(sizes.branch, layer, cp=cp, **options)
+        make = partial(
+            Linear, sizes.hidden_size, sizes.task_hidden_size, dtype=options["dtype"], device=options["device"]
+        )
         first = layer == sizes.num_layers
-        self.understanding_proj = Linear(*shape, **plain) if first else None
-        self.generation_proj = Linear(*shape, **plain) if first else None
+        self.understanding_proj = make() if first else None
+        self.generation_proj = make() if first else None
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H or h] to [B, S(/mp), h]; no statistics."""
@@ -147,14 +153,14 @@ class Ernie3(Ernie):
         super().__init__(sizes, mp=mp, holding=held, **common)
         self.segments = Slicing(degree=sizes.segments)
 
-    def _layer(self, layer: int, **common: Any) -> nn.Module:
+    def _layer(self, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         if layer < self.sizes.num_layers:
-            return UniversalBlock(self.sizes, layer, **common)
-        return BranchLayer(self.sizes, layer, **common)
+            return UniversalBlock(self.sizes, layer, cp=self.cp, **options)
+        return BranchLayer(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: Holding, **common: Any) -> None:
+    def _make_heads(self, held: Holding, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
         self.lm_head = self.pooler = self.sop_head = None
-        self.heads = TaskHeads(self.sizes, **common) if held.last else None
+        self.heads = TaskHeads(self.sizes, mp=mp, dtype=dtype, device=device) if held.last else None
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
         """See ``Ernie.units``."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
 from megapar.core.compiled import Run, plain
 from megapar.core.device.ops import op
 from megapar.core.replay import Replay
 from megapar.core.selective import forget
-from megapar.core.tensor_parallel import ColumnLinear, RowLinear
+from megapar.core.tensor_parallel import ColumnLinear, LayerOptions, RowLinear
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Mlp(nn.Module):
@@ -31,10 +33,7 @@ class Mlp(nn.Module):
         *,
         gated: bool,
         bias: bool,
-        mp: Axis,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         first = ColumnLinear(
@@ -42,10 +41,7 @@ class Mlp(nn.Module):
             (2, ffn_hidden_size) if gated else (ffn_hidden_size,),
             split=1 if gated else 0,
             bias=bias,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            **options,
         )
         self.selective = False  # compute the activation again instead of keeping it
         self.run: Run = plain
@@ -55,10 +51,7 @@ class Mlp(nn.Module):
             ffn_hidden_size,
             hidden_size,
             bias=bias,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            **options,
         )
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:

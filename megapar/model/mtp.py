@@ -61,13 +61,13 @@ class Mtp(nn.Module):
         self.block = DecoderBlock(
             sizes,
             sizes.num_layers,
-            mp=mp,
             ep=ep,
             emp=emp,
-            sequence_parallel=sequence_parallel,
             cp=cp,
             traffic=None,
             slicing=slicing,
+            mp=mp,
+            sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
         )

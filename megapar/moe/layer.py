@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -106,15 +107,11 @@ class MoeLayer(nn.Module):
         self.shared = shared
         self.traffic = traffic or Traffic()
         self.experts_here = sizes.num_experts // ep.size
-        self.sliced_dispatcher = ExpertParallelDispatcher(
-            sizes.num_experts, ep, emp, cut=self.cut, even=False, traffic=self.traffic
-        )
+        over_ranks = partial(ExpertParallelDispatcher, sizes.num_experts, ep, emp, self.cut, traffic=self.traffic)
+        travels = ep.size > 1 or emp.size > 1
+        self.dispatcher: Dispatcher = over_ranks(self.even) if travels else LocalDispatcher(sizes.num_experts)
+        self.sliced_dispatcher = over_ranks(even=False)
         self.slice_by(slicing or Slicing())
-        self.dispatcher: Dispatcher = LocalDispatcher(sizes.num_experts)
-        if ep.size > 1 or emp.size > 1:
-            self.dispatcher = ExpertParallelDispatcher(
-                sizes.num_experts, ep, emp, cut=self.cut, even=self.even, traffic=self.traffic
-            )
 
     def forward(
         self,
