@@ -8,10 +8,8 @@ the other, and nothing else); ``memory WAY`` (the most bytes that a step holds b
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.communication_hiding.shape import AUTO, WAYS, make_sizes
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.pair import join
 from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
@@ -241,18 +240,7 @@ def _stay(
 
 def main() -> None:
     """Join the other rank and serve turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--rendezvous")
-    parser.add_argument("--device")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    if options.device == "cuda":
-        torch.cuda.set_device(options.rank)
-    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=options.rendezvous, rank=options.rank, world_size=2)
-    serve(Steps(options.rank, options.device))
+    serve(Steps(*join()))
 
 
 if __name__ == "__main__":

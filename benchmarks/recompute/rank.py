@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.steps import make_trainer
 from megapar.arguments import parse
 from megapar.core.device.base import Device
-from megapar.core.device.pick import pick
 from megapar.core.memory import MemoryTracker
-from megapar.core.world import World
 from megapar.trainer import Trainer
 from megapar.training import build
 
@@ -41,10 +40,8 @@ def main() -> None:
     flags = ["--config", str(CONFIG), "--data-path", "mock", "--device", options.device, *options.flags]
     configs = {way: parse("moe", [*flags, *WAYS[way]], dict(os.environ)) for way in options.ways}
     config = configs["none"]
-    device = pick(options.device, int(os.environ["LOCAL_RANK"]))
-    world = World.start(config.grid, device, build.timeout(config), options.rendezvous)
-    trainer = Trainer(config, world, build.make_corpus(config))
-    job = trainer.job
+    trainer = make_trainer(config, options.rendezvous)
+    job, world, device = trainer.job, trainer.world, trainer.world.device
     recomputes = {way: build.make_recompute(configs[way], world, job.traffic) for way in configs}
 
     def turn(request: str) -> Figures:

@@ -13,15 +13,13 @@ import torch.distributed as dist
 
 from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.steps import make_trainer
 from megapar.arguments import parse
 from megapar.core import transport
-from megapar.core.device.pick import pick
 from megapar.core.meter import Waits
 from megapar.core.sharding.segment import Segment
 from megapar.core.sharding.zero import ZeroSharding
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
 
 
 class Turns:
@@ -129,10 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     flags = [*DECODER, *TRAINING, "--device", options.device, *options.flags]
-    config = parse("moe", flags, dict(os.environ))
-    corpus = build.make_corpus(config)
-    device = pick(options.device, int(os.environ.get("LOCAL_RANK", "0")))
-    serve(Turns(Trainer(config, World.start(config.grid, device, build.timeout(config), options.rendezvous), corpus)))
+    serve(Turns(make_trainer(parse("moe", flags, dict(os.environ)), options.rendezvous)))
 
 
 if __name__ == "__main__":

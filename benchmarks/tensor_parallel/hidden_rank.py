@@ -6,15 +6,14 @@ or cut), ``alone`` (the same computation, and collectives that return at once wi
 
 from __future__ import annotations
 
-import argparse
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend "fake" known)
 
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.pair import join
 from benchmarks.tensor_parallel.shape import SHAPES
 from megapar.core.axis import Axis
 from megapar.core.overlap import Overlap
@@ -67,19 +66,8 @@ class Steps:
 
 def main() -> None:
     """Join the other rank and serve turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--rendezvous")
-    parser.add_argument("--device")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
     torch.set_flush_denormal(True)  # what never arrived over the fake axis may hold slow numbers
-    if options.device == "cuda":
-        torch.cuda.set_device(options.rank)
-    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=options.rendezvous, rank=options.rank, world_size=2)
-    serve(Steps(options.rank, options.device))
+    serve(Steps(*join()))
 
 
 if __name__ == "__main__":

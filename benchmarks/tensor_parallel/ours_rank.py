@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 
 import torch
 
-from benchmarks.support.contest import Figures, serve
+from benchmarks.support.contest import serve
+from benchmarks.support.steps import make_trainer, timed
 from benchmarks.tensor_parallel.shape import SHAPES
 from megapar.arguments import parse
-from megapar.core.device.pick import pick
-from megapar.core.world import World
-from megapar.trainer import Trainer
-from megapar.training import build
 
 
 def main() -> None:
@@ -29,18 +25,7 @@ def main() -> None:
     flags = [*SHAPES[options.device].flags(), "--device", options.device, "--data-path", "mock"]
     flags += ["--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1000", "--clip-grad", "0"]
     config = parse("moe", [*flags, "--log-interval", "1000", *options.flags], dict(os.environ))
-    corpus = build.make_corpus(config)
-    device = pick(options.device, int(os.environ.get("LOCAL_RANK", "0")))
-    trainer = Trainer(config, World.start(config.grid, device, build.timeout(config), options.rendezvous), corpus)
-
-    def step(request: str) -> Figures:
-        device.synchronize()
-        start = time.perf_counter()
-        trainer.step()
-        device.synchronize()
-        return {"seconds": time.perf_counter() - start}
-
-    serve(step)
+    serve(timed(make_trainer(config, options.rendezvous)))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
+from benchmarks.support.steps import make_trainer
 from benchmarks.throughput.shape import SHAPES, Shape
 from megapar.arguments import parse
 from megapar.core.device.peak import peak_flops
-from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.flops import step_flops
 from megapar.trainer import Trainer
@@ -63,10 +62,8 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     line = [*flags(shape, options.folder, options.device, options.dtype, ranks), *options.flags]
     config = parse(shape.kind, line, dict(os.environ))  # type: ignore[arg-type]
-    corpus = build.make_corpus(config)
-    device = pick(options.device, int(os.environ.get("LOCAL_RANK", "0")))
-    device.prepare_process()
-    trainer = Trainer(config, World.start(config.grid, device, build.timeout(config), options.rendezvous), corpus)
+    trainer = make_trainer(config, options.rendezvous)
+    device = trainer.world.device
     trainer.loader = RoundAndRound(trainer, shape, options.folder)
     memory = PeakMemory(options.device)
     peak, _ = peak_flops(device, build.compute_dtype(config, device))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megapar.core.device.base import Device, Stream
-from megapar.core.optimizer import MOMENTS
+from megapar.core.optimizer import MOMENTS, AdamW
 from megapar.core.sharding.part import Part
 
 
@@ -29,20 +29,10 @@ class OffloadedOptimizer:
     Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        device: Device,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        router_lr_ratio: float = 1.0,
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], device: Device, numbers: AdamW) -> None:
         self._parts = parts
         self._device = device
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
-        self._router_lr_ratio = router_lr_ratio
+        self._numbers = numbers
         self._moments = {
             name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
         }
@@ -90,16 +80,17 @@ class OffloadedOptimizer:
 
     def _update(self, number: int, part: Part, lr: float, step: Tensor, unless: Tensor | None) -> None:
         assert part.grad is not None
+        numbers = self._numbers
         master, first, second = self._views(number)[1]
         adamw(
             *([master], [part.grad], [first], [second], [], [step]),
             fused=True,
             amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=lr * self._router_lr_ratio if part.router else lr,
-            weight_decay=self._weight_decay if part.decay else 0.0,
-            eps=self._eps,
+            beta1=numbers.betas[0],
+            beta2=numbers.betas[1],
+            lr=lr * numbers.router_lr_ratio if part.router else lr,
+            weight_decay=numbers.weight_decay if part.decay else 0.0,
+            eps=numbers.eps,
             maximize=False,
             found_inf=unless,
         )

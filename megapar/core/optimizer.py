@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,33 +46,32 @@ def scale_gradients(parts: Sequence[Part], factor: float) -> None:
     torch._foreach_mul_([part.grad for part in parts if part.grad is not None], factor)
 
 
+@dataclass(frozen=True)
+class AdamW:
+    """Its numbers. router_lr_ratio: learning rate of routers' weights over that of all others."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    router_lr_ratio: float = 1.0
+
+
 class Optimizer:
-    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one.
+    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one."""
 
-    router_lr_ratio: learning rate of routers' weights over that of all others.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        router_lr_ratio: float = 1.0,
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], numbers: AdamW) -> None:
         self._parts = parts
         groups = [
             {
                 "params": [part.master for part in parts if (part.decay, part.router) == kind],
-                "weight_decay": weight_decay if kind[0] else 0.0,
-                "ratio": router_lr_ratio if kind[1] else 1.0,
+                "weight_decay": numbers.weight_decay if kind[0] else 0.0,
+                "ratio": numbers.router_lr_ratio if kind[1] else 1.0,
             }
             for kind in ((True, False), (True, True), (False, False))
         ]
         # Fused: of several kernels torch would look at every parameter's count of steps, and wait for the device.
         self._adamw: Any = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=True
+            [group for group in groups if group["params"]], lr=0.0, betas=numbers.betas, eps=numbers.eps, fused=True
         )
         for part in parts:
             self._adamw.state[part.master] = {

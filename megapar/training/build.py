@@ -25,7 +25,7 @@ from megapar.core.kept import Keeper
 from megapar.core.loss_scale import LossScale
 from megapar.core.meter import WaitMeter
 from megapar.core.offload import OffloadedOptimizer
-from megapar.core.optimizer import Optimizer
+from megapar.core.optimizer import AdamW, Optimizer
 from megapar.core.overlap import Overlap
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
@@ -381,15 +381,12 @@ def _pipelined(
 
 
 def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
-    common: dict[str, Any] = {
-        "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        "eps": config.optimizer.adam_eps,
-        "weight_decay": config.optimizer.weight_decay,
-        "router_lr_ratio": config.moe.moe_router_lr_ratio,
-    }
+    optimizer = config.optimizer
+    betas = optimizer.adam_beta1, optimizer.adam_beta2
+    numbers = AdamW(betas, optimizer.adam_eps, optimizer.weight_decay, config.moe.moe_router_lr_ratio)
     if config.sharding.optimizer_offload:
-        return OffloadedOptimizer(sharding.parts, world.device, **common)
-    return Optimizer(sharding.parts, **common)
+        return OffloadedOptimizer(sharding.parts, world.device, numbers)
+    return Optimizer(sharding.parts, numbers)
 
 
 def _make_model(

@@ -1,0 +1,37 @@
+"""Optimizer steps of megapar's own trainer as turns. It uses only what every revision of megapar has."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from benchmarks.support.contest import Figures
+from megapar.arguments import Config
+from megapar.core.device.pick import pick
+from megapar.core.world import World
+from megapar.trainer import Trainer
+from megapar.training import build
+
+
+def make_trainer(config: Config, rendezvous: str | None) -> Trainer:
+    """The trainer of this rank; data errors come before any process group."""
+    corpus = build.make_corpus(config)
+    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if hasattr(device, "prepare_process"):
+        device.prepare_process()
+    return Trainer(config, World.start(config.grid, device, build.timeout(config), rendezvous), corpus)
+
+
+def timed(trainer: Trainer) -> Callable[[str], Figures]:
+    """A turn is one step, whatever the request."""
+    device = trainer.world.device
+
+    def step(request: str) -> Figures:
+        device.synchronize()
+        start = time.perf_counter()
+        trainer.step()
+        device.synchronize()
+        return {"seconds": time.perf_counter() - start}
+
+    return step
