@@ -131,11 +131,7 @@ class Monitor:
     def mean_loss(self, totals: Totals, denominators: Denominators) -> float:
         """The loss of the global batch from the sums on all ranks; waits for the device."""
         row = torch.cat([torch.stack([_wide(value) for value in totals.sums.values()]), _wide(totals.routing)])
-        if self._cp.rank:  # each has the losses of its positions, and the routing of the whole
-            row[len(totals.sums) :] = 0
-        for axis in (self._data, self._pp, self._cp):
-            if axis.group is not None:
-                dist.all_reduce(row, group=axis.group)
+        self._sum_over_ranks(row.unsqueeze(0), len(totals.sums))
         values = row.tolist()
         names, items = list(totals.sums), denominators.items
         means = {name: value / max(1, items[name]) for name, value in zip(names, values, strict=False)}
@@ -152,23 +148,29 @@ class Monitor:
             logger.close()
 
     def _reduce(self) -> list[list[float]]:
-        """Per step: its sums, dropped, routing losses, load (summed over data ranks) and its norm, on the host."""
+        """Per step: its sums, dropped, routing losses, load (summed over all ranks) and its norm, on the host."""
         rows = []
         for step in self._steps:
             totals = step.totals
             scalars = torch.stack([_wide(value) for value in (*totals.sums.values(), totals.dropped)])
             rows.append(torch.cat([scalars, _wide(totals.routing), _wide(totals.load).flatten()]))
         stacked = torch.stack(rows)
-        if self._data.group is not None:
-            dist.all_reduce(stacked, group=self._data.group)
-        if self._cp.group is not None:  # each has the losses of its positions, and the routing of the whole
-            stacked[:, len(self._steps[0].totals.sums) :] *= self._cp.rank == 0
-            dist.all_reduce(stacked, group=self._cp.group)
-        if self._pp.group is not None:  # every stage has the routing of its layers, the last one the losses
-            dist.all_reduce(stacked, group=self._pp.group)
+        self._sum_over_ranks(stacked, len(self._steps[0].totals.sums))
         norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)
         values: list[list[float]] = torch.cat([stacked, norms], dim=1).tolist()
         return values
+
+    def _sum_over_ranks(self, rows: Tensor, num_sums: int) -> None:
+        """Add up rows of loss sums and what routing says, in place.
+
+        A rank of cp has the losses of its positions and the routing of the whole; a stage of a pipeline has the routing
+        of its layers, the last one the losses.
+        """
+        if self._cp.rank:
+            rows[:, num_sums:] = 0
+        for axis in (self._data, self._cp, self._pp):
+            if axis.group is not None:
+                dist.all_reduce(rows, group=axis.group)
 
     def _record(self, step: Step, row: list[float], pace: Pace | None) -> Record:
         names, items = list(step.totals.sums), step.denominators.items

@@ -32,13 +32,37 @@ class Ahead(Device):
     runs_ahead = True
 
 
-class Diary(Traffic):
-    """Writes down launches and waits: D dispatch, C combine, with numbers of layer and slice. back: which way."""
+class Recorder(Traffic):
+    """Writes down launches and waits of what ``name_of`` has a name for."""
+
+    def __init__(self, device=None):
+        super().__init__(device=device)
+        self.events, self._names = [], {}
+
+    def launch(self, exchange, x, aside=False):
+        flight = super().launch(exchange, x, aside)
+        if name := self.name_of(exchange, x):
+            self._names[id(flight)] = name
+            self.events.append(name + "^")
+        return flight
+
+    def land(self, flight, metered=True):
+        if id(flight) in self._names:
+            self.events.append(self._names.pop(id(flight)) + "v")
+        return super().land(flight, metered)
+
+
+def dispatch_or_combine(x):
+    return "D" if x.shape[1] > TWO.hidden_size else "C"
+
+
+class Diary(Recorder):
+    """Notes D dispatch and C combine, with numbers of layer and slice. back: which way."""
 
     def __init__(self, slices, layers, device):
-        super().__init__(device=device)
-        self.events, self.back = [], False
-        self._count, self._all, self._slices, self._names = Counter(), slices * layers, slices, {}
+        super().__init__(device)
+        self.back = False
+        self._count, self._all, self._slices = Counter(), slices * layers, slices
 
     def note(self, what):
         number = self._count[what, self.back]
@@ -46,17 +70,8 @@ class Diary(Traffic):
         number = self._all - 1 - number if self.back else number
         return f"{what}{number // self._slices}.{number % self._slices}"
 
-    def launch(self, exchange, x, aside=False):
-        flight = super().launch(exchange, x, aside)
-        if exchange.kind == "all_to_all":
-            self._names[id(flight)] = self.note("D" if x.shape[1] > TWO.hidden_size else "C")
-            self.events.append(self._names[id(flight)] + "^")
-        return flight
-
-    def land(self, flight, metered=True):
-        if id(flight) in self._names:
-            self.events.append(self._names.pop(id(flight)) + "v")
-        return super().land(flight, metered)
+    def name_of(self, exchange, x):
+        return self.note(dispatch_or_combine(x)) if exchange.kind == "all_to_all" else None
 
     def watch(self, module, name):
         """Note each call of the module, and the arrival of the gradient of what it returned."""
@@ -131,25 +146,12 @@ def test_launches_and_waits_are_those_of_the_drawing(degree, cross, ahead):
         assert waits == degree * 2
 
 
-class Lanes(Traffic):
-    """Writes down what travels: D dispatch and C combine over ep, g all-gather and r reduce-scatter over mp."""
+class Lanes(Recorder):
+    """Notes D dispatch and C combine over ep, g all-gather and r reduce-scatter over mp."""
 
-    def __init__(self):
-        super().__init__()
-        self.events, self._names = [], {}
-
-    def launch(self, exchange, x, aside=False):
-        flight = super().launch(exchange, x, aside)
-        names = {"all_to_all": "D" if x.shape[1] > TWO.hidden_size else "C", "all_gather": "g", "reduce_scatter": "r"}
-        if exchange.kind in names:
-            self._names[id(flight)] = names[exchange.kind]
-            self.events.append(self._names[id(flight)] + "^")
-        return flight
-
-    def land(self, flight, metered=True):
-        if id(flight) in self._names:
-            self.events.append(self._names.pop(id(flight)) + "v")
-        return super().land(flight, metered)
+    def name_of(self, exchange, x):
+        names = {"all_to_all": dispatch_or_combine(x), "all_gather": "g", "reduce_scatter": "r"}
+        return names.get(exchange.kind)
 
 
 def hidden_over_mp(rank, world_size, slicing):
