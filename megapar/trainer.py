@@ -39,6 +39,7 @@ from megapar.training.control import StopSignal
 from megapar.training.denominators import Denominators
 from megapar.training.evaluate import evaluate
 from megapar.training.gradients import Gradients, Summed
+from megapar.training.job import check_device, copies, make_job
 from megapar.training.judge import Judge, Verdict
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.memory import Planned, out_of_memory
@@ -102,7 +103,7 @@ def train(
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
-    build.check_device(config, device)
+    check_device(config, device)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -130,7 +131,7 @@ class Trainer:
         self.world = world
         self.data = world.axis("data")
         self.corpus = corpus
-        self.job = build.make_job(config, world)
+        self.job = make_job(config, world)
         self.objective = build.make_objective(config)
         self.learning_rate = build.make_learning_rate(config)
         self.batch_size = build.make_batch_size(config)
@@ -244,7 +245,7 @@ class Trainer:
         """Raise TrainingError where ranks that should hold the same hold something else."""
         self._settle()
         self.job.sharding.wait()
-        replicas.check(build.copies(self.job), self.world, f"iteration {self.progress.iteration}")
+        replicas.check(copies(self.job), self.world, f"iteration {self.progress.iteration}")
 
     def _say(self, text: str) -> None:
         if self.terminal is not None:

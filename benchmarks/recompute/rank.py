@@ -15,7 +15,7 @@ from megapar.arguments import parse
 from megapar.core.device.base import Device
 from megapar.core.memory import MemoryTracker
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.job import make_recompute
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt-117m.yaml"
 UNIT = ("--recompute-interval", "1")
@@ -42,7 +42,7 @@ def main() -> None:
     config = configs["none"]
     trainer = make_trainer(config, options.rendezvous)
     job, world, device = trainer.job, trainer.world, trainer.world.device
-    recomputes = {way: build.make_recompute(configs[way], world, job.traffic) for way in configs}
+    recomputes = {way: make_recompute(configs[way], world, job.traffic) for way in configs}
 
     def turn(request: str) -> Figures:
         what, _, way = request.partition(" ")

@@ -32,7 +32,7 @@ from megapar.data.own import own_positions
 from megapar.data.samples import Sample
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training import build, job
 from megapar.training.denominators import Denominators
 
 
@@ -64,7 +64,7 @@ def pretend(
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             # Initial values are not looked at either, and drawing them would take most of the time.
-            stack.enter_context(patch.object(build, "fill"))
+            stack.enter_context(patch.object(job, "fill"))
             stack.enter_context(patch.object(build, "make_collate", _make_real))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))

@@ -17,7 +17,7 @@ from megapar.core.checkpoint.background import Background, State, Written
 from megapar.core.world import starts_before
 from megapar.errors import CheckpointError, CheckpointMismatchError
 from megapar.training import state
-from megapar.training.build import Job
+from megapar.training.job import Job
 
 Say = Callable[[str], None]
 

@@ -9,7 +9,7 @@ from megapar.arguments import Config
 from megapar.core.collector import Collector
 from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
-from megapar.training.build import Job
+from megapar.training.job import Job
 from megapar.training.profile import Profile
 
 

@@ -14,7 +14,8 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.decoder import Decoder
-from megapar.training.build import Job, make_slicing
+from megapar.training.build import make_slicing
+from megapar.training.job import Job
 from megapar.training.objective import Objective
 from megapar.training.state import Progress
 

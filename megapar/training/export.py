@@ -12,8 +12,8 @@ from torch import Tensor
 from megapar.data.tokenizer import Tokenizer
 from megapar.model import hf
 from megapar.model.family import Family, config_of
-from megapar.training.build import Job
 from megapar.training.collect import collect_all, collect_buffers
+from megapar.training.job import Job
 
 
 def save_hf(

@@ -18,8 +18,8 @@ from megapar.core.optimizer import global_norm, scale_gradients
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial import sum_partial, sum_tied
 from megapar.model.terms import Terms
-from megapar.training.build import Job
 from megapar.training.denominators import Denominators
+from megapar.training.job import Job
 from megapar.training.objective import Objective
 from megapar.training.totals import Totals
 from megapar.training.work import Work

@@ -10,9 +10,9 @@ from megapar.arguments import Config
 from megapar.core.loss_scale import LossScale
 from megapar.data.skipping import Range, sample_at
 from megapar.errors import TrainingError
-from megapar.training.build import Job
 from megapar.training.denominators import Denominators
 from megapar.training.gradients import Gradients, Summed
+from megapar.training.job import Job
 from megapar.training.numbers import Numbers
 from megapar.training.state import Progress
 from megapar.training.totals import Totals

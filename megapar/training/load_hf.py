@@ -10,7 +10,7 @@ from megapar.model.family import FAMILIES, Family, family_of_config
 from megapar.model.hf import some
 from megapar.model.hf_folder import HfFolder
 from megapar.model.table import SOP
-from megapar.training.build import Job
+from megapar.training.job import Job
 
 _MTP, _MTP_FILES = "mtp.", "model.mtp_"
 

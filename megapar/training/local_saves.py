@@ -14,7 +14,7 @@ from megapar.core.checkpoint.local import Found, Local
 from megapar.core.world import World
 from megapar.errors import TrainingError
 from megapar.training import state
-from megapar.training.build import Job
+from megapar.training.job import Job
 
 SHARED_MEMORY = Path("/dev/shm")
 

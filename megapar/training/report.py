@@ -11,7 +11,8 @@ from megapar.arguments import Config
 from megapar.core.device.peak import peak_flops
 from megapar.model.flops import flops_per_token
 from megapar.training import facts
-from megapar.training.build import Job, compute_dtype
+from megapar.training.build import compute_dtype
+from megapar.training.job import Job
 from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.memory import expert_bound
 from megapar.training.monitor import Monitor

@@ -9,8 +9,8 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.core.loss_scale import LossScale
 from megapar.training import state
-from megapar.training.build import Job
 from megapar.training.checkpoints import Checkpoints
+from megapar.training.job import Job
 from megapar.training.local_saves import LocalSaves
 from megapar.training.state import Progress
 

@@ -15,7 +15,7 @@ from megapar.core.optimizer import MOMENTS
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
 from megapar.model.table import SOP
-from megapar.training.build import Job
+from megapar.training.job import Job
 from megapar.training.sizes import Sizes
 from megapar.training.work import Work
 

@@ -33,9 +33,10 @@ from megapar.model.hf import save_hf
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
-from megapar.training import build, state
+from megapar.training import state
 from megapar.training.collect import collect_all
 from megapar.training.convert import hf_to_megapar, megapar_to_hf, published
+from megapar.training.job import Job, make_job
 from megapar.training.load_hf import load_hf
 from tests.model import small
 from tests.support.ranks import run_ranks
@@ -175,7 +176,7 @@ def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[
     with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
         config = parse(kind, [*flags, "--data-path", "mock", "--seq-length", "16"], dict(os.environ))
         world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60), f"file://{rendezvous}")
-        job = build.make_job(config, world)
+        job = make_job(config, world)
         if config.checkpoint.load_hf:
             load_hf(Path(config.checkpoint.load_hf), job)
         else:
@@ -194,7 +195,7 @@ def _of_whole(model: Decoder | Ernie) -> Logits:
     return found if isinstance(found, tuple) else (found, None)
 
 
-def _of_pipeline(job: build.Job) -> Logits | None:
+def _of_pipeline(job: Job) -> Logits | None:
     """What the heads behind the last chunk are called with in an evaluation, turned into logits."""
     model, seen = job.model, {}
     for name in ("lm_head", "sop_head"):
@@ -255,7 +256,7 @@ def _masters(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> d
     with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
         config = parse("moe", [*flags, "--data-path", "mock", "--seq-length", "16"], dict(os.environ))
         world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60), f"file://{rendezvous}")
-        job = build.make_job(config, world)
+        job = make_job(config, world)
         load_hf(Path(config.checkpoint.load_hf or ""), job)
         found = dict(collect_all(world, job.table, job.sharding.views([part.master for part in job.sharding.parts])))
         world.close()
