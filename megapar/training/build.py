@@ -1,4 +1,4 @@
-"""From a configuration to the objects that train: the one place where flags meet constructors."""
+"""From flags to what a run is made of: data, schedules, slices, the objective."""
 
 from __future__ import annotations
 
