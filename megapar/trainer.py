@@ -31,12 +31,10 @@ from megapar.data.corpus import Corpus
 from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.model.decoder import Decoder
-from megapar.model.ernie import Ernie
 from megapar.training import build, degree, export, local_saves, report, state
 from megapar.training.checkpoints import Checkpoints, job_id
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
-from megapar.training.denominators import Denominators
 from megapar.training.evaluate import evaluate
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.job import check_device, copies, make_job
@@ -47,7 +45,7 @@ from megapar.training.monitor import Step
 from megapar.training.record import Record
 from megapar.training.resume import resume
 from megapar.training.stragglers import Stragglers
-from megapar.training.work import Work
+from megapar.training.work import Feed, Work
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,6 @@ class Trainer:
         self.job = make_job(config, world)
         self.objective = build.make_objective(config)
         self.learning_rate = build.make_learning_rate(config)
-        self.batch_size = build.make_batch_size(config)
-        self.progressive = build.make_progressive(config)
         self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
@@ -153,6 +149,7 @@ class Trainer:
             data_rank=self.data.rank,
             data_ranks=self.data.size,
         )
+        self.feed = Feed(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
@@ -260,7 +257,7 @@ class Trainer:
         ahead of its device, the device decides that, and the host hears of it a step later (``_settle``).
         """
         start = time.perf_counter()
-        progress, work = self.progress, self._next_work()
+        progress, work = self.progress, self.feed.next(self.loader, self.progress)
         summed = self.gradients.make(work)
         if self._settle():
             summed = self.gradients.make(work)
@@ -273,36 +270,11 @@ class Trainer:
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
             self._update(verdict.summed, lr, bad)
-        progress.count(work, skipped=verdict.skipped)
+        work.count_into(progress, skipped=verdict.skipped)
         step = self._report_step(work, verdict, lr, time.perf_counter() - start)
         if bad is not None:
             self._pending = _Pending(work, summed, step, *self.world.device.host_copy(summed.told()))
         return step
-
-    def _next_work(self) -> Work:
-        """The next global batch, as far as this rank has it."""
-        progress = self.progress
-        global_batch, length = self._grow()
-        share = global_batch // (self.config.training.micro_batch_size * self.data.size)
-        batches = self.loader.step(progress.consumed_samples, share, length)
-        return Work(
-            iteration=progress.iteration + 1,
-            batches=batches,
-            denominators=Denominators(batches, share * self.data.size, self.data, self.job.meter),
-            global_batch=global_batch,
-            first_sample=progress.consumed_samples,
-            first_micro_batch=progress.micro_batches,
-            dropout_seed=progress.dropout_seed,
-        )
-
-    def _grow(self) -> tuple[int, int | None]:
-        """Samples of this step, and their length where that grows; dropout grows with it."""
-        if self.progressive is None:
-            return self.batch_size.at(self.progress.consumed_samples), None
-        iteration = self.progress.iteration
-        assert isinstance(self.job.model, Ernie)
-        self.job.model.scale_dropout(self.progressive.share(iteration))
-        return self.progressive.batch_at(iteration), self.progressive.length_at(iteration)
 
     def _hear(self, told: Tensor) -> float:
         """Take what all ranks ask of the run; the global norm. Waits for the device."""

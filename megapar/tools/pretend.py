@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megapar.trainer as trainer_module
 from megapar.arguments import Config
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
@@ -32,7 +31,7 @@ from megapar.data.own import own_positions
 from megapar.data.samples import Sample
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.trainer import Trainer
-from megapar.training import build, job
+from megapar.training import build, job, work
 from megapar.training.denominators import Denominators
 
 
@@ -70,7 +69,7 @@ def pretend(
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
             stack.enter_context(patch.object(world.device, "values", _values))
-            stack.enter_context(patch.object(trainer_module, "Denominators", BalancedDenominators))
+            stack.enter_context(patch.object(work, "Denominators", BalancedDenominators))
             if tracker is not None:
                 stack.enter_context(tracker)
             trainer = Trainer(config, world, corpus)

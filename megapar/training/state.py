@@ -17,7 +17,6 @@ from megapar.errors import CheckpointMismatchError
 from megapar.model.table import SOP
 from megapar.training.job import Job
 from megapar.training.sizes import Sizes
-from megapar.training.work import Work
 
 
 @dataclass
@@ -35,14 +34,6 @@ class Progress:
     dropout_seed: int = 0
     skipped_steps: int = 0
     ampipe_degree: int = 0
-
-    def count(self, work: Work, *, skipped: bool) -> None:
-        """A step was done."""
-        self.iteration += 1
-        self.skipped_steps += skipped
-        self.consumed_samples += work.global_batch
-        self.consumed_tokens += work.denominators.tokens
-        self.micro_batches += work.denominators.num_micro_batches
 
 
 def model_facts(job: Job) -> dict[str, Any]:

@@ -1,17 +1,22 @@
-"""A step's share of a global batch."""
+"""What a step runs on: this rank's share of a global batch, one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megapar.data.batches import MicroBatch
+from megapar.arguments import Config
+from megapar.data.batches import Loader, MicroBatch
+from megapar.model.ernie import Ernie
+from megapar.training.build import make_batch_size, make_progressive
 from megapar.training.denominators import Denominators
+from megapar.training.job import Job
+from megapar.training.state import Progress
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step runs on: all that a second run of it needs to give the same.
+    """Of one step: all that a second run of it needs to give the same.
 
     batches: this rank's. global_batch: samples on all ranks. first_sample, first_micro_batch: how many were read and
     run before. dropout_seed: of the random streams.
@@ -24,3 +29,46 @@ class Work:
     first_sample: int
     first_micro_batch: int
     dropout_seed: int
+
+    def count_into(self, progress: Progress, *, skipped: bool) -> None:
+        """It was done."""
+        progress.iteration += 1
+        progress.skipped_steps += skipped
+        progress.consumed_samples += self.global_batch
+        progress.consumed_tokens += self.denominators.tokens
+        progress.micro_batches += self.denominators.num_micro_batches
+
+
+class Feed:
+    """The global batches of a run, one after the other, as far as this rank has them."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        self._job = job
+        self._data = job.world.axis("data")
+        self._batch_size = make_batch_size(config)
+        self._progressive = make_progressive(config)
+        self._micro_batch_size = config.training.micro_batch_size
+
+    def next(self, loader: Loader, progress: Progress) -> Work:
+        """What follows after ``progress``; waits for no other rank."""
+        global_batch, length = self._grow(progress)
+        share = global_batch // (self._micro_batch_size * self._data.size)
+        batches = loader.step(progress.consumed_samples, share, length)
+        return Work(
+            iteration=progress.iteration + 1,
+            batches=batches,
+            denominators=Denominators(batches, share * self._data.size, self._data, self._job.meter),
+            global_batch=global_batch,
+            first_sample=progress.consumed_samples,
+            first_micro_batch=progress.micro_batches,
+            dropout_seed=progress.dropout_seed,
+        )
+
+    def _grow(self, progress: Progress) -> tuple[int, int | None]:
+        """Samples of this step, and their length where that grows; dropout grows with it."""
+        if self._progressive is None:
+            return self._batch_size.at(progress.consumed_samples), None
+        iteration = progress.iteration
+        assert isinstance(self._job.model, Ernie)
+        self._job.model.scale_dropout(self._progressive.share(iteration))
+        return self._progressive.batch_at(iteration), self._progressive.length_at(iteration)
