@@ -183,8 +183,10 @@ class Trainer:
             self._flush()
             exported = self._finish()
         finally:
-            for each in (*companions, self.loader, self.monitor):
-                each.close()
+            for companion in companions:
+                companion.close()
+            self.loader.close()
+            self.monitor.close()
         self._tell_end(exported)
         checkpoint = self.checkpoints.folder
         return Outcome(self.progress.iteration, tuple(self._records), self._evaluation, checkpoint, exported)

@@ -52,7 +52,8 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
 
 def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress) -> str:
     """Slice the model by the checkpoint's degree or a measured one; what to say of it, "" where a degree is given."""
-    if not isinstance(job.model, Decoder) or config.ampipe.ampipe_degree != AUTO:
+    model = job.model
+    if not isinstance(model, Decoder) or config.ampipe.ampipe_degree != AUTO:
         return ""
     legal, why = legal_degrees(config)
     if progress.ampipe_degree in legal:
@@ -63,13 +64,13 @@ def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, 
         batch = loader.step(progress.consumed_samples, 1)[0]
 
         def run(degree: int) -> float:
-            job.model.slice_by(make_slicing(config, degree))
+            model.slice_by(make_slicing(config, degree))
             return _seconds(job, objective, batch)
 
         seconds = measure(legal, run, job.world.axis("world"), job.world.device.torch_device)
         progress.ampipe_degree, why = choose(seconds)
         job.meter.take()
-    job.model.slice_by(make_slicing(config, progress.ampipe_degree))
+    model.slice_by(make_slicing(config, progress.ampipe_degree))
     return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"
 
 
