@@ -32,7 +32,7 @@ from megapar.core.traffic import Traffic
 from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
-from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
+from megapar.model.embedding import DecoderEmbedding, TiedWord, arranged, own_sequence, slice_order
 from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.mtp import Mtp, following
 from megapar.model.norm import make_norm
@@ -278,15 +278,11 @@ class Decoder(nn.Module):
         return (join(y, context) if isinstance(y, Sliced) else y), stats
 
     def _order(self, length: int) -> Tensor | None:
-        """Where each position of the data comes from under slicing with sequence parallelism; None: nothing moves."""
-        if self.slicing.degree == 1 or not self.sequence_parallel or self.mp.size == 1:
-            return None
-        return torch.tensor(self.slicing.order(length, self.mp.size))
+        return slice_order(self.slicing, length, self.mp, self.sequence_parallel)
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
         """Put data in the order in which every mp rank's chunk holds its part of every slice."""
-        order = self._order(x_BS.shape[1])
-        return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device, non_blocking=True))
+        return arranged(x_BS, self._order(x_BS.shape[1]))
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None

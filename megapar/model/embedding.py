@@ -6,6 +6,8 @@ axis (S only under sequence parallelism).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +15,13 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import own_piece
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.random import Streams
-from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, VocabularyEmbedding
+from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
+from megapar.moe.slicing import Slicing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DecoderEmbedding(nn.Module):
@@ -29,19 +35,15 @@ class DecoderEmbedding(nn.Module):
         self,
         sizes: DecoderSizes,
         *,
-        mp: Axis,
-        sequence_parallel: bool,
         cp: ContextParallel,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.mp, self.sequence_parallel, self.dropout = mp, sequence_parallel, sizes.hidden_dropout
-        self.stream = cp.share(mp, sequence_parallel=sequence_parallel).rank
-        H = sizes.hidden_size
-        self.word = VocabularyEmbedding(
-            sizes.vocab_size, H, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.dropout = sizes.hidden_dropout
+        self.stream = cp.share(self.mp, sequence_parallel=self.sequence_parallel).rank
+        H, dtype, device = sizes.hidden_size, options["dtype"], options["device"]
+        self.word = VocabularyEmbedding(sizes.vocab_size, H, **options)
         learned = sizes.position_embedding_type == "learned"
         rows = sizes.max_position_embeddings
         self.position = Embedding(rows, H, dtype=dtype, device=device) if learned else None
@@ -81,19 +83,15 @@ class ErnieEmbedding(nn.Module):
         self,
         sizes: ErnieSizes,
         *,
-        mp: Axis,
-        sequence_parallel: bool,
         cp: ContextParallel,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.mp, self.sequence_parallel, self.dropout = mp, sequence_parallel, sizes.hidden_dropout
-        self.stream = cp.share(mp, sequence_parallel=sequence_parallel).rank
-        H = sizes.hidden_size
-        self.word = VocabularyEmbedding(
-            sizes.vocab_size, H, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
-        )
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.dropout = sizes.hidden_dropout
+        self.stream = cp.share(self.mp, sequence_parallel=self.sequence_parallel).rank
+        H, dtype, device = sizes.hidden_size, options["dtype"], options["device"]
+        self.word = VocabularyEmbedding(sizes.vocab_size, H, **options)
         self.position = Embedding(sizes.max_position_embeddings, H, dtype=dtype, device=device)
         self.token_type = Embedding(sizes.type_vocab_size, H, dtype=dtype, device=device)
         self.task_type = Embedding(sizes.task_type_vocab_size, H, dtype=dtype, device=device)
@@ -117,3 +115,15 @@ def drop(x: Tensor, probability: float, rank: int) -> Tensor:
 def own_sequence(x: Tensor, mp: Axis, sequence_parallel: bool) -> Tensor:
     """The part of x [B, S] whose positions this rank's activations have: [B, S/mp] under sequence parallelism."""
     return own_piece(x, mp, SEQUENCE_DIM) if sequence_parallel else x
+
+
+def slice_order(slicing: Slicing, length: int, mp: Axis, sequence_parallel: bool) -> Tensor | None:
+    """Where each position of the data comes from under slicing with sequence parallelism; None: nothing moves."""
+    if slicing.degree == 1 or not sequence_parallel or mp.size == 1:
+        return None
+    return torch.tensor(slicing.order(length, mp.size))
+
+
+def arranged(x_BS: Tensor, order: Tensor | None) -> Tensor:
+    """The positions of x [B, S] in this order."""
+    return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device, non_blocking=True))

@@ -29,7 +29,7 @@ from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.block import ErnieBlock
 from megapar.model.context import Context
-from megapar.model.embedding import ErnieEmbedding
+from megapar.model.embedding import ErnieEmbedding, arranged, slice_order
 from megapar.model.ernie import Ernie, MaskedLmHead, Pooler
 from megapar.model.recurrence import Rows, generate, understand
 from megapar.model.sizes import Ernie3Sizes
@@ -207,13 +207,10 @@ class Ernie3(Ernie):
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
         """Put data in the order in which every mp rank's chunk holds its part of every segment."""
-        order = self._order(x_BS.shape[1])
-        return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device))
+        return arranged(x_BS, self._order(x_BS.shape[1]))
 
     def _order(self, length: int) -> Tensor | None:
-        if self.segments.degree == 1 or not self.sequence_parallel or self.mp.size == 1:
-            return None
-        return torch.tensor(self.segments.order(length, self.mp.size))
+        return slice_order(self.segments, length, self.mp, self.sequence_parallel)
 
     def _leave(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:

@@ -14,18 +14,23 @@ Shape letters: B batch, S sequence, H hidden, V vocabulary; S is cut over mp und
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.tensor_parallel import Linear, look_up, vocabulary_range
+from megapar.core.tensor_parallel import LayerOptions, Linear, look_up, vocabulary_range
 from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
 from megapar.model.norm import make_norm
 from megapar.model.sizes import DecoderSizes
 from megapar.moe.slicing import Slicing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NO_LOSS = -100
 
@@ -41,35 +46,23 @@ class Mtp(nn.Module):
         self,
         sizes: DecoderSizes,
         *,
-        mp: Axis,
         ep: Axis,
         emp: Axis,
-        sequence_parallel: bool,
         cp: ContextParallel,
         slicing: Slicing,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         H, norm, epsilon = sizes.hidden_size, sizes.normalization, sizes.layernorm_epsilon
-        self.mp, self.sequence_parallel = mp, sequence_parallel
-        self.start = vocabulary_range(sizes.vocab_size, mp)[0]
+        dtype, device = options["dtype"], options["device"]
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.start = vocabulary_range(sizes.vocab_size, self.mp)[0]
         self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device)
         self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
         # Its number is that of a layer behind the last one: no experts, and dropout of its own.
         self.block = DecoderBlock(
-            sizes,
-            sizes.num_layers,
-            ep=ep,
-            emp=emp,
-            cp=cp,
-            traffic=None,
-            slicing=slicing,
-            mp=mp,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=device,
+            sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, traffic=None, slicing=slicing, **options
         )
 
     def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> Tensor:

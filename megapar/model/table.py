@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from megapar.core.box import Box
@@ -338,9 +339,17 @@ def _weight(
     unit: str,
     axes: tuple[tuple[str, int], ...] = (),
     mp_partial: str = "never",
+    init: str = "normal",
 ) -> ParameterSpec:
     pieces = (Piece(hf or name, shape, ()),)
-    return ParameterSpec(name, shape, axes, unit, "normal", decay=True, mp_partial=mp_partial, pieces=pieces)
+    return ParameterSpec(name, shape, axes, unit, init, decay=init == "normal", mp_partial=mp_partial, pieces=pieces)
+
+
+_offset = partial(_weight, init="zeros")
+
+
+def _scale(name: str, size: int, hf: str, unit: str, mp_partial: str = "sp") -> ParameterSpec:
+    return _weight(name, (size,), hf, unit, mp_partial=mp_partial, init="ones")
 
 
 def _fused(
@@ -349,20 +358,3 @@ def _fused(
     biased = name.endswith("bias")
     init = "zeros" if biased else "normal"
     return ParameterSpec(name, shape, axes, unit, init, decay=not biased, pieces=tuple(pieces))
-
-
-def _scale(name: str, size: int, hf: str, unit: str, mp_partial: str = "sp") -> ParameterSpec:
-    pieces = (Piece(hf or name, (size,), ()),)
-    return ParameterSpec(name, (size,), (), unit, "ones", decay=False, mp_partial=mp_partial, pieces=pieces)
-
-
-def _offset(
-    name: str,
-    shape: tuple[int, ...],
-    hf: str,
-    unit: str,
-    axes: tuple[tuple[str, int], ...] = (),
-    mp_partial: str = "never",
-) -> ParameterSpec:
-    pieces = (Piece(hf or name, shape, ()),)
-    return ParameterSpec(name, shape, axes, unit, "zeros", decay=False, mp_partial=mp_partial, pieces=pieces)
