@@ -25,6 +25,7 @@ _TABLE: tuple[tuple[str, tuple[torch.dtype, ...], float], ...] = (
 )
 
 _LEAST_SECONDS = 0.02
+_MEASURED: dict[tuple[str, torch.dtype], float] = {}  # by name of the device: one process has one of a kind
 
 
 def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
@@ -35,7 +36,10 @@ def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
     for name, dtypes, flops in _TABLE:
         if name in device.name and dtype in dtypes:
             return flops, "table"
-    return _measure(device, dtype), "measured"
+    key = device.name, dtype
+    if key not in _MEASURED:
+        _MEASURED[key] = _measure(device, dtype)
+    return _MEASURED[key], "measured"
 
 
 def _measure(device: Device, dtype: torch.dtype) -> float:
