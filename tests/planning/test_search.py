@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import time
 from pathlib import Path
@@ -14,15 +17,17 @@ from megapar.tools.main import main
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def search(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
-    assert main(["plan", "--search", "--json", *flags]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+@functools.cache
+def search(*flags: str) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["plan", "--search", "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(said.getvalue())
     return found
 
 
 def test_the_best_layouts_are_legal_fit_and_come_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     config = ("--config", str(CONFIGS / "mixtral-8x7b.yaml"))
-    found = search(capsys, *config, "--world-size", "64")
+    found = search(*config, "--world-size", "64")
     seconds = [plan["step_seconds"] for plan in found["best"]]
     assert seconds == sorted(seconds)
     assert all(plan["fits"] for plan in found["best"])
@@ -33,18 +38,18 @@ def test_the_best_layouts_are_legal_fit_and_come_fastest_first(capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(seconds[0])
 
 
-def test_every_neighbour_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    found = search(capsys, "--config", str(CONFIGS / "mixtral-8x7b.yaml"), "--world-size", "64")
+def test_every_neighbour_has_its_reason() -> None:
+    found = search("--config", str(CONFIGS / "mixtral-8x7b.yaml"), "--world-size", "64")
     assert len(found["neighbours"]) >= 8
     for why in found["neighbours"].values():
         assert "slower" in why or "GiB more" in why or why.startswith("[")
     assert not any(why.startswith("-") for why in found["neighbours"].values())
 
 
-def test_long_sequences_are_shared_by_either_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_sequences_are_shared_by_either_algorithm() -> None:
     flags = ("--num-experts", "0", "--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "8")
     flags += ("--num-query-groups", "2", "--seq-length", "16384", "--dtype", "bf16", "--recompute-interval", "1")
-    found = search(capsys, *flags, "--world-size", "8", "--global-batch-size", "2")
+    found = search(*flags, "--world-size", "8", "--global-batch-size", "2")
     best = found["best"][0]
     assert best["layout"]["cp"] * best["layout"]["mp"] * best["layout"]["pp"] >= 4  # two sequences on eight ranks
     algorithms = {plan["flags"].get("context_parallel_algo") for plan in found["best"]}
@@ -52,10 +57,10 @@ def test_long_sequences_are_shared_by_either_algorithm(capsys: pytest.CaptureFix
     assert any("cp " in said for said in found["neighbours"])
 
 
-def test_ten_thousand_ranks_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_ranks_take_seconds() -> None:
     start = time.process_time()
     flags = ("--world-size", "10240", "--global-batch-size", "5120")
-    found = search(capsys, "--config", str(CONFIGS / "gpt3-175b.yaml"), *flags)
+    found = search("--config", str(CONFIGS / "gpt3-175b.yaml"), *flags)
     assert found["best"]
     assert time.process_time() - start < 20, "what is promised for 10,240 devices"
 

@@ -46,7 +46,7 @@ def step_as(rank: int, world_size: int, rendezvous: str, name: str, stage: int) 
     seen = []
     for pretended in RANKS:
         flags = ["--config", str(CONFIGS / f"{name}.yaml"), "--data-path", "mock", "--sharding-stage", str(stage)]
-        flags += ["--device", "cpu", "--micro-batch-size", "1", "--num-layers", "4"]
+        flags += ["--device", "cpu", "--micro-batch-size", "1", "--num-layers", "2"]
         config = parse("ernie", flags, {"WORLD_SIZE": "32", "RANK": str(pretended)})
         with pretend(config, pretended) as trainer:
             step = trainer.step()

@@ -62,11 +62,15 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "stage 3, whole experts": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8", "--sharding-stage", "3")),
     "large shards": (1, 16, (*GPT, "--dtype", "fp16", *SMALL)),
 }
+# The suite traces these; ``-m table`` the others.
+TRACED_FIRST = ("mp 2, sequence", "third stage", "ep 2, emp 2", "ernie3 mp 2", "stage 3")
 FURTHER = {"ernie3": 0.03, "ernie3 mp 2": 0.03, "stage 3, whole experts": 0.03}  # known to be further off than 2 %
 FP32 = ("--dtype", "fp32")
+# Few products: a CPU without instructions for bf16 takes fifty times as long for them.
+NARROW = ("--hidden-size", "128", "--seq-length", "128", "--vocab-size", "1024", "--num-layers", "2")
 MEASURED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (1, (*DENSE, *FP32)),
-    "bf16, two micro-batches": (1, (*DENSE, *BF16, "--gradient-merge-acc-step", "2")),
+    "bf16, two micro-batches": (1, (*DENSE, *BF16, *NARROW, "--gradient-merge-acc-step", "2")),
     "gpt": (1, (*GPT, *FP32)),
     "recompute": (1, (*DENSE, *FP32, "--recompute-interval", "2")),
     "selective": (1, (*GPT, *FP32, "--recompute-granularity", "selective")),
@@ -86,14 +90,12 @@ def line(flags: Sequence[str]) -> list[str]:
     return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)
 
 
-def traced(rank: int, world_size: int, rendezvous: str) -> dict[str, Found]:
-    found = {}
-    for name, (pretended, ranks, (kind, *flags)) in TRACED.items():
-        config = parse(kind, line(flags), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
-        seen = trace(config, pretended)
-        plan = Plan(seen.config, device_kind("cpu"))
-        found[name] = seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
-    return found
+def traced(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
+    pretended, ranks, (kind, *flags) = TRACED[name]
+    config = parse(kind, line(flags), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
+    seen = trace(config, pretended)
+    plan = Plan(seen.config, device_kind("cpu"))
+    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
 
 
 def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str]) -> Found:
@@ -121,10 +123,13 @@ def same_traffic(sent: dict[str, int], formula: dict[str, float], *, masked: boo
             assert formula[name] == pytest.approx(size, rel=1e-4, abs=8), name
 
 
-def test_formulas_are_within_two_percent_of_the_traced_trainer() -> None:
-    for name, (peak, formula, sent, told) in run_ranks(1, traced, group=False, timeout=300)[0].items():
-        assert formula == pytest.approx(peak, rel=FURTHER.get(name, 0.02)), name
-        same_traffic(sent, told, masked="ernie" in name)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in TRACED_FIRST else [pytest.mark.table]) for name in TRACED]
+)
+def test_formulas_are_within_two_percent_of_the_traced_trainer(name: str) -> None:
+    peak, formula, sent, told = run_ranks(1, traced, name, group=False, timeout=120)[0]
+    assert formula == pytest.approx(peak, rel=FURTHER.get(name, 0.02))
+    same_traffic(sent, told, masked="ernie" in name)
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -26,7 +26,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", ["moe", "ernie"])
 def test_evaluation_and_reports_are_those_of_one_process(kind: str) -> None:
     """Also where the held-out samples leave some data ranks without a micro-batch."""
-    flags = (*FP64, *FOUR, *EVALUATED, "--micro-batch-size", "2", "--global-batch-size", "16")
+    flags = (*FP64, *FOUR, *EVALUATED, "--train-iters", "3", "--micro-batch-size", "2", "--global-batch-size", "16")
     want = run(1, kind, *flags)
     for name, (world_size, layout) in LAYOUTS.items():
         got = run(world_size, kind, *flags, *layout)
