@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # What has a storage of its own; any other subclass is taken apart first.
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
+_SEQUENCES = frozenset((tuple, list))
+_DEVICE = torch.ops.prim.device.default
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -52,13 +55,18 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operator and note what it returns; what it is given and nobody made was there before."""
-        if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a subclass: its inner operators come by
-        for storage in _storages((args, kwargs)):
-            self._note(storage, 0)
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device  # of every fake tensor that C++ looks at: more often than all else together
+        for kind in types:
+            if kind not in _PLAIN:
+                return NotImplemented  # a subclass: its inner operators come by
+        for tensor in _tensors((args, kwargs), []):
+            self._note(tensor.untyped_storage(), 0)
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            self._note(storage, storage.nbytes())
+        for tensor in _tensors((result,), []):
+            storage = tensor.untyped_storage()
+            if not self._knows(storage):
+                self._note(storage, storage.nbytes())
         return result
 
     def forget(self, tensor: Tensor) -> None:
@@ -72,6 +80,10 @@ class MemoryTracker(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Forget the peak so far."""
         self.peak_bytes = self.bytes
+
+    def sizes(self) -> Counter[int]:
+        """How many storages of which size live now."""
+        return Counter(size for _, size in list(self._alive.values()) if size)
 
     def _knows(self, storage: UntypedStorage) -> bool:
         known = self._alive.get(storage._cdata)
@@ -100,6 +112,15 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
-def _storages(values: Any) -> list[UntypedStorage]:
-    leaves = tree_leaves(values)
-    return [x.untyped_storage() for x in leaves if type(x) in _PLAIN and x.device.type != "meta"]
+def _tensors(values: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
+    """Those among an operator's arguments or results that have memory, added to ``found``."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            if value.device.type != "meta":
+                found.append(value)
+        elif kind in _SEQUENCES:
+            _tensors(value, found)
+        elif kind is dict:
+            _tensors(value.values(), found)
+    return found

@@ -8,28 +8,32 @@ gradient overflows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megapar.arguments import Config
+from megapar.core import overlap
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.meter import WaitMeter
+from megapar.core.sharding import fsdp
 from megapar.core.world import World
 from megapar.data.batches import Collate, MicroBatch
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.samples import Sample
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
+from megapar.tools.fake import RememberingMode
 from megapar.trainer import Trainer
 from megapar.training import build, job, work
 from megapar.training.denominators import Denominators
@@ -61,10 +65,14 @@ def pretend(
     world = World.pretend(config.grid, device or pick("cpu"), rank)
     try:
         with ExitStack() as stack:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(RememberingMode(allow_non_fake_inputs=True))
             # Initial values are not looked at either, and drawing them would take most of the time.
             stack.enter_context(patch.object(job, "fill"))
             stack.enter_context(patch.object(build, "make_collate", _make_real))
+            # Nor is memory on the meta device, of which FSDP2 makes a tensor for every rank and parameter.
+            stack.enter_context(patch.object(job, "_make_model", _make_model))
+            stack.enter_context(patch.object(fsdp, "fully_shard", _fully_shard))
+            stack.enter_context(patch.object(overlap, "_multiply", _multiply_one))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
@@ -102,6 +110,24 @@ def _read(_: ExpertParallelDispatcher, told: Announced) -> Tensor:
 
 
 _announce, _mesh = ExpertParallelDispatcher.announce, World.mesh
+_model, _multiply = job._make_model, overlap._multiply
+
+
+def _make_model(*arguments: Any, meta: bool) -> job.Model:
+    """A model on the meta device is one already; any other is fake."""
+    with _disable_current_modes() if meta else nullcontext():
+        return _model(*arguments, meta=meta)
+
+
+def _multiply_one(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Products into memory that is there; one sample's are looked at, the others' are the same."""
+    _multiply(x[:1], right, bias, out[:1])
+
+
+def _fully_shard(*arguments: Any, **options: Any) -> Any:
+    """What is sharded is a model on the meta device."""
+    with _disable_current_modes():
+        return fully_shard(*arguments, **options)
 
 
 def _real_mesh(world: World, *names: str) -> DeviceMesh:

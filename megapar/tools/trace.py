@@ -6,6 +6,7 @@ that runs on a CPU, whose kernels keep other things than an accelerator's (``cor
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,7 +23,7 @@ from megapar.trainer import Trainer
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank held and sent in a step, the second one: buffers that are used again are there by then.
+    """What one rank held and sent in a step that finds the buffers which are used again.
 
     config: what was traced, that of the run with mock data and no files.
     parameters, optimizer: bytes of tensors (masters and moments). resting: live bytes between two steps. peak: the
@@ -59,16 +60,26 @@ class Trace:
 
 
 def trace(config: Config, rank: int) -> Trace:
-    """Two steps as ``rank`` of the configuration's world, on mock data; the second one is reported.
+    """A run's second step as ``rank`` of the configuration's world, on mock data.
 
-    Raises ConfigError for what only values can decide.
+    Where it leaves anything behind, storage by storage, it is run again and only then reported: the first time buffers
+    were made that later steps find. Raises ConfigError for what only values can decide.
     """
     config = traceable(config, rank)
     start = time.perf_counter()
     tracker = MemoryTracker()
     with pretend(config, rank, tracker) as trainer:
-        trainer.step()
-        return measure(trainer, tracker, rank, start)
+        before = tracker.sizes()
+        trainer.progress.consumed_samples = config.training.global_batch_size
+        found = measure(trainer, tracker, rank, start)
+        trainer.job.sharding.wait()
+        gc.collect()  # what a cycle keeps for a while is no buffer
+        after = tracker.bytes
+        trainer.job.sharding.begin_step()  # which forgets the gradients
+        if tracker.sizes() != before:
+            trainer.progress.consumed_samples = config.training.global_batch_size
+            found = measure(trainer, tracker, rank, start)
+        return replace(found, resting=after, peak=max(found.peak, after))
 
 
 def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float) -> Trace:
@@ -118,7 +129,15 @@ def traceable(config: Config, rank: int) -> Config:
         config,
         data=replace(config.data, data_path=("mock",), eval_data_path=(), split=None, tokenizer_model=None),
         runtime=replace(config.runtime, device="cpu"),
-        training=replace(config.training, dtype=dtype, compile=False, fp8=False),
+        training=replace(
+            # What grows over the first steps has grown.
+            config.training,
+            dtype=dtype,
+            compile=False,
+            fp8=False,
+            progressive_iters=0,
+            rampup_batch_size=None,
+        ),
         checkpoint=replace(config.checkpoint, load=None, save=None),
         logging=replace(config.logging, metrics_jsonl=None, tensorboard_dir=None),
     )

@@ -1,0 +1,166 @@
+"""Fake tensors that remember: what an operator makes of tensors of given shapes is looked at once.
+
+A model's layers are alike, so nearly every operator of a trace was there before, with other tensors of the same shapes.
+torch's own cache looks at more of every argument than a trace needs, and remembers no operator that returns a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# Arguments that say all by their type and value.
+_PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex}
+)
+# What comes out of these hangs on values, or they change an argument's shape.
+_UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_NAMESPACES = ("aten", "fsdp", "prims")
+
+
+class _UnfitError(Exception):
+    """An argument or a result that is not remembered."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that an operator returned. like: the argument that it is, or shares its storage with; None: new.
+    attributes: what a fake tensor has beside its shape."""
+
+    like: int | None
+    same: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    attributes: dict[str, Any]
+
+    def again(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        """The same of these arguments. Modes are off in here, so that plain meta tensors can be made."""
+        if self.same and self.like is not None:
+            return tensors[self.like]
+        if self.like is None:
+            new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        else:
+            new = torch.empty(0, dtype=self.dtype, device="meta")
+            new.set_(tensors[self.like].untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        # As FakeTensor's own constructor does, without its questions.
+        fake: FakeTensor = Tensor._make_subclass(
+            FakeTensor, new, False, dispatch_device=True, device_for_backend_keys=self.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self.attributes)
+        return fake
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an operator returned: a tensor, nothing, or several. kind: of the sequence, None: not a sequence."""
+
+    kind: type | None
+    made: tuple[_Made | None, ...]
+
+    def again(self, tensors: Sequence[FakeTensor]) -> Any:
+        """The same of these arguments."""
+        if self.kind is None:
+            return None if self.made[0] is None else self.made[0].again(tensors)
+        return self.kind(None if made is None else made.again(tensors) for made in self.made)
+
+
+class RememberingMode(FakeTensorMode):
+    """A ``FakeTensorMode`` whose every operator is looked at once per shapes of its arguments."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._known: dict[tuple[Any, ...], _Result | None] = {}
+        self._fit: dict[Callable[..., Any], bool] = {}
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, or make again what it made of such arguments."""
+        kwargs = kwargs or {}
+        fit = self._fit.get(func)
+        if fit is None:
+            fit = self._fit[func] = self._is_fit(func)
+        tensors: list[FakeTensor] = []
+        try:
+            key = (func, *_said(args, tensors), *_said(kwargs.items(), tensors)) if fit else None
+        except _UnfitError:
+            key = None
+        if key is None:
+            return super().dispatch(func, types, args, kwargs)
+        known = self._known.get(key, _UnfitError)
+        if isinstance(known, _Result):
+            return known.again(tensors)
+        result = super().dispatch(func, types, args, kwargs)
+        if known is _UnfitError:
+            self._known[key] = _learn(result, tensors)
+        return result
+
+    def _is_fit(self, func: Any) -> bool:
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:
+            return False
+        return not any(tag in func.tags for tag in _UNFIT_TAGS) and func not in self.lift_fns
+
+
+def _said(values: Any, tensors: list[FakeTensor]) -> list[Any]:
+    """All that decides what an operator returns; the tensors among the values are put in order into ``tensors``."""
+    said: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.is_neg() or value.is_conj():
+                raise _UnfitError
+            tensors.append(value)
+            said.append((value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device))
+        elif kind in _PLAIN:
+            said.append((kind, value))
+        elif kind in (list, tuple):
+            said.append((kind, *_said(value, tensors)))
+        else:
+            raise _UnfitError
+    return said
+
+
+def _learn(result: Any, tensors: Sequence[FakeTensor]) -> _Result | None:
+    """How to make this again; None: it is not to be."""
+    places = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
+    if len(places) < len(tensors):
+        return None  # arguments that share a storage: which of them a result is of cannot be told
+    several = type(result) in (list, tuple)
+    new: set[int] = set()
+    try:
+        made = tuple(_look(one, tensors, places, new) for one in (result if several else (result,)))
+    except _UnfitError:
+        return None
+    return _Result(type(result) if several else None, made)
+
+
+def _look(one: Any, tensors: Sequence[FakeTensor], places: Mapping[int, int], new: set[int]) -> _Made | None:
+    if one is None:
+        return None
+    if type(one) is not FakeTensor or one.constant is not None or one.is_neg() or one.is_conj() or one.is_sparse:
+        raise _UnfitError
+    storage = one.untyped_storage()
+    like = places.get(storage._cdata)
+    if like is None and (storage._cdata in new or storage.nbytes() != _extent(one) or one.storage_offset()):
+        raise _UnfitError
+    new.add(storage._cdata)
+    same = like is not None and one is tensors[like]
+    place = tuple(one.shape), one.stride(), int(one.storage_offset())
+    return _Made(like, same, *place, one.dtype, one.fake_device, dict(vars(one)))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes of a new storage for a tensor of such shape and strides."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.itemsize
