@@ -60,5 +60,29 @@ def excess(got: Trace, alone: Trace, exact: Trace) -> list[str]:
     return found
 
 
+# Half the distance from 1 to the next number.
+UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+TIMES = 4  # what two roundings of one gradient may differ by, and how many of them meet in a sum
+LEAST = 0.1  # of the global norm: smaller gradients are sums of larger terms, and rounded as these are
+
+
+def rounding_differences(got: Trace, alone: Trace, exact: Trace, unit: float) -> list[str]:
+    """What in a coarser precision is not finite, or further from fp64 than ``TIMES`` one process and the rounding.
+
+    unit: relative error of one rounding. For models so small that ``excess``, a mean over many tensors, is chance.
+    """
+    found = []
+    for step, (mine, single, want) in enumerate(zip(got.losses, alone.losses, exact.losses, strict=True)):
+        if not abs(mine - want) <= TIMES * (abs(single - want) + TIMES * unit * abs(want)):
+            found.append(f"loss, step {step}: {mine!r}, one process {single!r}, in fp64 {want!r}")
+    for step, want in enumerate(exact.gradients):
+        for name, b in want.items():
+            size = max(float(b.norm()), LEAST * exact.norms[step])
+            error, allowed = (float((t.gradients[step][name].double() - b).norm()) for t in (got, alone))
+            if not error <= TIMES * (allowed + unit * size):
+                found.append(f"gradient of {name}, step {step}: error {error:.3g}, of one process {allowed:.3g}")
+    return found
+
+
 def _rms(values: list[float]) -> float:
     return (sum(value * value for value in values) / len(values)) ** 0.5

@@ -76,6 +76,7 @@ def trace(
         gradients = _keep_gradients(stack, trainer)
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
+            trainer._adapt()
         records = trainer.monitor.flush()
         parameters = _parameters(trainer)
         trainer.loader.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -11,11 +11,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, SCRIPTS, resolved_values
-from tests.fuzz.option import Drawn, Option, spell_all
-from tests.fuzz.table import FIXED, OPTIONS, WORLD_SIZES
+from tests.fuzz.option import Drawn, Option, degree, spell_all
+from tests.fuzz.table import FIXED, FP16, OPTIONS, STILL, WORLD_SIZES
 
 GLOO, LATE = "gloo", "late"
-Pair = tuple[tuple[str, str], tuple[str, str]]
+Atom = tuple[str, str]
+Pair = tuple[Atom, Atom]
+KINDS_DRAWN = ("moe", "moe", "ernie")
+EMPTY: Mapping[str, Sequence[Any]] = {}
+FP16_NAMES = {row.name for row in FP16}
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,30 @@ class Case:
     wild: tuple[str, ...] = ()
     backend: str = GLOO
 
+    @property
+    def exact(self) -> bool:
+        """In fp64, whose numbers are those of one process to the last digits."""
+        return dict(self.settings).get("dtype", "fp64") == "fp64"
+
     def flags(self) -> list[str]:
         """The run on the layout."""
-        return spell_all({**FIXED, **dict(self.settings)})
+        return spell_all({**self._fixed(), **dict(self.settings)})
 
-    def reference_flags(self, global_batch_size: int, rows: Sequence[Option] = OPTIONS) -> list[str]:
-        """The run on one process; what the layout derived its batch from, one process is told."""
+    def reference_flags(
+        self, global_batch_size: int, rows: Sequence[Option] = OPTIONS, dtype: str | None = None
+    ) -> list[str]:
+        """The run on one process; what the layout derived its batch from, one process is told.
+
+        dtype: in place of the case's own; what belongs to the case's alone is left out.
+        """
         layout = {row.name for row in rows if row.layout}
         settings = {name: value for name, value in self.settings if name not in layout}
-        return spell_all({**FIXED, **settings, "global_batch_size": global_batch_size})
+        if dtype is not None:
+            settings = {name: value for name, value in settings.items() if name not in FP16_NAMES} | {"dtype": dtype}
+        return spell_all({**self._fixed(), **settings, "global_batch_size": global_batch_size})
+
+    def _fixed(self) -> dict[str, object]:
+        return FIXED if self.exact else FIXED | STILL
 
     def command(self) -> str:
         """The layout's run as a line for a terminal."""
@@ -56,10 +75,14 @@ class Case:
     def pairs(self, rows: Sequence[Option] = OPTIONS) -> set[Pair]:
         """Every two options with the values they have here, left-out ones too; sizes are not counted."""
         given = dict(self.settings)
-        counted = [row.name for row in rows if not row.size and self.kind in row.kinds and row.values != (None,)]
-        values = [("kind", self.kind), ("world_size", str(self.world_size))]
-        values += [(name, str(given.get(name, "default"))) for name in counted]
+        atoms = [atom_of(row, given.get(row.name)) for row in rows if row.counted and self.kind in row.kinds]
+        values = [("kind", self.kind), ("world_size", degree(self.world_size)), *atoms]
         return set(combinations(sorted(values), 2))
+
+
+def atom_of(row: Option, value: Any) -> Atom:
+    """What a row's value counts as in pairs."""
+    return row.name, "default" if value is None else row.group(value)
 
 
 def case_of(kind: str, world_size: int, line: str | Sequence[str], backend: str = GLOO) -> Case:
@@ -70,19 +93,36 @@ def case_of(kind: str, world_size: int, line: str | Sequence[str], backend: str 
     return Case(kind, world_size, given, tuple(name for name, _ in given), backend)
 
 
+# How one value of a row is chosen from the legal ones, beside what was drawn before.
+Choose = Callable[[str, Sequence[Any], Drawn], Any]
+
+
+def draw_case(kind: str, world_size: int, choose: Choose, forced: Mapping[str, Sequence[Any]] = EMPTY) -> Drawn:
+    """The values of all rows of the table from the top, each legal beside those above it, or one of the forced ones."""
+    drawn = Drawn(kind=kind, world_size=world_size)
+    for row in OPTIONS:
+        if kind in row.kinds:
+            values = forced.get(row.name) or row.legal(drawn)
+            drawn[row.name] = values[0] if len(values) == 1 else choose(row.name, values, drawn)
+    return drawn
+
+
+def case_from(drawn: Drawn, wild: tuple[str, ...] = (), *, late: bool = False) -> Case:
+    """The case of what was drawn. late: on the late backend, if it can."""
+    given = tuple((row.name, drawn[row.name]) for row in OPTIONS if drawn.get(row.name) is not None)
+    can = drawn.world_size > 1 and drawn.sharding_stage < 3
+    return Case(drawn["kind"], drawn.world_size, given, wild, LATE if late and can else GLOO)
+
+
 @st.composite
-def cases(draw: st.DrawFn, rows: Sequence[Option] = OPTIONS) -> Case:
+def cases(draw: st.DrawFn) -> Case:
     """Cases of the table: most of them legal by construction, some with one or two options thrown in anyhow."""
-    kind = draw(st.sampled_from(("moe", "moe", "ernie")))
-    mine = [row for row in rows if kind in row.kinds]
-    drawn = Drawn(kind=kind, world_size=draw(st.sampled_from(WORLD_SIZES)))
-    wild = draw(_wild([row.name for row in mine if row.wild]))
-    for row in mine:
-        values = row.wild if row.name in wild else row.legal(drawn)
-        drawn[row.name] = values[0] if len(values) == 1 else draw(st.sampled_from(values))
-    given = tuple((row.name, drawn[row.name]) for row in mine if drawn[row.name] is not None)
-    late = drawn.world_size > 1 and drawn.sharding_stage < 3 and draw(st.integers(0, 3)) == 3
-    return Case(kind, drawn.world_size, given, wild, LATE if late else GLOO)
+    kind = draw(st.sampled_from(KINDS_DRAWN))
+    world_size = draw(st.sampled_from(WORLD_SIZES))
+    wild = draw(_wild([row.name for row in OPTIONS if kind in row.kinds and row.wild]))
+    forced = {row.name: row.wild for row in OPTIONS if row.name in wild}
+    drawn = draw_case(kind, world_size, lambda name, values, drawn: draw(st.sampled_from(values)), forced)
+    return case_from(drawn, wild, late=draw(st.integers(0, 3)) == 3)
 
 
 @st.composite

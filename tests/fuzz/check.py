@@ -6,23 +6,26 @@ import functools
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
-from megapar.training.build import make_layout
+from megapar.training.build import make_layout, make_slicing
 from megapar.training.sizes import outline
-from tests.equivalence.compare import differences
-from tests.equivalence.run import Trace, trace
+from tests.equivalence.compare import UNITS, differences, rounding_differences
+from tests.equivalence.run import Routing, Trace, trace
 from tests.fuzz.case import Case
 from tests.fuzz.option import Option
-from tests.fuzz.oracle import Parts, trace_by_rank
+from tests.fuzz.oracle import Parts, trace_by_parts
 from tests.fuzz.table import OPTIONS
 from tests.support.ranks import RanksFailed, run_ranks
 
 REFUSED, EQUAL, FAILED = "refused", "equal", "failed"
 STEPS = 2
+ADAPTIVE_STEPS = 3  # two are measured
 NOISE = 1e-12  # per unit of the gradient norm: 1e-15 of a gradient, times lr / adam_eps of the table
-TIMEOUT_SECONDS = 120.0  # of a hang; nothing here computes for long
+TIMEOUT_SECONDS = 120.0  # of a hang; nothing here computes for long, but a compiler
+COMPILE_SECONDS = 400.0
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,37 @@ def check(case: Case, rows: Sequence[Option] = OPTIONS) -> Outcome:
     except ConfigError as error:
         return Outcome(FAILED, text=f"the layout is accepted, but one process is refused:\n{error}")
     try:
-        want = reference(case.kind, tuple(flags), _parts(config))
-        got = run_ranks(
-            *(case.world_size, trace, case.kind, case.flags(), STEPS, None, case.backend),
-            group=False,
-            timeout=TIMEOUT_SECONDS,
-        )[0]
+        found = _compared(case, config, tuple(flags), rows)
     except RanksFailed as error:
         # The first one tells; the others mostly lose their connection to it.
         rank, first = next(iter(error.failures.items()))
         return Outcome(FAILED, text=f"{str(error).splitlines()[0]}\n----- rank {rank} -----\n{first.rstrip()}")
-    found = differences(got, want, NOISE * max(1.0, *want.norms))
     return Outcome(FAILED, text="\n".join(found)) if found else Outcome(EQUAL)
+
+
+def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence[Option]) -> list[str]:
+    """What differs from one process; in other precisions than fp64, by more than two roundings do."""
+    steps = ADAPTIVE_STEPS if config.recompute.adaptive_recompute_device_size else STEPS
+    parts = _parts(config)
+    if case.exact:
+        want = reference(case.kind, flags, parts, steps)
+        return differences(_run(case, config, steps), want, NOISE * max(1.0, *want.norms))
+    wide = tuple(case.reference_flags(config.training.global_batch_size, rows, "fp64"))
+    exact = reference(case.kind, wide, parts, steps)
+    alone = reference(case.kind, flags, parts, steps, wide)
+    units = [config.training.dtype, config.sharding.grad_reduce_dtype]
+    return rounding_differences(
+        _run(case, config, steps, exact.routing), alone, exact, max(map(UNITS.__getitem__, units))
+    )
+
+
+def _run(case: Case, config: Config, steps: int, replay: Routing | None = None) -> Trace:
+    timeout = COMPILE_SECONDS if config.training.compile else TIMEOUT_SECONDS
+    result = run_ranks(
+        *(case.world_size, trace, case.kind, case.flags(), steps, replay, case.backend), group=False, timeout=timeout
+    )[0]
+    assert isinstance(result, Trace)
+    return result
 
 
 def _parsed(case: Case) -> Config | Outcome:
@@ -74,23 +96,40 @@ def _parsed(case: Case) -> Config | Outcome:
 
 
 @functools.lru_cache(maxsize=64)
-def reference(kind: str, flags: tuple[str, ...], parts: Parts = ()) -> Trace:
-    """One process. parts: the positions of ranks that each count the capacity of their own; none: all together."""
+def reference(
+    kind: str, flags: tuple[str, ...], parts: Parts = (), steps: int = STEPS, routed_as: tuple[str, ...] = ()
+) -> Trace:
+    """One process. parts: positions that each have a capacity of their own; none: all together.
+
+    routed_as: flags of the run whose choices of experts are repeated.
+    """
+    replay = reference(kind, routed_as, parts, steps).routing if routed_as else None
     if parts:
-        result = run_ranks(1, trace_by_rank, kind, flags, STEPS, parts, group=False, timeout=TIMEOUT_SECONDS)[0]
+        asked: tuple[Any, ...] = (trace_by_parts, kind, flags, steps, parts, replay)
     else:
-        result = run_ranks(1, trace, kind, flags, STEPS, group=False, timeout=TIMEOUT_SECONDS)[0]
+        asked = (trace, kind, flags, steps, replay)
+    result = run_ranks(1, *asked, group=False, timeout=TIMEOUT_SECONDS)[0]
     assert isinstance(result, Trace)
     return result
 
 
 def _parts(config: Config) -> Parts:
-    """The positions of ranks that count capacity apart."""
-    if config.moe.moe_capacity_scope != "rank":
+    """Positions that count capacity apart from others: those of a rank, of a slice, or of a rank's part of a slice."""
+    by_rank, slicing = config.moe.moe_capacity_scope == "rank", make_slicing(config)
+    if config.moe.moe_model_type != "deepspeed_moe" or not (by_rank or slicing.capacity == "slice"):
         return ()
     layout, parallel = make_layout(config), config.parallel
-    ranks = [layout.positions(config.model.seq_length, rank) for rank in range(layout.size)]
     cuts = parallel.mp_degree if parallel.sequence_parallel else 1
-    share = len(ranks[0]) // cuts
-    parts = tuple(tuple(held[cut * share : (cut + 1) * share]) for held in ranks for cut in range(cuts))
+    held: dict[tuple[int, ...], list[int]] = {}
+    for cp_rank in range(layout.size):
+        positions = layout.positions(config.model.seq_length, cp_rank)
+        own, share = slicing.order(len(positions), cuts), len(positions) // cuts
+        for mp_rank in range(cuts):
+            mine = own[mp_rank * share : (mp_rank + 1) * share]
+            for number, part in enumerate(slicing.cut(len(positions), cuts)):
+                who = (cp_rank, mp_rank) if by_rank else ()
+                key = (*who, number) if slicing.capacity == "slice" else who
+                here = mine[part.start // cuts : part.stop // cuts]
+                held.setdefault(key, []).extend(positions[at] for at in here)
+    parts = tuple(tuple(sorted(positions)) for positions in held.values())
     return parts if len(parts) > 1 else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
@@ -13,6 +13,7 @@ from hypothesis.strategies import SearchStrategy
 
 from tests.fuzz.case import Case, Pair, cases
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check
+from tests.fuzz.pairs import Directed, Pairs
 
 BATCH = 20  # cases of one hypothesis run: a failure ends it, the next ones look for others
 
@@ -72,6 +73,55 @@ class Fuzzer:
             yield tally
             if tally.tried == before:
                 return
+
+
+@dataclass
+class PairFuzzer:
+    """Runs cases that cover the legal pairs of options; ``pairs`` is kept up to date.
+
+    max_cases, max_seconds, shrink_seconds: as those of ``Fuzzer``.
+    """
+
+    pairs: Pairs
+    seed: int
+    max_cases: int
+    max_seconds: float = float("inf")
+    shrink_seconds: float = 60.0
+    check: Callable[[Case], Outcome] = check
+
+    def run(self) -> Iterator[Tally]:
+        """The tally after every ``BATCH`` cases, and at the end."""
+        tally, start, directed = Tally(), time.monotonic(), Directed(self.pairs, self.seed)
+        while tally.tried < self.max_cases and time.monotonic() - start < self.max_seconds:
+            case = directed.next()
+            if case is None:
+                break
+            outcome = self.check(case)
+            tally.add(case, outcome)
+            if outcome.kind == EQUAL:
+                self.pairs.covered |= case.pairs() & self.pairs.legal.keys()
+            elif outcome.kind == FAILED:
+                smallest, text = smaller(case, outcome.text, self.check, self.shrink_seconds)
+                tally.failures[smallest] = text
+            tally.seconds = time.monotonic() - start
+            if tally.tried % BATCH == 0:
+                yield tally
+        yield tally
+
+
+def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: float) -> tuple[Case, str]:
+    """The case with every setting left out that it fails without, and what is wrong with it then."""
+    deadline = time.monotonic() + seconds
+    for setting in reversed(case.settings):
+        if time.monotonic() > deadline:
+            break
+        left = tuple(other for other in case.settings if other != setting)
+        # What is left may break a row, which then is no failure.
+        tried = replace(case, settings=left, wild=case.wild or ("left out",))
+        outcome = check(tried)
+        if outcome.kind == FAILED:
+            case, text = tried, outcome.text
+    return case, text
 
 
 class _Batch:

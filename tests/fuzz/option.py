@@ -31,7 +31,8 @@ class Option:
     name: field name of the flag. values: the legal ones, simplest first (minimising moves towards it); None leaves the
     flag out. when: where the flag means something; elsewhere it is left out. wild: values that a case may get without
     being asked whether they are legal, so that refusals are exercised. layout: the reference of one process does not
-    get it. size: has too many values to count pairs of. kinds: the models that know it.
+    get it. size: has too many values to count pairs of. rare: too slow to have all its pairs run, so that they are not
+    counted either. group: what a value counts as in pairs. kinds: the models that know it.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Option:
     wild: tuple[Any, ...] = ()
     layout: bool = False
     size: bool = False
+    rare: bool = False
+    group: Callable[[Any], str] = str
     kinds: tuple[str, ...] = KINDS
 
     def legal(self, drawn: Drawn) -> list[Any]:
@@ -48,6 +51,17 @@ class Option:
             return [None]
         values = self.values(drawn) if callable(self.values) else self.values
         return list(values) or [None]
+
+    @property
+    def counted(self) -> bool:
+        """Whether pairs with its values are counted."""
+        return not self.size and not self.rare and self.values != (None,)
+
+
+def degree(value: Any) -> str:
+    """How numbers of ranks, stages and slices count in pairs: 2, more of them in powers of two, or odd."""
+    number = int(value)
+    return str(number) if number <= 2 else "odd" if number % 2 else "4 or more"
 
 
 def spell(name: str, value: Any) -> list[str]:

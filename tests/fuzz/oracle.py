@@ -1,7 +1,7 @@
-"""What ``--moe-capacity-scope rank`` means where ranks share a sequence, on one process and token by token.
+"""What ``--moe-capacity-scope rank`` and ``--ampipe-capacity slice`` mean, on one process and token by token.
 
-There every rank counts the capacity of its own positions, so that one process, whose part is the whole, gives other
-numbers. Here one process walks the queues of each rank's positions apart, in plain loops.
+There every rank counts the capacity of its own positions, or every slice of its own, so that one process, whose part is
+the whole, gives other numbers. Here one process walks the queues of each part's positions apart, in plain loops.
 """
 
 from __future__ import annotations
@@ -20,23 +20,31 @@ from megapar.moe.layer import MoeLayer
 from megapar.moe.router import Routing
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, RouterSums
+from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep
 
-# The positions of each rank, in rising order.
+# The positions of each rank, each slice, or each rank's part of a slice, in rising order.
 Parts = tuple[tuple[int, ...], ...]
 
 
-def trace_by_rank(
-    rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], steps: int, parts: Parts
+def trace_by_parts(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    kind: str,
+    flags: Sequence[str],
+    steps: int,
+    parts: Parts,
+    replay: Choices | None = None,
 ) -> Trace | None:
-    """``tests.equivalence.run.trace`` of one process that drops as ranks with these positions each do."""
+    """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
     with patch.object(block, "MoeLayer", _layer_of(parts)):
-        return trace(rank, world_size, rendezvous, kind, flags, steps)
+        return trace(rank, world_size, rendezvous, kind, flags, steps, replay)
 
 
 def _layer_of(parts: Parts) -> type[MoeLayer]:
-    class LayerByRank(MoeLayer):
+    class LayerByParts(MoeLayer):
         """Decides apart for each run of positions who is kept, makes room for every pair, counts drops one by one."""
 
         def kept(
@@ -67,7 +75,7 @@ def _layer_of(parts: Parts) -> type[MoeLayer]:
             dropped = torch.tensor(tokens * self.sizes.topk - self.num_kept)
             return super().stats(sums, counts, tokens, *more)._replace(dropped=dropped)
 
-    return LayerByRank
+    return LayerByParts
 
 
 def _capacity(sizes: MoeSizes, tokens: int) -> int:

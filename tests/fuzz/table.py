@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from megapar.rules.rule import divisors
-from tests.fuzz.option import Condition, Drawn, Option
+from tests.fuzz.option import Condition, Drawn, Option, degree
 
 MOE = ("moe",)
 ERNIE = ("ernie",)
@@ -25,6 +25,8 @@ FIXED: dict[str, object] = {
     "dtype": "fp64",
     "replica_check_interval": 5,
 }
+# Other precisions are compared over steps that change nothing: what two roundings of a step make of the next is chance.
+STILL: dict[str, object] = {"lr": 1e-30}
 
 # How often each number of ranks is drawn: small ones are cheap, odd ones leave uneven pieces.
 WORLD_SIZES = (2, 1, *(2,) * 5, *(4,) * 7, 3, 3, 5, 6, 6, 7, 8, 8)
@@ -60,7 +62,12 @@ def _drops(d: Drawn) -> bool:
 
 def _policies(d: Drawn) -> list[str | None]:
     """Samples that start alike tie in ``probs``, and rounding may break the tie either way: few must start alike."""
-    return [None, "choice", *(["probs"] if d.vocab_size > 100 else [])]
+    return [None, "choice", *(["probs"] if d.vocab_size > 100 and _exact(d) else [])]
+
+
+def _exact(d: Drawn) -> bool:
+    """Runs in fp64, and is compared with one process to the last digits."""
+    return d.get("dtype") is None
 
 
 def _is(name: str, *values: object) -> Condition:
@@ -183,6 +190,11 @@ def _whole_sequences(d: Drawn) -> bool:
     return not d.sequence_parallel and _cp(d) == 1
 
 
+def _masked(d: Drawn, whole: bool) -> tuple[float, ...]:
+    """Dropout where one process draws the same masks; those of another precision are others."""
+    return (0.0, 0.0, 0.1, 0.5) if whole and _exact(d) else (0.0,)
+
+
 def _pipelined(d: Drawn) -> bool:
     return bool(d.pp_degree > 1)
 
@@ -226,39 +238,48 @@ def _whole_units(d: Drawn) -> bool:
 
 
 def _sliceable(d: Drawn) -> bool:
-    """Masks of slices are not those of the whole, and ranks that count apart own other positions when sliced.
-
-    Slices go with no shared sequences.
-    """
-    if _cp(d) > 1:
-        return False
-    by_rank = d.moe_capacity_scope == "rank" and bool(d.sequence_parallel)
+    """Masks of slices are not those of the whole."""
     segments = d.sharding_stage == 3 and bool(d.sharding_segment_strategy)
-    return _experts(d) and not d.attention_dropout and not d.hidden_dropout and not by_rank and not segments
+    whole = d.attention_dropout or d.hidden_dropout or d.adaptive_recompute_device_size
+    return _experts(d) and not whole and not segments
 
 
 def _can_slice(d: Drawn) -> bool:
-    in_order = not _drops(d) or d.moe_drop_policy == "token"
-    return _sliceable(d) and d.ep_degree > 1 and bool(d.use_flash_attn) and in_order
+    return _sliceable(d) and d.ep_degree > 1 and bool(d.use_flash_attn)
 
 
 def _degrees(d: Drawn) -> list[int | None]:
-    room = d.seq_length // (_mp(d) if d.sequence_parallel else 1)
-    return [None, *(n for n in (2, 3, 4, 8) if n <= room)]
+    """0 is ``auto``, which is 1 wherever slices would change the numbers."""
+    room = d.seq_length // (_lanes(d) * _cp(d))
+    return [None, *(n for n in (2, 3, 4, 8) if n <= room), 0]
 
 
 def _sliced(d: Drawn) -> bool:
     return bool(d.ampipe_degree > 1)
 
 
+def _capacities(d: Drawn) -> list[str | None]:
+    """Who comes first in the queue of all slices is known to the policy token alone."""
+    return [None, "slice"] if d.moe_drop_policy == "token" else ["slice"]
+
+
 def _can_pipe(d: Drawn) -> bool:
-    return _sliceable(d) and _drops(d) and (d.ep_degree > 1 or _emp(d) > 1)
+    return _sliceable(d) and _drops(d) and (d.ep_degree > 1 or _emp(d) > 1) and (_cp(d) == 1 or _sliced(d))
 
 
 def _pieces(d: Drawn) -> list[int | None]:
     even = -(-d.seq_length * d.moe_router_topk * d.moe_capacity_factor // d.num_experts)
     room = max(even, d.moe_min_capacity)
-    return [None, *(n for n in (2, 3, 2 * d.ampipe_degree, 3 * d.ampipe_degree) if n <= room)]
+    slices = max(1, d.ampipe_degree)
+    return [None, *(n for n in sorted({2, 3, 2 * slices, 3 * slices}) if n <= room)]
+
+
+def _reduced(d: Drawn) -> list[str | None]:
+    """Gradients of fp32 and bf16 runs, unless stage 3 adds micro-batches up in it first."""
+    steps = d.gradient_merge_acc_step or (d.global_batch_size or _unit(d)) // _unit(d)
+    in_pieces = d.gradient_merge_mode != "step" and not d.hybrid_dp
+    fits = d.sharding_stage < 3 or steps == 1 or in_pieces
+    return [None, "bf16"] if d.get("dtype") in ("fp32", "bf16") and fits else [None]
 
 
 ORDERS = (
@@ -269,11 +290,14 @@ ORDERS = (
 )
 
 LAYOUT = (
+    # Others than fp64 are compared by what they round away, and rarely drawn: 16-bit products are slow on many CPUs.
+    Option(name="dtype", values=(*(None,) * 17, "fp32", "bf16", "fp16"), layout=False),
     Option(name="ernie_model", values=(None, "ernie3"), kinds=ERNIE),
     Option(
         name="pp_degree",
         values=lambda d: [None, None, *(n for n in divisors(d.world_size)[1:] if n <= 4)],
         wild=(2, 3),
+        group=degree,
         layout=True,
     ),
     Option(
@@ -295,12 +319,14 @@ LAYOUT = (
         name="mp_degree",
         values=lambda d: [None, *divisors(max(1, d.world_size // d.pp_degree))[1:]],
         wild=(2, 3, 4, 16),
+        group=degree,
         layout=True,
     ),
     Option(
         name="cp_degree",
         values=lambda d: [None, None, *divisors(max(1, d.world_size // (d.pp_degree * d.mp_degree)))[1:]],
         wild=(2, 3),
+        group=degree,
         layout=True,
         when=lambda d: not _branched(d),
     ),
@@ -316,6 +342,7 @@ LAYOUT = (
         name="sharding_degree",
         values=lambda d: list(divisors(_rest(d))[:-1]) if d.hybrid_dp else [None, _rest(d), -1],
         wild=(0, 2, 3, 8),
+        group=degree,
         layout=True,
     ),
     Option(
@@ -331,10 +358,11 @@ LAYOUT = (
         values=lambda d: [None, _mp(d), *([1, 1] if d.sequence_parallel else [])],
         when=lambda d: _mp(d) > 1,
         wild=(1, 2, 3),
+        group=degree,
         layout=True,
         kinds=MOE,
     ),
-    Option(name="ep_degree", values=_ep_degrees, wild=(2, 3, 4, 16), layout=True, kinds=MOE),
+    Option(name="ep_degree", values=_ep_degrees, wild=(2, 3, 4, 16), group=degree, layout=True, kinds=MOE),
     Option(name="rank_order", values=(None, *ORDERS), wild=(("dp", "pp", "mp"), (*ORDERS[0][1:], "tp")), layout=True),
     Option(name="tp_comm_overlap", values=(None, False), when=lambda d: _mp(d) > 1, wild=(False,), layout=True),
     Option(
@@ -350,7 +378,14 @@ LAYOUT = (
 
 DECODER = (
     Option(name="num_layers", values=_layer_counts, wild=(1, 2), size=True),
-    Option(name="pp_seg_method", values=_cuts, when=_pipelined, wild=("layer:Mlp", "layer:Conv", "0,1"), layout=True),
+    Option(
+        name="pp_seg_method",
+        values=_cuts,
+        when=_pipelined,
+        wild=("layer:Mlp", "layer:Conv", "0,1"),
+        group=lambda value: "starts" if value[0].isdigit() else value,
+        layout=True,
+    ),
     Option(name="position_embedding_type", values=(None, "learned"), kinds=MOE),
     Option(name="num_attention_heads", values=_multiples(_head_step, 1, 2, 4, 3), wild=(1, 3, 5), size=True),
     Option(
@@ -372,7 +407,7 @@ DECODER = (
     Option(
         name="max_position_embeddings",
         values=lambda d: [None, None, d.seq_length + 3],
-        when=_is("position_embedding_type", "learned"),
+        when=lambda d: d.kind == "ernie" or d.position_embedding_type == "learned",
         wild=(4,),
         size=True,
     ),
@@ -394,8 +429,8 @@ DECODER = (
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="use_flash_attn", values=(None, False)),
     # Masks of split heads and positions are not those of one process; those of replicated activations are.
-    Option(name="attention_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _whole_heads(d) else (0.0,)),
-    Option(name="hidden_dropout", values=lambda d: (0.0, 0.0, 0.1, 0.5) if _whole_sequences(d) else (0.0,)),
+    Option(name="attention_dropout", values=lambda d: _masked(d, _whole_heads(d))),
+    Option(name="hidden_dropout", values=lambda d: _masked(d, _whole_sequences(d))),
 )
 
 EXPERTS = (
@@ -564,9 +599,29 @@ TRAINING = (
     Option(name="clip_grad", values=(None, 0.05, 0.0)),
     Option(name="weight_decay", values=(None, 0.0, 0.5)),
     Option(name="adam_beta1", values=(None, 0.5)),
+    Option(name="adam_beta2", values=(None, 0.6)),
     Option(name="lr_decay_style", values=(None, "constant", "linear", "wsd")),
     Option(name="lr_warmup_iters", values=(None, 1), when=lambda d: not _growing(d), wild=(10,)),
-    Option(name="min_lr", values=(None, 0.001), wild=(1.0,)),
+    Option(name="lr_decay_iters", values=(None, None, 3), wild=(1,)),
+    Option(
+        name="lr_wsd_decay_iters",
+        values=(None, 2, 1),
+        when=_is("lr_decay_style", "wsd"),
+        wild=(2, 20),
+    ),
+    Option(name="min_lr", values=(None, 0.001), when=_exact, wild=(1.0,)),
+    Option(name="skip_samples", values=(None, None, ("0-1",), ("2-2", "4-9")), wild=(("3-1",),)),
+)
+
+FP16 = tuple(
+    Option(name=name, values=values, when=_is("dtype", "fp16"), wild=wild)
+    for name, values, wild in (
+        ("initial_loss_scale", (128.0, 1.0), (2.0,)),
+        ("min_loss_scale", (None, 0.5), ()),
+        ("loss_scale_window", (None, 1), (1,)),
+        ("loss_scale_factor", (None, 4.0), ()),
+        ("hysteresis", (None, 1), ()),
+    )
 )
 
 RECOMPUTE = (
@@ -605,6 +660,15 @@ RECOMPUTE = (
         wild=(True,),
         layout=True,
     ),
+    Option(
+        name="adaptive_recompute_device_size",
+        values=(None, None, None, 1000.0),
+        when=lambda d: (
+            d.recompute_granularity == "full" and not _whole_units(d) and not _pipelined(d) and not _branched(d)
+        ),
+        wild=(1000.0,),
+        layout=True,
+    ),
 )
 
 PACKING = (
@@ -616,10 +680,18 @@ PACKING = (
 )
 
 SLICES = (
-    Option(name="ampipe_degree", values=_degrees, when=_can_slice, wild=(2, 3), layout=True, kinds=MOE),
+    Option(name="ampipe_degree", values=_degrees, when=_can_slice, wild=(2, 3), group=degree, layout=True, kinds=MOE),
+    # What it is compared with is one process that counts slice by slice (the oracle).
+    Option(
+        name="ampipe_capacity",
+        values=_capacities,
+        when=lambda d: _sliced(d) and _drops(d),
+        wild=("slice",),
+        layout=True,
+        kinds=MOE,
+    ),
     Option(name="ampipe_slicing", values=(None, "balanced"), when=_sliced, wild=("balanced",), layout=True, kinds=MOE),
     Option(name="ampipe_cross_layer", values=(None, True), when=_sliced, wild=(True,), layout=True, kinds=MOE),
-    Option(name="ampipe_capacity", wild=("slice",), layout=True, kinds=MOE),
     Option(
         name="ampipe_tp_sp_comm_overlap",
         values=(None, True),
@@ -647,8 +719,17 @@ SLICES = (
     ),
 )
 
-LATER = (
-    Option(name="grad_reduce_dtype", wild=("bf16",), layout=True),
+OTHERS = (
+    Option(name="grad_reduce_dtype", values=_reduced, wild=("bf16",), layout=True),
+    # Minutes of a compiler, where everything else is seconds.
+    Option(
+        name="compile",
+        values=lambda d: (*(None,) * 60, True) if d.world_size <= 2 and not _branched(d) else (None,),
+        wild=(),
+        layout=True,
+        rare=True,
+    ),
+    *(Option(name=name, wild=(True,), layout=True) for name in ("recompute_in_advance", "recompute_in_bubble")),
     Option(name="multi_latent_attention", wild=(True,), kinds=MOE),
 )
 
@@ -659,8 +740,9 @@ OPTIONS: tuple[Option, ...] = (
     *SEGMENTS,
     *ENCODER,
     *TRAINING,
+    *FP16,
     *RECOMPUTE,
     *PACKING,
     *SLICES,
-    *LATER,
+    *OTHERS,
 )
