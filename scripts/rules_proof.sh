@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Takes each row of the compatibility matrix out and shows what happens without it (docs/rules_proof.md).
+#
+#   scripts/rules_proof.sh                                  every row that is not from a seed document
+#   scripts/rules_proof.sh mp-heads cp-ring-length          these rows
+#   scripts/rules_proof.sh --write docs/rules_proof.md      and write the page
+#
+# Status 1 where a row is worth nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh dev
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec .venv/bin/python -m tests.fuzz.proof "$@"

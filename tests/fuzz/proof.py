@@ -1,0 +1,256 @@
+"""What each row of the compatibility matrix is for: its example is run without it. scripts/rules_proof.sh calls this.
+
+Rows of the seed documents and rows that are lifted are not asked; all others end in one of these verdicts:
+
+* ``another number``, ``late error``, ``hang``: what happens without the row;
+* ``no effect``: flags that the row refuses leave launches, losses and norms as they are without them;
+* ``by argument``: what would go wrong is said in words, where this machine cannot run it or a run would not show it;
+* ``nothing``: the row is worth nothing, and should go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import megapar.arguments
+from megapar.arguments import parse, resolved_values
+from megapar.compatibility import LIFTED, RULES, Rule, check
+from megapar.core.journal import Journal
+from megapar.errors import ConfigError
+from megapar.trainer import train
+from tests.equivalence.compare import differences
+from tests.equivalence.run import Trace, trace
+from tests.fuzz.case import Case, case_of
+from tests.fuzz.option import spell_all
+from tests.fuzz.proofs import PROOFS, SIZES, Proof
+from tests.fuzz.table import FIXED
+from tests.support.ranks import RanksFailed, run_ranks
+
+ANOTHER, LATE_ERROR, HANG, NO_EFFECT = "another number", "late error", "hang", "no effect"
+ARGUMENT, NOTHING, ELSEWHERE = "by argument", "nothing", "refused all the same"
+WORTH = (ANOTHER, LATE_ERROR, HANG, NO_EFFECT, ARGUMENT)
+HANG_SECONDS = 30.0
+STEPS = 2
+FILES = {
+    **dict.fromkeys(("a.jsonl", "b.jsonl", "corpus.jsonl", "held_out.jsonl"), '{"text": "one two three four"}\n' * 50),
+    "phrases.txt": "one two\n",
+    "triples.tsv": "one\tis\ttwo\tone is two\n",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen without a row. case: the line that it refuses. text: the details."""
+
+    rule: str
+    case: str
+    kind: str
+    text: str
+
+
+def asked() -> list[Rule]:
+    """The rows that have to show what they are for."""
+    return [rule for rule in RULES if "seed" not in rule.source and rule.kind != LIFTED]
+
+
+def prove(rule: Rule) -> Verdict:
+    """Run the row's example without it."""
+    proof = PROOFS.get(rule.id, Proof())
+    kind, line, ranks = _example(rule, proof)
+    spelled = f"{'' if ranks == 1 else f'{ranks} processes: '}{line}"
+    if proof.argument:
+        return Verdict(rule.id, spelled, ARGUMENT, proof.argument)
+    case = case_of(kind, ranks, f"{_sizes(kind, line)} {line}")
+    with without(rule.id):
+        try:
+            config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
+        except ConfigError as error:
+            return Verdict(rule.id, spelled, ELSEWHERE, ", ".join(complaint.rule for complaint in error.complaints))
+        except Exception as error:
+            return Verdict(rule.id, spelled, LATE_ERROR, f"the parser: {type(error).__name__}: {error}")
+        try:
+            if rule.source == "compatibility 8" or proof.idle:
+                found = _effect(rule, proof, case)
+            elif ranks > 1:
+                found = _difference(rule, case, config.training.global_batch_size)
+            else:
+                _train(rule, case)
+                found = NOTHING, "trains"
+        except RanksFailed as error:
+            found = (HANG, str(error).splitlines()[0]) if "did not finish" in str(error) else (LATE_ERROR, _last(error))
+    return Verdict(rule.id, spelled, *found)
+
+
+def _example(rule: Rule, proof: Proof) -> tuple[str, str, int]:
+    """(model, flags, processes) of the row's proof, or of its failing example."""
+    tokens, ranks = shlex.split(proof.line or rule.failing), proof.ranks
+    if not ranks and "--world-size" in tokens:
+        at = tokens.index("--world-size")
+        ranks = int(tokens[at + 1])
+        tokens[at : at + 2] = []
+    return rule.models[0], shlex.join(tokens), ranks or 1
+
+
+def _sizes(kind: str, line: str) -> str:
+    """Small sizes, but for what the line says."""
+    said = set(shlex.split(line))
+    sizes = SIZES["ernie3" if "ernie3" in said else kind]
+    return " ".join(f"{name} {value}" for name, value in sizes.items() if name not in said)
+
+
+@contextlib.contextmanager
+def without(*ids: str) -> Iterator[None]:
+    """The matrix without some rows."""
+    left = tuple(rule for rule in RULES if rule.id not in ids)
+    with patch.object(megapar.arguments, "check", functools.partial(check, rules=left)):
+        yield
+
+
+def _difference(rule: Rule, case: Case, batch: int) -> tuple[str, str]:
+    """What differs between the layout and one process."""
+    flags = (case.kind, tuple(case.reference_flags(batch)))
+    try:
+        want = run_ranks(1, trace_without, rule.id, *flags, group=False, timeout=HANG_SECONDS)[0]
+    except RanksFailed as error:
+        return LATE_ERROR, f"one process: {_last(error)}"
+    layout = (rule.id, case.kind, case.flags())
+    got = run_ranks(case.world_size, trace_without, *layout, group=False, timeout=HANG_SECONDS)[0]
+    found = differences(got, want, 1e-12 * max(1.0, *want.norms))
+    return (ANOTHER, f"{found[0]} ({len(found)} in all)") if found else (NOTHING, "the numbers of one process")
+
+
+def _effect(rule: Rule, proof: Proof, case: Case) -> tuple[str, str]:
+    """Whether the flags that the row refuses change anything."""
+    idle = proof.idle or (_idle(rule, case),)
+    bare = Case(case.kind, case.world_size, tuple((n, v) for n, v in case.settings if n not in idle))
+    want, got = _train(rule, bare), _train(rule, case)
+    spelled = ", ".join("--" + name.replace("_", "-") for name in idle)
+    names = ("losses and norms", "launches", "files")
+    changed = [name for name, a, b in zip(names, want, got, strict=True) if a != b]
+    return (NOTHING, f"{spelled} changes {', '.join(changed)}") if changed else (NO_EFFECT, f"of {spelled}")
+
+
+def _idle(rule: Rule, case: Case) -> str:
+    """The last flag of the example whose absence mends the row."""
+    environ = {"WORLD_SIZE": str(case.world_size)}
+    for name, _ in reversed(case.settings):
+        left = {**FIXED, **{n: v for n, v in case.settings if n != name}}
+        if not rule.broken(resolved_values(case.kind, spell_all(left), environ)):
+            return name
+    raise ValueError(f"no flag of {rule.id}'s example mends it alone")
+
+
+def _train(rule: Rule, case: Case) -> Any:
+    """(losses and norms, launches, files written) of a whole short run on every rank."""
+    return run_ranks(
+        *(case.world_size, train_without, rule.id, case.kind, case.flags()), group=False, timeout=2 * HANG_SECONDS
+    )
+
+
+def trace_without(
+    rank: int, world_size: int, rendezvous: str, removed: str, kind: str, flags: Sequence[str]
+) -> Trace | None:
+    """``trace`` of a run that the row refuses."""
+    with without(removed), _folder():
+        return trace(rank, world_size, rendezvous, kind, flags, STEPS)
+
+
+def train_without(rank: int, world_size: int, rendezvous: str, removed: str, kind: str, flags: Sequence[str]) -> Any:
+    """A whole run that the row refuses: (losses and norms, launches by axis and kind, files it wrote)."""
+    launches: list[tuple[str, str]] = []
+    note = Journal.note
+
+    def keep(journal: Journal, axis: str, kind: str) -> None:
+        launches.append((axis, kind))
+        note(journal, axis, kind)
+
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with (
+        without(removed),
+        patch.dict(os.environ, place),
+        patch.object(Journal, "note", keep),
+        contextlib.redirect_stdout(io.StringIO()),
+        _folder() as folder,
+    ):
+        config = parse(kind, ["--train-iters", "2", *flags], place)
+        outcome = train(config, f"file://{rendezvous}")
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return [(record.loss, record.grad_norm) for record in outcome.records], launches, files
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A working folder with the files that examples name."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as name:
+        for file, text in FILES.items():
+            (Path(name) / file).write_text(text)
+        os.chdir(name)
+        try:
+            yield Path(name)
+        finally:
+            os.chdir(before)
+
+
+def _last(error: RanksFailed) -> str:
+    """The last line of the first rank's traceback."""
+    rank, text = next(iter(error.failures.items()))
+    lines = text.strip().splitlines()
+    told = next((line for line in reversed(lines) if not line.startswith(" ")), lines[-1])
+    return f"rank {rank}: {told[:200]}"
+
+
+def page(verdicts: Sequence[Verdict]) -> str:
+    """docs/rules_proof.md."""
+    lines = [HEADER]
+    for verdict in verdicts:
+        cells = (f"`{verdict.rule}`", f"`{verdict.case}`", verdict.kind, verdict.text)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+HEADER = """# What each rule is for
+
+Generated by `scripts/rules_proof.sh`; do not edit. Every row of the [compatibility matrix](compatibility.md) that is
+not from a seed document was taken out, and an example that it refuses was run (with small sizes beside the flags given
+here). *another number*, *late error*, *hang*: what happened. *no effect*: losses, gradient norms, launches and files of
+a run are the same with and without the flags that the row refuses. *by argument*: no run on a CPU shows it; the reason
+is given.
+
+| row | case | without it | |
+|---|---|---|---|"""
+
+
+def main(argv: list[str]) -> int:
+    """Status 1 where a row is worth nothing."""
+    parser = argparse.ArgumentParser(prog="scripts/rules_proof.sh", description=__doc__)
+    parser.add_argument("rows", nargs="*", help="ids of rows; all without")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of all rows there")
+    options = parser.parse_args(argv)
+    verdicts = []
+    for rule in asked():
+        if not options.rows or rule.id in options.rows:
+            verdict = prove(rule)
+            verdicts.append(verdict)
+            print(f"{verdict.rule} | {verdict.kind} | {verdict.text} | {verdict.case}", flush=True)
+    if options.write is not None:
+        options.write.write_text(page(verdicts))
+    worthless = [verdict.rule for verdict in verdicts if verdict.kind not in WORTH]
+    print(f"{len(verdicts)} rows, worth nothing: {', '.join(worthless) or 'none'}")
+    return 1 if worthless else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

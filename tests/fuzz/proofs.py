@@ -1,0 +1,125 @@
+"""How rows are proven whose failing example alone does not do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIZES: dict[str, dict[str, str]] = {
+    "moe": {
+        **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
+        **{"--seq-length": "16", "--vocab-size": "101", "--num-experts": "4", "--micro-batch-size": "2"},
+        **{"--init-std": "0.1"},
+    },
+    "ernie": {
+        **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
+        **{"--seq-length": "16", "--vocab-size": "101", "--micro-batch-size": "2", "--attention-dropout": "0"},
+        **{"--hidden-dropout": "0", "--init-std": "0.1"},
+    },
+    "ernie3": {
+        **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
+        **{"--seq-length": "16", "--vocab-size": "101", "--micro-batch-size": "2", "--attention-dropout": "0"},
+        **{"--hidden-dropout": "0", "--init-std": "0.1", "--task-num-layers": "1", "--task-hidden-size": "16"},
+        **{"--task-num-attention-heads": "4", "--task-ffn-hidden-size": "32", "--memory-length": "4"},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """line: flags in place of the row's failing example. ranks: processes, in place of its --world-size.
+
+    idle: flags of it that must change nothing. argument: why no run is made.
+    """
+
+    line: str = ""
+    ranks: int = 0
+    idle: tuple[str, ...] = ()
+    argument: str = ""
+
+
+_ACCELERATOR = "this device is not there, and a run would end when it is looked for"
+
+PROOFS: dict[str, Proof] = {
+    "world-size-launched": Proof("--world-size 8", 1),
+    "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
+    "ep-without-experts": Proof(idle=("ep_degree",)),
+    "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
+    "cp-ulysses-heads": Proof("--cp-degree 4 --context-parallel-algo ulysses_cp_algo --num-attention-heads 2", 4),
+    "sequence-parallel-length": Proof("--mp-degree 2 --sequence-parallel --seq-length 15", 2),
+    "cp-ring-length": Proof("--cp-degree 2 --seq-length 14", 2),
+    "cp-gathered-length": Proof("--cp-degree 2 --context-parallel-algo allgather_cp_algo --seq-length 15", 2),
+    "batch-divides": Proof("--micro-batch-size 2 --global-batch-size 18", 4),
+    "stages-layers": Proof("--pp-degree 4 --num-layers 2 --gradient-merge-acc-step 4", 4),
+    "schedule-without-chunks": Proof(
+        "--pp-degree 2 --pp-schedule gpipe --vpp-degree 2 --num-layers 4 --gradient-merge-acc-step 4", 2
+    ),
+    "interleaved-chunks": Proof("--pp-degree 2 --pp-schedule interleaved --gradient-merge-acc-step 4", 2),
+    "nanopipe-schedule": Proof("--pp-degree 2 --use-nanopipe --pp-schedule gpipe --gradient-merge-acc-step 4", 2),
+    "micro-batches-enough": Proof("--pp-degree 4 --num-layers 4 --gradient-merge-acc-step 3", 4),
+    "micro-batches-stages": Proof(
+        "--pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --num-layers 4 --gradient-merge-acc-step 3", 2
+    ),
+    "pipeline-stage-3": Proof("--pp-degree 2 --sharding-stage 3 --gradient-merge-acc-step 2", 4),
+    "zero-bubble-stage-2": Proof("--pp-degree 2 --use-nanopipe --sharding-stage 2 --gradient-merge-acc-step 2", 4),
+    "zero-bubble-recompute": Proof(
+        "--pp-degree 2 --use-nanopipe --recompute-interval 1 --gradient-merge-acc-step 2", 2
+    ),
+    "recompute-adaptive-pipeline": Proof(
+        "--pp-degree 2 --adaptive-recompute-device-size 32 --gradient-merge-acc-step 2", 2
+    ),
+    "ampipe-ep": Proof("--ampipe-degree 2"),
+    "ampipe-short": Proof("--ampipe-degree 16 --seq-length 8 --ep-degree 2", 2),
+    "sliced-segments": Proof(
+        "--ampipe-degree 2 --ep-degree 2 --sharding-stage 3 --sharding-segment-strategy segment_broadcast_MB "
+        "--segment-broadcast-MB 0.001",
+        2,
+    ),
+    "ampipe-drop-policy": Proof(
+        "--ampipe-degree 2 --ep-degree 2 --moe-model-type deepspeed_moe --moe-drop-policy choice "
+        "--moe-capacity-factor 0.5 --moe-min-capacity 1",
+        2,
+    ),
+    "pipe-experts-adaptive-recompute": Proof(
+        "--use-pipe-experts --pipe-experts-multi-data 2 --ep-degree 2 --moe-model-type deepspeed_moe "
+        "--adaptive-recompute-device-size 32",
+        2,
+    ),
+    "not-built-cp-pipe-experts": Proof(
+        "--cp-degree 2 --use-pipe-experts --pipe-experts-multi-data 2 --moe-model-type deepspeed_moe --ep-degree 2 "
+        "--moe-capacity-factor 0.5 --moe-min-capacity 1",
+        2,
+    ),
+    "pipe-experts-alone": Proof("--use-pipe-experts --moe-model-type deepspeed_moe", 1, idle=("use_pipe_experts",)),
+    "merge-mode-stage": Proof("--sharding-stage 1 --gradient-merge-mode micro_batch --gradient-merge-acc-step 2", 2),
+    "offload-stage": Proof("--optimizer-offload --sharding-stage 3", 2),
+    "reduce-dtype-wide": Proof("--grad-reduce-dtype bf16 --dtype fp64", 2),
+    "reduce-dtype-adds": Proof(argument="sums over micro-batches would lose what is below 2^-8 of them"),
+    "min-lr": Proof(argument="the learning rate would grow while it is said to decay"),
+    "straggler-factor": Proof(argument="ranks as fast as the median one would be named as late"),
+    "spike-skip-sigmas": Proof(idle=("spike_skip",)),
+    "manual-gc-interval": Proof(idle=("manual_gc_interval",)),
+    "load-twice": Proof(argument="one of the two sources of weights would win in silence"),
+    "load-hf-router-bias": Proof(argument="the biases that the run moved would not be in what it exports"),
+    "split-weights": Proof("--data-path a.jsonl --split 0,100"),
+    "split-nothing-held-out": Proof("--data-path a.jsonl --split 100,0,0 --eval-interval 5"),
+    "split-or-eval-data": Proof(argument="what is held out would come from one of the two, the other be ignored"),
+    "split-mock": Proof(idle=("split",)),
+    "packing-off": Proof(idle=("reset_attention_mask",)),
+    "hf-source-alone": Proof(argument="files that are named would not be read"),
+    "hf-source-packing": Proof(argument="samples would be packed although --no-packing is said"),
+    "compile-device": Proof(argument=_ACCELERATOR),
+    "compile-deterministic": Proof(argument="a kernel that is chosen by measuring may be another one in the next run"),
+    "compile-ernie3": Proof(argument="segments of another size each step are compiled anew each step"),
+    "fp64-device": Proof(argument=_ACCELERATOR),
+    "fp8-device": Proof(argument=_ACCELERATOR),
+    "fp8-dtype": Proof(argument=_ACCELERATOR),
+    "fp8-mp": Proof(argument=_ACCELERATOR),
+    "fp8-zero-bubble": Proof(argument=_ACCELERATOR),
+    "ernie3-zero-bubble": Proof(
+        "--ernie-model ernie3 --task-type-vocab-size 5 --pp-degree 2 --use-nanopipe --gradient-merge-acc-step 2", 2
+    ),
+    "progressive-pipeline": Proof(
+        "--progressive-iters 3 --pp-degree 2 --gradient-merge-acc-step 4 --progressive-length-multiple 8", 2
+    ),
+    "progressive-cp": Proof("--progressive-iters 3 --cp-degree 2 --progressive-length-multiple 8", 2),
+}
