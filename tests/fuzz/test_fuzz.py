@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import secrets
 
 import pytest
 
-from megapar.arguments import parse
+from megapar.arguments import FLAGS, parse
 from megapar.compatibility import RULES
-from tests.equivalence.compare import differences
+from tests.equivalence.compare import UNITS, differences, rounding_differences
 from tests.fuzz.case import Case, case_of
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
 from tests.fuzz.fuzzer import Fuzzer, Tally
@@ -16,6 +18,7 @@ from tests.fuzz.option import Option, spell_all
 from tests.fuzz.oracle import Parts
 from tests.fuzz.regressions import REGRESSIONS, Regression
 from tests.fuzz.table import OPTIONS
+from tests.fuzz.undrawn import UNDRAWN
 
 CASES = 12
 
@@ -86,6 +89,14 @@ def test_every_row_names_a_flag_once_and_layouts_are_told_apart() -> None:
     assert parse("moe", case.reference_flags(4), {}).training.global_batch_size == 4
 
 
+def test_every_flag_is_drawn_or_says_why_not() -> None:
+    """A new flag that may change numbers is a row of the table; any other one is in UNDRAWN with its reason."""
+    drawn = {option.name for option in OPTIONS}
+    assert drawn | set(UNDRAWN) == set(FLAGS)
+    assert not drawn & set(UNDRAWN)
+    assert all(UNDRAWN.values())
+
+
 SMALL = "--num-layers 1 --num-attention-heads 2 --hidden-size 8 --ffn-hidden-size 8 --seq-length 4 --vocab-size 17"
 
 
@@ -125,6 +136,43 @@ def test_capacity_per_rank_is_held_to_the_oracle(layout: str, parts: Parts) -> N
         assert outcome.kind == EQUAL, outcome.text
         flags = tuple(case.reference_flags(3))
         assert differences(reference("moe", flags), reference("moe", flags, parts)) != []
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        ("--ep-degree 2 --ampipe-degree 2 --ampipe-slicing balanced", ((0, 1, 2), (3,))),
+        ("--ep-degree 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2", ((0, 1), (2, 3))),
+    ],
+)
+def test_capacity_per_slice_is_held_to_the_oracle(layout: str, parts: Parts) -> None:
+    """Policies that cannot be cut into slices work there, too."""
+    line = (
+        f"{SMALL} --init-std 0.5 --num-experts 4 --moe-router-topk 2 --moe-model-type deepspeed_moe "
+        f"--moe-capacity-factor 0.5 --moe-min-capacity 1 --micro-batch-size 3 {layout}"
+    )
+    world_size = 4 if "--mp-degree" in layout else 2
+    for policy in ("token", "probs"):
+        case = case_of("moe", world_size, f"{line} --moe-drop-policy {policy} --ampipe-capacity slice")
+        outcome = check(case)
+        assert outcome.kind == EQUAL, outcome.text
+        flags = tuple(case.reference_flags(6))
+        assert differences(reference("moe", flags), reference("moe", flags, parts)) != []
+
+
+def test_a_coarse_precision_is_held_to_what_it_rounds() -> None:
+    line = f"{SMALL} --init-std 0.1 --num-experts 4 --moe-router-topk 2 --ep-degree 2 --micro-batch-size 2"
+    case = case_of("moe", 2, f"{line} --dtype fp32")
+    assert check(case).kind == EQUAL
+    exact = reference("moe", tuple(case.reference_flags(4, dtype="fp64")))
+    alone = reference("moe", tuple(case.reference_flags(4)))
+    assert rounding_differences(alone, alone, exact, UNITS["fp32"]) == []
+    name = next(iter(exact.gradients[0]))
+    wrong = copy.deepcopy(alone)
+    wrong.gradients[0][name] *= 1.001
+    wrong.losses[1] = math.nan
+    found = rounding_differences(wrong, alone, exact, UNITS["fp32"])
+    assert [text.split(",")[0] for text in found] == ["loss", f"gradient of {name}"]
 
 
 def test_rules_that_refuse_are_rows() -> None:

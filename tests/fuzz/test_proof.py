@@ -1,0 +1,52 @@
+"""Whether the proof of rules sees what a row is for, and a row that is for nothing."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+import tests.fuzz.proof as proof
+from megapar.arguments import parse
+from megapar.compatibility import RULES, Rule
+from megapar.errors import ConfigError
+from tests.fuzz.proof import ARGUMENT, LATE_ERROR, NO_EFFECT, NOTHING, asked, page, prove, without
+from tests.fuzz.proofs import PROOFS
+
+BY_ID = {rule.id: rule for rule in RULES}
+
+
+def test_a_row_is_out_within_the_context_alone() -> None:
+    line = ["--sequence-parallel"]
+    with without("sequence-parallel-mp"):
+        assert parse("moe", line, {}).parallel.sequence_parallel
+    with pytest.raises(ConfigError, match="sequence-parallel-mp"):
+        parse("moe", line, {})
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [("heads-groups", LATE_ERROR), ("cp-algo-unused", NO_EFFECT), ("fp8-device", ARGUMENT)],
+)
+def test_what_a_row_is_for(row: str, kind: str) -> None:
+    verdict = prove(BY_ID[row])
+    assert verdict.kind == kind, verdict.text
+    assert row in page([verdict])
+
+
+def test_a_row_that_is_for_nothing_is_seen() -> None:
+    useless = Rule(
+        id="no-odd-seeds",
+        reads=("seed",),
+        requires=lambda f: f.seed % 2 == 0,
+        message="--seed is even",
+        source="nowhere",
+        passing="--seed 2",
+        failing="--seed 3",
+    )
+    with patch.object(proof, "RULES", (*RULES, useless)):
+        assert prove(useless).kind == NOTHING
+
+
+def test_every_proof_is_of_a_row() -> None:
+    assert set(PROOFS) <= {rule.id for rule in asked()}
