@@ -64,6 +64,11 @@ def degree(value: Any) -> str:
     return str(number) if number <= 2 else "odd" if number % 2 else "4 or more"
 
 
+def some(value: Any) -> str:
+    """How a value counts of which there are too many: given."""
+    return "some"
+
+
 def spell(name: str, value: Any) -> list[str]:
     """The flag as it stands on a command line; nothing for None."""
     spelling = FLAGS[name].spelling

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from megapar.rules.rule import divisors
-from tests.fuzz.option import Condition, Drawn, Option, degree
+from tests.fuzz.option import Condition, Drawn, Option, degree, some
 
 MOE = ("moe",)
 ERNIE = ("ernie",)
@@ -456,7 +456,14 @@ EXPERTS = (
         wild=(1, 2, 9),
         kinds=MOE,
     ),
-    Option(name="first_k_dense", values=lambda d: [None, *range(d.num_layers)], when=_experts, wild=(1, 3), kinds=MOE),
+    Option(
+        name="first_k_dense",
+        values=lambda d: [None, *range(1, d.num_layers)],
+        when=_experts,
+        wild=(1, 3),
+        group=some,
+        kinds=MOE,
+    ),
     Option(name="moe_shared_experts", values=_shared, when=_experts, wild=(1, 2), kinds=MOE),
     Option(name="moe_model_type", values=(None, "deepspeed_moe", "deepspeed_moe"), when=_experts, kinds=MOE),
     Option(name="moe_capacity_factor", values=(None, 0.5, 0.75, 1.1, 2.0, 0.01), when=_drops, wild=(0.5,), kinds=MOE),
@@ -466,18 +473,20 @@ EXPERTS = (
     Option(name="moe_aux_loss_coeff", values=(None, 0.0, 0.05, 1.0), when=_experts, wild=(0.5,), kinds=MOE),
     Option(name="moe_z_loss_coeff", values=(None, 0.01), when=_experts, wild=(0.01,), kinds=MOE),
     Option(name="moe_router_score_function", values=(None, "sigmoid"), when=_experts, wild=("sigmoid",), kinds=MOE),
-    Option(name="moe_router_num_groups", values=_groups, when=_experts, wild=(2, 3), kinds=MOE),
+    Option(name="moe_router_num_groups", values=_groups, when=_experts, wild=(2, 3), group=some, kinds=MOE),
     Option(
         name="moe_router_group_topk",
         values=_group_choices,
         when=lambda d: _experts(d) and d.moe_router_num_groups > 1,
         wild=(1, 2),
+        group=some,
         kinds=MOE,
     ),
     Option(name="moe_router_topk_scaling_factor", values=(None, None, 2.5), when=_experts, wild=(2.5,), kinds=MOE),
     Option(name="moe_router_lr_ratio", values=(None, None, 0.25), when=_experts, wild=(0.25,), kinds=MOE),
     Option(
         name="moe_layer_ffn_hidden_sizes",
+        group=some,
         values=_widths,
         when=lambda d: _experts(d) and d.moe_ffn_hidden_size is None,
         wild=((3,), (4, 5)),
@@ -578,7 +587,7 @@ ENCODER = (
 TRAINING = (
     Option(name="seed", values=(7, 1, 2**40)),
     Option(name="micro_batch_size", values=(1, 2, 3)),
-    Option(name="gradient_merge_acc_step", values=lambda d: [None, *_steps(d)], wild=(1, 3), layout=True),
+    Option(name="gradient_merge_acc_step", values=lambda d: [None, *_steps(d)], wild=(1, 3), group=degree, layout=True),
     Option(name="global_batch_size", values=_global_batches, wild=(7, 10), layout=True, size=True),
     Option(
         name="progressive_iters",
@@ -703,6 +712,7 @@ SLICES = (
     Option(name="use_pipe_experts", values=(None, None, True), when=_can_pipe, wild=(True,), layout=True, kinds=MOE),
     Option(
         name="pipe_experts_multi_data",
+        group=degree,
         values=_pieces,
         when=lambda d: bool(d.use_pipe_experts),
         wild=(0, 2, 99),
