@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import io
 import os
 import shlex
 import sys
@@ -138,7 +137,7 @@ def _effect(rule: Rule, proof: Proof, case: Case) -> tuple[str, str]:
     want, got = _train(rule, bare), _train(rule, case)
     spelled = ", ".join("--" + name.replace("_", "-") for name in idle)
     names = ("losses and norms", "launches", "files")
-    changed = [name for name, a, b in zip(names, want, got, strict=True) if a != b]
+    changed = [name for n, name in enumerate(names) if [rank[n] for rank in want] != [rank[n] for rank in got]]
     return (NOTHING, f"{spelled} changes {', '.join(changed)}") if changed else (NO_EFFECT, f"of {spelled}")
 
 
@@ -181,7 +180,7 @@ def train_without(rank: int, world_size: int, rendezvous: str, removed: str, kin
         without(removed),
         patch.dict(os.environ, place),
         patch.object(Journal, "note", keep),
-        contextlib.redirect_stdout(io.StringIO()),
+        _silent(),
         _folder() as folder,
     ):
         config = parse(kind, ["--train-iters", "2", *flags], place)
@@ -202,6 +201,19 @@ def _folder() -> Iterator[Path]:
             yield Path(name)
         finally:
             os.chdir(before)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing on standard output, which may have been taken before anybody could replace it."""
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _last(error: RanksFailed) -> str:
