@@ -71,4 +71,11 @@ REGRESSIONS: tuple[Regression, ...] = (
         f"{ERNIE} --seq-length 5",
         refused_by="sentence-length",
     ),
+    Regression(
+        "slices that cp ranks share were cut once more to put their probabilities in order",
+        "moe",
+        2,
+        f"{FOUR_EXPERTS} --cp-degree 2 --ep-degree 2 --ampipe-degree 4 --ampipe-capacity slice --moe-drop-policy probs "
+        "--moe-model-type deepspeed_moe --moe-capacity-factor 0.5 --moe-min-capacity 1",
+    ),
 )
