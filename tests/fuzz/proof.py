@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from transformers import AutoModelForCausalLM
+
 import megapar.arguments
 from megapar.arguments import parse, resolved_values
 from megapar.compatibility import LIFTED, RULES, Rule, check
@@ -72,7 +74,7 @@ def prove(rule: Rule) -> Verdict:
     if proof.argument:
         return Verdict(rule.id, spelled, ARGUMENT, proof.argument)
     case = case_of(kind, ranks, f"{_sizes(kind, line)} {line}")
-    with without(rule.id):
+    with without(rule.id), _folder():
         try:
             config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
         except ConfigError as error:
@@ -80,7 +82,9 @@ def prove(rule: Rule) -> Verdict:
         except Exception as error:
             return Verdict(rule.id, spelled, LATE_ERROR, f"the parser: {type(error).__name__}: {error}")
         try:
-            if rule.source == "compatibility 8" or proof.idle:
+            if proof.same_as:
+                found = _second_spelling(rule, proof, case)
+            elif rule.source == "compatibility 8" or proof.idle:
                 found = _effect(rule, proof, case)
             elif ranks > 1:
                 found = _difference(rule, case, config.training.global_batch_size)
@@ -141,6 +145,14 @@ def _effect(rule: Rule, proof: Proof, case: Case) -> tuple[str, str]:
     return (NOTHING, f"{spelled} changes {', '.join(changed)}") if changed else (NO_EFFECT, f"of {spelled}")
 
 
+def _second_spelling(rule: Rule, proof: Proof, case: Case) -> tuple[str, str]:
+    """Whether the run is that of other flags."""
+    other = case_of(case.kind, case.world_size, f"{_sizes(case.kind, proof.same_as)} {proof.same_as}")
+    if _train(rule, other) == _train(rule, case):
+        return NO_EFFECT, f"a second spelling of {proof.same_as}"
+    return NOTHING, f"not the run of {proof.same_as}"
+
+
 def _idle(rule: Rule, case: Case) -> str:
     """The last flag of the example whose absence mends the row."""
     environ = {"WORLD_SIZE": str(case.world_size)}
@@ -185,6 +197,8 @@ def train_without(rank: int, world_size: int, rendezvous: str, removed: str, kin
     ):
         config = parse(kind, ["--train-iters", "2", *flags], place)
         outcome = train(config, f"file://{rendezvous}")
+        if outcome.exported is not None:
+            AutoModelForCausalLM.from_pretrained(outcome.exported)
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return [(record.loss, record.grad_norm) for record in outcome.records], launches, files
 

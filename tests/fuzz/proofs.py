@@ -28,12 +28,14 @@ SIZES: dict[str, dict[str, str]] = {
 class Proof:
     """line: flags in place of the row's failing example. ranks: processes, in place of its --world-size.
 
-    idle: flags of it that must change nothing. argument: why no run is made.
+    idle: flags of it that must change nothing. same_as: flags of a run of which it is a second spelling.
+    argument: why no run is made.
     """
 
     line: str = ""
     ranks: int = 0
     idle: tuple[str, ...] = ()
+    same_as: str = ""
     argument: str = ""
 
 
@@ -90,7 +92,20 @@ PROOFS: dict[str, Proof] = {
         2,
     ),
     "pipe-experts-alone": Proof("--use-pipe-experts --moe-model-type deepspeed_moe", 1, idle=("use_pipe_experts",)),
-    "merge-mode-stage": Proof("--sharding-stage 1 --gradient-merge-mode micro_batch --gradient-merge-acc-step 2", 2),
+    "batch-agrees": Proof(idle=("gradient_merge_acc_step",)),
+    "rampup-global": Proof(
+        argument="the first steps would have fewer micro-batches than --gradient-merge-acc-step says"
+    ),
+    "rampup-steps": Proof(argument="a batch of 9 would be trained on 8 samples and be counted as 9"),
+    "warmup": Proof("--train-iters 10 --lr-warmup-iters 10 --lr-decay-style linear", idle=("lr_decay_style",)),
+    "wsd-decay": Proof(argument="the decay would have begun before the first step, and --lr never be reached"),
+    "profile-steps": Proof(idle=("profile",)),
+    "profile-folder": Proof(idle=("profile",)),
+    "merge-mode-stage": Proof(
+        "--sharding-stage 1 --gradient-merge-mode micro_batch --gradient-merge-acc-step 2",
+        2,
+        same_as="--sharding-stage 2 --gradient-merge-acc-step 2",
+    ),
     "offload-stage": Proof("--optimizer-offload --sharding-stage 3", 2),
     "reduce-dtype-wide": Proof("--grad-reduce-dtype bf16 --dtype fp64", 2),
     "reduce-dtype-adds": Proof(argument="sums over micro-batches would lose what is below 2^-8 of them"),
