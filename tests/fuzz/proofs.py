@@ -93,9 +93,7 @@ PROOFS: dict[str, Proof] = {
     ),
     "pipe-experts-alone": Proof("--use-pipe-experts --moe-model-type deepspeed_moe", 1, idle=("use_pipe_experts",)),
     "batch-agrees": Proof(idle=("gradient_merge_acc_step",)),
-    "rampup-global": Proof(
-        argument="the first steps would have fewer micro-batches than --gradient-merge-acc-step says"
-    ),
+    "rampup-global": Proof(argument="first steps would have fewer micro-batches than --gradient-merge-acc-step"),
     "rampup-steps": Proof(argument="a batch of 9 would be trained on 8 samples and be counted as 9"),
     "warmup": Proof("--train-iters 10 --lr-warmup-iters 10 --lr-decay-style linear", idle=("lr_decay_style",)),
     "wsd-decay": Proof(argument="the decay would have begun before the first step, and --lr never be reached"),
