@@ -115,13 +115,21 @@ def case_from(drawn: Drawn, wild: tuple[str, ...] = (), *, late: bool = False) -
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Cases of the table: most of them legal by construction, some with one or two options thrown in anyhow."""
+def cases(draw: st.DrawFn, *, rare: bool = True) -> Case:
+    """Cases of the table: most of them legal by construction, some with one or two options thrown in anyhow.
+
+    rare: with options that take minutes, now and then.
+    """
     kind = draw(st.sampled_from(KINDS_DRAWN))
     world_size = draw(st.sampled_from(WORLD_SIZES))
     wild = draw(_wild([row.name for row in OPTIONS if kind in row.kinds and row.wild]))
     forced = {row.name: row.wild for row in OPTIONS if row.name in wild}
-    drawn = draw_case(kind, world_size, lambda name, values, drawn: draw(st.sampled_from(values)), forced)
+    slow = set() if rare else {row.name for row in OPTIONS if row.rare}
+
+    def choose(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
+        return values[0] if name in slow else draw(st.sampled_from(values))
+
+    drawn = draw_case(kind, world_size, choose, forced)
     return case_from(drawn, wild, late=draw(st.integers(0, 3)) == 3)
 
 
