@@ -74,26 +74,30 @@ def prove(rule: Rule) -> Verdict:
     if proof.argument:
         return Verdict(rule.id, spelled, ARGUMENT, proof.argument)
     case = case_of(kind, ranks, f"{_sizes(kind, line)} {line}")
-    with without(rule.id), _folder():
+    with without(rule.id):
         try:
-            config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
+            with _folder():
+                config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
         except ConfigError as error:
             return Verdict(rule.id, spelled, ELSEWHERE, ", ".join(complaint.rule for complaint in error.complaints))
         except Exception as error:
             return Verdict(rule.id, spelled, LATE_ERROR, f"the parser: {type(error).__name__}: {error}")
-        try:
-            if proof.same_as:
-                found = _second_spelling(rule, proof, case)
-            elif rule.source == "compatibility 8" or proof.idle:
-                found = _effect(rule, proof, case)
-            elif ranks > 1:
-                found = _difference(rule, case, config.training.global_batch_size)
-            else:
-                _train(rule, case)
-                found = NOTHING, "trains"
-        except RanksFailed as error:
-            found = (HANG, str(error).splitlines()[0]) if "did not finish" in str(error) else (LATE_ERROR, _last(error))
+    try:
+        found = _run(rule, proof, case, config.training.global_batch_size)
+    except RanksFailed as error:
+        found = (HANG, str(error).splitlines()[0]) if "did not finish" in str(error) else (LATE_ERROR, _last(error))
     return Verdict(rule.id, spelled, *found)
+
+
+def _run(rule: Rule, proof: Proof, case: Case, batch: int) -> tuple[str, str]:
+    if proof.same_as:
+        return _second_spelling(rule, proof, case)
+    if rule.source == "compatibility 8" or proof.idle:
+        return _effect(rule, proof, case)
+    if case.world_size > 1:
+        return _difference(rule, case, batch)
+    _train(rule, case)
+    return NOTHING, "trains"
 
 
 def _example(rule: Rule, proof: Proof) -> tuple[str, str, int]:

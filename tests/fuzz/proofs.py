@@ -118,6 +118,7 @@ PROOFS: dict[str, Proof] = {
     "split-or-eval-data": Proof(argument="what is held out would come from one of the two, the other be ignored"),
     "split-mock": Proof(idle=("split",)),
     "packing-off": Proof(idle=("reset_attention_mask",)),
+    "hf-source": Proof("--hf-dataset corpus", idle=("hf_dataset",)),
     "hf-source-alone": Proof(argument="files that are named would not be read"),
     "hf-source-packing": Proof(argument="samples would be packed although --no-packing is said"),
     "compile-device": Proof(argument=_ACCELERATOR),
