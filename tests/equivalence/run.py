@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import parse
@@ -20,12 +21,13 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.recompute import Forward
+from megapar.core.sharding.cut import is_primary, master_box
 from megapar.core.sharding.part import Part
 from megapar.core.world import World
 from megapar.moe.router import Router
 from megapar.trainer import Trainer
 from megapar.training import build, gradients
-from megapar.training.collect import collect_all, collect_buffers
+from megapar.training.collect import collect_buffers
 from tests.support import late
 
 # (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
@@ -108,10 +110,39 @@ def _device(backend: str) -> Device:
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     job = trainer.job
     masters = [part.master for part in job.sharding.parts]
-    whole = collect_all(trainer.world, job.table, job.sharding.views(masters))
-    found = {name: value.clone() for name, value in whole}
     buffers = collect_buffers(trainer.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
-    return found | {name: value.clone() for name, value in buffers}
+    return _whole(trainer, masters) | {name: value.clone() for name, value in buffers}
+
+
+def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Whole parameters on rank 0, as ``collect_all`` has them; here each rank sends all of its pieces at once.
+
+    tensors: beside the parts, masters or gradients.
+    """
+    world, grid = trainer.world, trainer.world.grid
+    views = {view.spec.name: view for view in trainer.job.sharding.views(tensors)}
+    table = [spec for spec in trainer.job.table if spec.trainable]
+    owned = [[spec for spec in table if is_primary(spec, grid, rank)] for rank in range(grid.world_size)]
+    mine = {spec.name: views[spec.name].tensor.detach() for spec in owned[world.rank] if spec.name in views}
+    if world.rank:
+        if sum(piece.numel() for piece in mine.values()):
+            dist.send(torch.cat([piece.flatten() for piece in mine.values()]), 0)
+        return {}
+    full = {name for name, view in views.items() if view.box != master_box(view.spec, grid, 0)}
+    dtype = next(iter(views.values())).tensor.dtype
+    found = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in table}
+    for rank, specs in enumerate(owned):
+        boxes = {spec.name: master_box(spec, grid, rank, full=spec.name in full) for spec in specs}
+        pieces = list(mine.values())
+        if rank:
+            sent = torch.empty(sum(box.numel for box in boxes.values()), dtype=dtype)
+            if sent.numel():
+                dist.recv(sent, rank)
+            cut = sent.split([box.numel for box in boxes.values()])
+            pieces = [piece.view(box.sizes) for piece, box in zip(cut, boxes.values(), strict=True)]
+        for (name, box), piece in zip(boxes.items(), pieces, strict=True):
+            found[name][box.slices] = piece
+    return found
 
 
 def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor]]:
@@ -121,8 +152,7 @@ def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor
 
     def keep_and_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int]) -> tuple[Tensor, Tensor]:
         grads = [part.grad for part in parts if part.grad is not None]
-        whole = collect_all(trainer.world, trainer.job.table, trainer.job.sharding.views(grads))
-        kept.append({name: value.clone() for name, value in whole})
+        kept.append(_whole(trainer, grads))
         return norm(parts, world, besides)
 
     stack.enter_context(patch.object(gradients, "global_norm", keep_and_norm))
