@@ -71,7 +71,7 @@ def trace(config: Config, rank: int) -> Trace:
     with pretend(config, rank, tracker) as trainer:
         before = tracker.sizes()
         trainer.progress.consumed_samples = config.training.global_batch_size
-        found = measure(trainer, tracker, rank, start)
+        found = measure(trainer, tracker, rank, start, first=True)
         trainer.job.sharding.wait()
         gc.collect()  # what a cycle keeps for a while is no buffer
         after = tracker.bytes
@@ -82,9 +82,10 @@ def trace(config: Config, rank: int) -> Trace:
         return replace(found, resting=after, peak=max(found.peak, after))
 
 
-def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float) -> Trace:
-    """One more step of a trainer that was built and has stepped under the tracker."""
-    trainer.job.sharding.wait()
+def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *, first: bool = False) -> Trace:
+    """One more step of a trainer that was built under the tracker, and has stepped unless this is the first."""
+    if not first:  # the first step waits for its parameters unit by unit, which decides what buffers there will be
+        trainer.job.sharding.wait()
     resting = tracker.bytes
     tracker.reset_peak()
     step = trainer.step()
