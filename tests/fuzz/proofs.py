@@ -19,7 +19,7 @@ SIZES: dict[str, dict[str, str]] = {
         **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
         **{"--seq-length": "16", "--vocab-size": "101", "--micro-batch-size": "2", "--attention-dropout": "0"},
         **{"--hidden-dropout": "0", "--init-std": "0.1", "--task-num-layers": "1", "--task-hidden-size": "16"},
-        **{"--task-num-attention-heads": "4", "--task-ffn-hidden-size": "32", "--memory-length": "4"},
+        **{"--task-num-attention-heads": "4", "--task-ffn-hidden-size": "32"},
     },
 }
 
@@ -136,4 +136,19 @@ PROOFS: dict[str, Proof] = {
         "--progressive-iters 3 --pp-degree 2 --gradient-merge-acc-step 4 --progressive-length-multiple 8", 2
     ),
     "progressive-cp": Proof("--progressive-iters 3 --cp-degree 2 --progressive-length-multiple 8", 2),
+    "progressive-warmup": Proof(idle=("lr_warmup_iters",)),
+    "progressive-rampup": Proof(idle=("rampup_batch_size",)),
+    "not-built-multi-latent-attention": Proof(idle=("multi_latent_attention",)),
+    "not-built-recompute-in-advance": Proof(
+        "--pp-degree 2 --vpp-degree 2 --pp-schedule interleaved --num-layers 4 --gradient-merge-acc-step 2 "
+        "--recompute-interval 1 --recompute-in-advance",
+        2,
+        idle=("recompute_in_advance",),
+    ),
+    "not-built-recompute-in-bubble": Proof(
+        "--pp-degree 2 --vpp-degree 2 --pp-schedule interleaved --num-layers 4 --gradient-merge-acc-step 2 "
+        "--recompute-interval 1 --recompute-in-bubble",
+        2,
+        idle=("recompute_in_bubble",),
+    ),
 }
