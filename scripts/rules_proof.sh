@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Takes each row of the compatibility matrix out and shows what happens without it (docs/rules_proof.md).
+# Takes each row of the compatibility matrix out and shows what happens without it (docs/fuzzing.md).
 #
 #   scripts/rules_proof.sh                                  every row that is not from a seed document
 #   scripts/rules_proof.sh mp-heads cp-ring-length          these rows
-#   scripts/rules_proof.sh --write docs/rules_proof.md      and write the page
+#   scripts/rules_proof.sh --write proof.md                 and write the page
 #
 # Status 1 where a row is worth nothing.
 set -euo pipefail

@@ -1,10 +1,9 @@
-"""A short run of the layout fuzzer with a seed of its own, what it once found, and whether it finds what is planted."""
+"""A short run of the layout fuzzer with one seed, what it once found, and whether it finds what is planted."""
 
 from __future__ import annotations
 
 import copy
 import math
-import secrets
 
 import pytest
 
@@ -21,6 +20,7 @@ from tests.fuzz.table import OPTIONS
 from tests.fuzz.undrawn import UNDRAWN
 
 CASES = 12
+SEED = 11
 
 
 def last(fuzzer: Fuzzer) -> Tally:
@@ -29,12 +29,12 @@ def last(fuzzer: Fuzzer) -> Tally:
     return tally
 
 
-def test_short_run_with_a_random_seed() -> None:
-    seed = secrets.randbelow(2**32)
-    tally = last(Fuzzer(seed, max_cases=CASES, shrink_seconds=30, strategy=lambda: cases(rare=False)))
+def test_short_run() -> None:
+    """The same cases every time, so that a change is judged by what it changed; the script draws new ones."""
+    tally = last(Fuzzer(SEED, max_cases=CASES, shrink_seconds=30, strategy=lambda: cases(rare=False)))
     assert not tally.failures, "\n".join(
         [
-            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {seed} --cases {CASES}",
+            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {SEED} --cases {CASES}",
             *(f"{case.command()}\n{text}\nagain: {case.again()}" for case, text in tally.failures.items()),
         ]
     )
