@@ -179,7 +179,7 @@ class Steps:
         loss = sum(model(batch).sums.values())
         self.device.synchronize()
         self.turned = time.perf_counter()
-        loss.backward()  # type: ignore[union-attr]
+        loss.backward()
         self.diary.check_settled()
 
     def _peak_bytes(self, model: Decoder) -> float:

@@ -107,7 +107,10 @@ def _sum_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _pair(x: Tensor, axis: Axis, there: Operation, back: Operation) -> Tensor:
-    return x if axis.size == 1 else _Pair.apply(x, there, back)  # type: ignore[no-any-return]
+    if axis.size == 1:
+        return x
+    y: Tensor = _Pair.apply(x, there, back)
+    return y
 
 
 class _Pair(torch.autograd.Function):

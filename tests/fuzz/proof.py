@@ -80,7 +80,7 @@ def prove(rule: Rule) -> Verdict:
                 config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
         except ConfigError as error:
             return Verdict(rule.id, spelled, ELSEWHERE, ", ".join(complaint.rule for complaint in error.complaints))
-        except Exception as error:
+        except Exception as error:  # whatever the parser trips over is what the row is for
             return Verdict(rule.id, spelled, LATE_ERROR, f"the parser: {type(error).__name__}: {error}")
     try:
         found = _run(rule, proof, case, config.training.global_batch_size)

@@ -112,7 +112,7 @@ def build(
     table = [replace(row, init="normal") for row in table_of(sizes) if row.trainable]
     table += [row for row in table_of(sizes) if not row.trainable]
     axes = {name: more.get(name, Axis.single(name)) for name in ("ep", "emp")} | {"mp": mp}
-    places = {name: (axis.size, axis.rank) for name, axis in axes.items()}  # type: ignore[attr-defined]
+    places = {name: (axis.size, axis.rank) for name, axis in axes.items()}
     initialize(model, table, places, seed=seed, init_std=sizes.init_std)
     shift_norms(model)
     return model
