@@ -103,8 +103,7 @@ def train(
     device.prepare_process()
     check_device(config, device)
     if config.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        device.repeat_results()
     corpus = build.make_corpus(config)
     world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ class Device:
     runs_ahead = False
     # Whether the optimizer's kernel can leave everything as it is by a number on the device.
     skips_updates = True
+    # Environment that its libraries read when they are first used, without which sums come in an order by chance.
+    repeatable: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, local_rank: int = 0) -> None:
         self.local_rank = local_rank
@@ -95,6 +97,15 @@ class Device:
     def prepare_process(self) -> None:
         """Settings of the whole process that training on this device wants."""
         keep_freed_memory()
+
+    def repeat_results(self) -> None:
+        """Only what repeats its results to the last bit from now on: kernels, and reductions between ranks.
+
+        What the environment already says stays. Before the first product and the first process group.
+        """
+        for name, value in self.repeatable.items():
+            os.environ.setdefault(name, value)
+        torch.use_deterministic_algorithms(True)
 
     def compiler_lacks(self) -> str:
         """Why torch.compile cannot make code for this device here; "" where it can."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -17,6 +19,8 @@ class CudaDevice(Accelerator):
 
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+    # A workspace per stream for cuBLAS; rings add in the order of the ranks, where switches (NVLS) need not.
+    repeatable: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
     @property
     def profiled(self) -> list[ProfilerActivity]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from megapar.core.device.base import Accelerator
 
 
@@ -11,6 +14,7 @@ class NpuDevice(Accelerator):
     type = "npu"
     backend = "cpu:gloo,npu:hccl"
     skips_updates = False
+    repeatable: ClassVar[Mapping[str, str]] = {"HCCL_DETERMINISTIC": "true"}
 
     def __init__(self, local_rank: int = 0) -> None:
         import torch_npu  # noqa: F401  importing it is what registers the device
