@@ -34,7 +34,7 @@ def samples(shape: Shape, count: int) -> list[dict[str, np.ndarray]]:
         row[places] = 6
         types = (np.arange(length) >= length // 2).astype(np.int64)
         valid = np.ones(length, dtype=bool)
-        found.append({"tokens": row, "token_types": types, "labels": labels, "valid": valid, "order": np.array(0)})
+        found.append({"tokens": row, "token_types": types, "labels": labels, "valid": valid, "label": np.array(0)})
     return found
 
 

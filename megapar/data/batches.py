@@ -83,7 +83,7 @@ def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
         "task_types": np.zeros_like(stacked["tokens"]),
         "masked_index": masked,
         "masked_labels": labels[masked],
-        "sop_labels": stacked["order"],
+        "sop_labels": stacked["label"],
     }
     return micro_batch(arrays, valid, {"lm": len(masked), "sop": len(samples)})
 

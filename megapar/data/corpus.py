@@ -12,7 +12,8 @@ from typing import NamedTuple
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
-from megapar.data.ernie import FRAME, SHORTEST_SEQUENCE, ErnieSamples, Spans
+from megapar.data.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
+from megapar.data.frame import PAIR_MARKS
 from megapar.data.mixture import Blend
 from megapar.data.mock import MockTokenizer, RandomPieces
 from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Pieces, Samples, Windows
@@ -277,7 +278,7 @@ class _Cut:
 
     def _of_store(self, store: TokenStore, held_out: bool) -> Pieces:
         if self.kind == ERNIE:
-            return Spans(store, self.seq_length - FRAME)
+            return Spans(store, self.seq_length - PAIR_MARKS)
         if not self.packing.packed:
             return DocumentWindows(store, self.seq_length)
         return Windows(store, self.seq_length, shortest=2 if held_out else None)
@@ -287,7 +288,7 @@ class _Cut:
         longest = self.seq_length + 1
         shortest, ids, end = longest, tokenizer.ordinary_ids, None
         if self.kind == ERNIE:
-            longest = self.seq_length - FRAME
+            longest = self.seq_length - PAIR_MARKS
             shortest = max(2, longest // 2)
         elif not self.packing.packed:
             shortest = min(longest, 2 + self.seq_length // 2)

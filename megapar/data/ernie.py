@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megapar.data.counts import PieceCounts
 from megapar.data.draws import Draws
+from megapar.data.frame import PAIR_MARKS, Frame
 from megapar.data.samples import NO_LOSS, Pieces, Sample, order_of
 from megapar.data.store import TokenStore
 from megapar.data.tokenizer import Tokenizer
@@ -14,8 +15,7 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-FRAME = 3  # [CLS], [SEP], [SEP]
-SHORTEST_SEQUENCE = FRAME + 3  # positions; then no span is shorter than the two ids that a pair needs
+SHORTEST_SEQUENCE = PAIR_MARKS + 3  # positions; then no span is shorter than the two ids that a pair needs
 SHORTEST_SPAN = 8  # ids; shorter ones have no two sentences worth telling apart
 MASKED, RANDOM = 0.8, 0.1  # shares of the chosen words that become [MASK], or random ids; the others stay
 
@@ -66,7 +66,7 @@ class ErnieSamples:
           0   0 .. 0   0   1 .. 1   1    0  ..  0     token_types
         with A before B in the document (order 0) or the same two swapped (order 1)
 
-    tokens, token_types [S]; labels [S], NO_LOSS where nothing is asked; valid [S] bool; order [] int64.
+    A ``Frame``'s samples; their label is the order.
     Sample ``number`` depends on (seed, number) and nothing else.
     """
 
@@ -77,12 +77,8 @@ class ErnieSamples:
 
         Raises DataError where the tokenizer lacks one of [CLS], [SEP], [MASK], [PAD].
         """
-        special = tokenizer.special
-        self._cls, self._sep, self._pad, self._mask = map(special.need, ("cls", "sep", "pad", "mask"))
+        self._frame = Frame.of(tokenizer, seq_length)
         self._pieces = pieces
-        self._seq_length = seq_length
-        self._marks = tokenizer.word_marks
-        self._ids = tokenizer.ordinary_ids
         self._probability = mlm_probability
         self._seed = seed
         self._order = order_of(pieces, seed, "spans")
@@ -91,34 +87,16 @@ class ErnieSamples:
         return len(self._pieces)
 
     def __getitem__(self, number: int) -> Sample:
-        import numpy as np
-
         if self._seed is None:
             number %= len(self._pieces)
-        ids = self._pieces[self._order[number]]
+        ids, frame = self._pieces[self._order[number]], self._frame
         draws = Draws(0, "heldout", number) if self._seed is None else Draws(self._seed, "ernie", number)
-        starts = self._marks.word_starts(ids)
+        starts = frame.marks.word_starts(ids)
         cut = cut_at(starts, draws.uniform(1)[0])
         swapped = draws.integer(2)
-        shown, labels = mask_words(ids, starts, self._probability, self._mask, self._ids, draws)
+        shown, labels = mask_words(ids, starts, self._probability, frame.mask, frame.ordinary, draws)
         halves = (slice(cut, None), slice(0, cut)) if swapped else (slice(0, cut), slice(cut, None))
-        framed = np.full(self._seq_length, self._pad, dtype=np.int64)
-        asked = np.full(self._seq_length, NO_LOSS, dtype=np.int64)
-        types = np.zeros(self._seq_length, dtype=np.int64)
-        framed[0], end = self._cls, 1
-        for kind, half in enumerate(halves):
-            start, end = end, end + len(ids[half])
-            framed[start:end], asked[start:end], framed[end] = shown[half], labels[half], self._sep
-            end += 1
-            types[start:end] = kind
-        valid = np.arange(self._seq_length) < end
-        return {
-            "tokens": framed,
-            "token_types": types,
-            "labels": asked,
-            "valid": valid,
-            "order": np.array(swapped, dtype=np.int64),
-        }
+        return frame.sample(*((shown[half], labels[half]) for half in halves), label=swapped)
 
 
 def cut_at(starts: np.ndarray, where: float) -> int:

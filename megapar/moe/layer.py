@@ -83,9 +83,7 @@ class MoeLayer(nn.Module):
         super().__init__()
         ep, emp, mp = ep or Axis.single("ep"), emp or Axis.single("emp"), mp or Axis.single("mp")
         _check_axes(emp, mp, sequence_parallel)
-        if (shared is None) != (sizes.shared_experts == 0):
-            given = "no module" if shared is None else "a module"
-            raise ValueError(f"shared_experts is {sizes.shared_experts}, but {given} was passed as shared")
+        _check_shared(sizes, shared)
         self.sizes, self.mp = sizes, mp
         self.cut = sequence_parallel and mp.size > 1
         self.share = share or Share(mp=mp if self.cut else Axis.single("mp"))
@@ -94,16 +92,7 @@ class MoeLayer(nn.Module):
         self.alone = not self.parted or sizes.capacity_scope == "rank"
         self.even = sizes.has_capacity and self.alone and (ep.size > 1 or (self.cut and emp.size > 1))
         self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size)
-        self.experts = Experts(
-            sizes.hidden_size,
-            piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
-            piece_shape((sizes.num_experts,), 0, ep)[0],
-            gated=sizes.gated,
-            add_bias=sizes.add_bias,
-            adds_down_bias=emp.rank == 0,
-            dtype=dtype,
-            device=device,
-        )
+        self.experts = _own_experts(sizes, ep, emp, dtype, device)
         self.shared = shared
         self.traffic = traffic or Traffic()
         self.experts_here = sizes.num_experts // ep.size
@@ -292,6 +281,28 @@ def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:
             f"with whole experts (--expert-mp-degree 1) the {mp.size} ranks of mp would all dispatch the same tokens; "
             f"set --sequence-parallel, or --expert-mp-degree {mp.size}"
         )
+
+
+def _check_shared(sizes: MoeSizes, shared: nn.Module | None) -> None:
+    if (shared is None) != (sizes.shared_experts == 0):
+        given = "no module" if shared is None else "a module"
+        raise ValueError(f"shared_experts is {sizes.shared_experts}, but {given} was passed as shared")
+
+
+def _own_experts(
+    sizes: MoeSizes, ep: Axis, emp: Axis, dtype: torch.dtype, device: torch.device | str | None
+) -> Experts:
+    """This rank's piece of the experts: some of them over ep, some of their features over emp."""
+    return Experts(
+        sizes.hidden_size,
+        piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
+        piece_shape((sizes.num_experts,), 0, ep)[0],
+        gated=sizes.gated,
+        add_bias=sizes.add_bias,
+        adds_down_bias=emp.rank == 0,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _host_count(valid_BS: Tensor | None, valid_tokens: int | None, tokens: int) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megapar.core.context_parallel.layout import RING, ULYSSES
 from megapar.planning.layout import Layout
 from megapar.planning.parts import Message
+
+# A sequence that is cut over ranks, whole on each of them for a product and for the product of its gradient.
+_GATHERED = (("all_gather", "forward"), ("all_gather", "backward"))
 
 
 class Messages:
@@ -46,39 +50,26 @@ class Messages:
 
     def column(self, whole: float) -> tuple[Message, ...]:
         """Of a layer cut along its out features, ``whole``: its input [t, H]."""
-        if self._layout.config.grid.mp == 1:
-            return ()
-        if not self._layout.cut:
-            return (self.message("mp", "all_reduce", whole, "backward", hidden=True),)
-        return (
-            self.message("mp", "all_gather", whole, "forward", hidden=True),
-            self.message("mp", "all_gather", whole, "backward", hidden=True),
-            self.message("mp", "reduce_scatter", whole, "backward", hidden=True),
-        )
+        return self._inside(whole, "backward", (*_GATHERED, ("reduce_scatter", "backward")), hidden=True)
 
-    def row(self, whole: float) -> tuple[Message, ...]:
+    def row(self, whole: float, *, hidden: bool = True) -> tuple[Message, ...]:
         """Of a layer cut along its in features, ``whole``: its output [t, H]."""
-        if self._layout.config.grid.mp == 1:
-            return ()
-        if not self._layout.cut:
-            return (self.message("mp", "all_reduce", whole, "forward", hidden=True),)
-        return (
-            self.message("mp", "reduce_scatter", whole, "forward", hidden=True),
-            self.message("mp", "all_gather", whole, "backward", hidden=True),
-        )
+        return self._inside(whole, "forward", (("reduce_scatter", "forward"), _GATHERED[1]), hidden=hidden)
 
     def leave(self) -> tuple[Message, ...]:
-        """Of the word embedding's output."""
-        whole = self._layout.item * self._layout.tokens * self._layout.sizes.hidden_size
+        """Of the word embedding's output, whose rows are cut; no product hides it."""
+        return self.row(self._layout.item * self._layout.tokens * self._layout.sizes.hidden_size, hidden=False)
+
+    def copied(self, whole: float, phase: str) -> tuple[Message, ...]:
+        """An input that all mp ranks hold alike: its gradient is summed."""
+        return (self.message("mp", "all_reduce", whole, phase),) if self._layout.config.grid.mp > 1 else ()
+
+    def _inside(
+        self, whole: float, summed: str, cut: Sequence[tuple[str, str]], *, hidden: bool
+    ) -> tuple[Message, ...]:
+        """Over mp: a sum in the phase ``summed`` where every rank has all positions; where they are cut, what stands
+        in ``cut``, (kind, phase) each."""
         if self._layout.config.grid.mp == 1:
             return ()
-        if not self._layout.cut:
-            return (self.message("mp", "all_reduce", whole, "forward"),)
-        return (
-            self.message("mp", "reduce_scatter", whole, "forward"),
-            self.message("mp", "all_gather", whole, "backward"),
-        )
-
-    def copied(self, whole: float, phase: str) -> list[Message]:
-        """An input that all mp ranks hold alike: its gradient is summed."""
-        return [self.message("mp", "all_reduce", whole, phase)] if self._layout.config.grid.mp > 1 else []
+        kinds = cut if self._layout.cut else (("all_reduce", summed),)
+        return tuple(self.message("mp", kind, whole, phase, hidden=hidden) for kind, phase in kinds)

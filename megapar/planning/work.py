@@ -19,7 +19,7 @@ from megapar.moe.sizes import MoeSizes
 from megapar.planning.experts import expert_parts
 from megapar.planning.layout import Layout
 from megapar.planning.messages import Messages
-from megapar.planning.parts import INDEX, Part, Product, Unit, norm_kept
+from megapar.planning.parts import INDEX, Message, Part, Product, Unit, norm_kept
 
 LOGITS_PER_CHUNK = 1 << 24  # of model/loss.py
 
@@ -137,7 +137,7 @@ class Work:
         product = e * weight if e < w else 0  # where it does not add to the sum by itself
         making = e * rows * H + w * weight + product + e * chunk + widened
         transient = max(making - kept, e * rows * H + e * weight)
-        sent = []
+        sent: list[Message] = []
         if isinstance(a.sizes, ErnieSizes) or not a.cut:
             sent += self.messages.copied(e * rows * H, "backward")
         if a.config.grid.mp > 1:

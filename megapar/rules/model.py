@@ -261,18 +261,6 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
-        id="hf-moe-head-dim",
-        reads=("save_hf", "published", "num_experts", "head_dim", "num_attention_heads", "hidden_size"),
-        when=lambda f: f.save_hf is not None and f.published is None and f.num_experts > 0,
-        requires=lambda f: f.head_dim * f.num_attention_heads == f.hidden_size,
-        message="--save-hf writes Ernie4_5_Moe, which has no head dim of its own: heads x head-dim is the hidden size",
-        fix="Leave --head-dim or --save-hf out.",
-        source="Hugging Face form",
-        passing="--save-hf exported --hidden-size 256 --num-attention-heads 4 --head-dim 64",
-        failing="--save-hf exported --hidden-size 256 --num-attention-heads 4 --head-dim 32",
-        models=MOE,
-    ),
-    Rule(
         id="hf-moe-bias",
         reads=("save_hf", "num_experts", "add_bias_linear"),
         when=lambda f: f.save_hf is not None and f.num_experts > 0,

@@ -49,7 +49,7 @@ class _Made:
             new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         else:
             new = torch.empty(0, dtype=self.dtype, device="meta")
-            new.set_(tensors[self.like].untyped_storage(), self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+            new.set_(tensors[self.like].untyped_storage(), self.offset, self.shape, self.stride)
         # As FakeTensor's own constructor does, without its questions.
         fake: FakeTensor = Tensor._make_subclass(
             FakeTensor, new, False, dispatch_device=True, device_for_backend_keys=self.device

@@ -54,7 +54,7 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, first_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def log(self, record: Record) -> None:
         """One point on every curve."""

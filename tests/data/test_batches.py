@@ -74,7 +74,7 @@ def test_an_ernie_batch(ernie_corpus: Corpus) -> None:
     index = tensors["masked_index"].numpy()
     assert np.array_equal(index, np.flatnonzero(labels != NO_LOSS))
     assert np.array_equal(tensors["masked_labels"].numpy(), labels[index])
-    assert tensors["sop_labels"].tolist() == [int(sample["order"]) for sample in samples]
+    assert tensors["sop_labels"].tolist() == [int(sample["label"]) for sample in samples]
     assert batch.counts == {"lm": len(index), "sop": 4}
     assert batch.valid_tokens == int(tensors["valid"].sum()) < batch.tokens == 256
     assert int(tensors["task_types"].sum()) == 0

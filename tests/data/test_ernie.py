@@ -58,14 +58,14 @@ def test_a_sample_by_hand() -> None:
         first_end = int(np.flatnonzero(framed == SEP)[0])
         a, b = framed[1:first_end].tolist(), framed[first_end + 1 : 12].tolist()
         assert (framed[0], framed[12], framed[13:].tolist()) == (CLS, SEP, [PAD] * 3)
-        assert a + b == ids if sample["order"] == 0 else b + a == ids
+        assert a + b == ids if sample["label"] == 0 else b + a == ids
         assert a
         assert b
         assert types.tolist() == [0] * (first_end + 1) + [1] * (12 - first_end) + [0] * 3
         assert sample["valid"].tolist() == [True] * 13 + [False] * 3
         assert (sample["labels"] != NO_LOSS).any()
         assert (sample["labels"][[0, first_end, 12, 13, 14, 15]] == NO_LOSS).all()
-        seen.add(int(sample["order"]))
+        seen.add(int(sample["label"]))
     assert seen == {0, 1}
 
 
@@ -118,7 +118,7 @@ def test_rates_over_ten_thousand_samples_of_the_corpus(ernie_corpus: Corpus) -> 
         changed += int(random.sum())
         kept += int((tokens[chosen] == labels[chosen]).sum())
         words += int(sample["valid"].sum()) - 3
-        swapped += int(sample["order"])
+        swapped += int(sample["label"])
     assert abs(asked / words - 0.15) < 0.01
     assert abs(shown_mask / asked - 0.8) < 0.01
     assert abs(changed / asked - 0.1) < 0.01

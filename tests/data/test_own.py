@@ -27,7 +27,7 @@ def ernie_sample(valid: int, masked: list[int]) -> dict[str, np.ndarray]:
         "token_types": np.arange(8) // 4,
         "labels": labels,
         "valid": np.arange(8) < valid,
-        "order": np.array(1),
+        "label": np.array(1),
     }
 
 

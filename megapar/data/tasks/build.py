@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megapar.data.frame import Frame
 from megapar.data.samples import PieceOrder, Samples, order_of
 from megapar.data.store import Split
 from megapar.data.tasks.document_lm import DocumentLm
-from megapar.data.tasks.frame import Documents, Frame, Task
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
 from megapar.data.tasks.knowledge_text import KnowledgeText, RandomTriples, Triples, read_triples
 from megapar.data.tasks.lexicon import Lexicon
 from megapar.data.tasks.samples import TaskSamples
 from megapar.data.tasks.sentence_distance import SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder
+from megapar.data.tasks.task import Documents, Task
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 from megapar.rules.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, REORDER, tasks_of

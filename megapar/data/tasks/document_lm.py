@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapar.data.draws import Draws
+from megapar.data.frame import Frame
 from megapar.data.samples import NO_LOSS, Pieces, Sample
-from megapar.data.tasks.frame import Frame
 from megapar.rules.tasks import DOCUMENT_LM
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from megapar.data.draws import Draws
 from megapar.data.ernie import mask_words
+from megapar.data.frame import Frame
 from megapar.data.samples import Pieces, Sample
-from megapar.data.tasks.frame import Frame
 from megapar.data.tasks.lexicon import Lexicon
 from megapar.rules.tasks import KNOWLEDGE_MLM
 

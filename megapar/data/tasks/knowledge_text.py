@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megapar.data.draws import Draws
 from megapar.data.ernie import mask_words
+from megapar.data.frame import Frame
 from megapar.data.samples import NO_LOSS, Sample
 from megapar.data.store import Split
-from megapar.data.tasks.frame import Frame
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 from megapar.rules.tasks import KNOWLEDGE_TEXT
@@ -55,7 +55,7 @@ class KnowledgeText:
         import numpy as np
 
         frame, triple = self.frame, self.triples[number]
-        room = frame.seq_length - 3
+        room = frame.pair_room
         known = np.concatenate(triple[:3])[: room // 2]
         sentence = triple.sentence[: room - len(known)]
         if draws.integer(2):

@@ -9,7 +9,7 @@ from megapar.data.batches import MicroBatch, micro_batch
 from megapar.data.draws import Draws
 from megapar.data.mixture import Shares
 from megapar.data.samples import NO_LOSS, PieceOrder, Sample
-from megapar.data.tasks.frame import Task
+from megapar.data.tasks.task import Task
 from megapar.rules.tasks import CLASSES, GENERATION, TASKS, accuracy_of
 
 

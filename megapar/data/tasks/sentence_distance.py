@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megapar.data.draws import Draws
+from megapar.data.frame import Frame
 from megapar.data.samples import Sample
-from megapar.data.tasks.frame import Documents, Frame, cut_evenly
+from megapar.data.tasks.task import Documents, cut_evenly
 from megapar.errors import DataError
 from megapar.rules.tasks import DISTANCE, DISTANCES
 
@@ -49,7 +50,7 @@ class SentenceDistance:
             other = self.pieces[self._elsewhere(number, draws)]
             pair = (first, other[self._thirds(other)[1 + which]])
         # Where words are long, thirds are uneven, and those of two pieces may be more than one.
-        room = self.frame.seq_length - 3 - len(pair[0])
+        room = self.frame.pair_room - len(pair[0])
         return self.frame.sample((pair[0], None), (pair[1][:room], None), label=kind)
 
     def _thirds(self, ids: np.ndarray) -> list[slice]:

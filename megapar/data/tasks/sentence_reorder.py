@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import factorial
 
 from megapar.data.draws import Draws
+from megapar.data.frame import Frame
 from megapar.data.samples import Pieces, Sample
-from megapar.data.tasks.frame import Frame, cut_evenly
+from megapar.data.tasks.task import cut_evenly
 from megapar.rules.tasks import REORDER, reorder_classes
 
 

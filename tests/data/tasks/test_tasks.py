@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from megapar.data.draws import Draws
+from megapar.data.frame import Frame
 from megapar.data.mock import MockTokenizer, RandomPieces
 from megapar.data.samples import NO_LOSS, InOrder
 from megapar.data.store import Split
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.document_lm import DocumentLm
-from megapar.data.tasks.frame import Frame, cut_evenly
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
 from megapar.data.tasks.knowledge_text import KnowledgeText, Triple, read_triples
 from megapar.data.tasks.lexicon import Lexicon
 from megapar.data.tasks.samples import TaskSamples, collate_tasks
 from megapar.data.tasks.sentence_distance import ADJACENT, OTHER, SAME, SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder, class_of, permutation
+from megapar.data.tasks.task import cut_evenly
 from megapar.data.tokenizer import WordMarks
 from megapar.errors import DataError
 from megapar.rules.tasks import TASKS, reorder_classes, tasks_of

@@ -1,4 +1,4 @@
-"""What every task's samples look like.
+"""What ERNIE's samples look like, whatever the objective.
 
 [CLS] part .. [SEP] part .. [SEP] pad ..        token types 0, 1, 1, ..; positions from 0
 """
@@ -6,36 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from megapar.data.draws import Draws
 from megapar.data.samples import NO_LOSS, Sample
 from megapar.data.tokenizer import Tokenizer, WordMarks
 
 if TYPE_CHECKING:
     import numpy as np
 
-
-class Task(Protocol):
-    """One objective."""
-
-    @property
-    def name(self) -> str:
-        """Of ``rules.tasks``."""
-
-    def make(self, number: int, draws: Draws) -> Sample:
-        """Sample ``number`` of this task; depends on it and on ``draws`` only."""
-
-
-class Documents(Protocol):
-    """Pieces that know which document they are from."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> np.ndarray: ...
-
-    def document(self, number: int) -> int:
-        """Which document piece ``number`` is from; equal numbers, equal documents."""
+PAIR_MARKS = 3  # [CLS], [SEP], [SEP]
 
 
 @dataclass(frozen=True)
@@ -56,6 +35,11 @@ class Frame:
         need = tokenizer.special.need
         ids = (need("cls"), need("sep"), need("pad"), need("mask"))
         return cls(seq_length, *ids, tokenizer.ordinary_ids, tokenizer.word_marks)
+
+    @property
+    def pair_room(self) -> int:
+        """Ids that two parts may have together."""
+        return self.seq_length - PAIR_MARKS
 
     def sample(self, *parts: tuple[np.ndarray, np.ndarray | None], label: int = NO_LOSS) -> Sample:
         """Each part: (ids as shown, labels or None where nothing is asked). label: the sample's class, if it has one.
@@ -83,19 +67,3 @@ class Frame:
             "valid": valid,
             "label": np.array(label, dtype=np.int64),
         }
-
-
-def cut_evenly(starts: np.ndarray, parts: int) -> list[slice]:
-    """T ids in ``parts`` near-equal pieces, cut at the word start nearest to where an equal cut would be.
-
-    starts: [T] bool. Every piece has at least one id; T must be at least ``parts``.
-    """
-    import numpy as np
-
-    length, places = len(starts), np.flatnonzero(starts)
-    edges = [0]
-    for part in range(1, parts):
-        wanted, low, high = length * part // parts, edges[-1] + 1, length - (parts - part)
-        near = places[(places >= low) & (places <= high)]
-        edges.append(int(near[np.abs(near - wanted).argmin()]) if len(near) else min(max(wanted, low), high))
-    return [slice(a, b) for a, b in zip(edges, (*edges[1:], length), strict=True)]
