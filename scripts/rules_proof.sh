@@ -3,7 +3,8 @@
 #
 #   scripts/rules_proof.sh                                  every row that is not from a seed document
 #   scripts/rules_proof.sh mp-heads cp-ring-length          these rows
-#   scripts/rules_proof.sh --write proof.md                 and write the page
+#   scripts/rules_proof.sh --write docs/rules_proof.md      and write the page
+#   scripts/rules_proof.sh --results proof.json             keep each row's result, and go on from there another time
 #
 # Status 1 where a row is worth nothing.
 set -euo pipefail

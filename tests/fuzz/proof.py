@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,12 +38,13 @@ from tests.fuzz.case import Case, case_of
 from tests.fuzz.option import spell_all
 from tests.fuzz.proofs import PROOFS, SIZES, Proof
 from tests.fuzz.table import FIXED
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import PRELOADED, RanksFailed, run_ranks
 
 ANOTHER, LATE_ERROR, HANG, NO_EFFECT = "another number", "late error", "hang", "no effect"
 ARGUMENT, NOTHING, ELSEWHERE = "by argument", "nothing", "refused all the same"
 WORTH = (ANOTHER, LATE_ERROR, HANG, NO_EFFECT, ARGUMENT)
-HANG_SECONDS = 30.0
+HANG_SECONDS = 45.0
+START_SECONDS = 120.0
 STEPS = 2
 FILES = {
     **dict.fromkeys(("a.jsonl", "b.jsonl", "corpus.jsonl", "held_out.jsonl"), '{"text": "one two three four"}\n' * 50),
@@ -82,6 +84,8 @@ def prove(rule: Rule) -> Verdict:
             return Verdict(rule.id, spelled, ELSEWHERE, ", ".join(complaint.rule for complaint in error.complaints))
         except Exception as error:  # whatever the parser trips over is what the row is for
             return Verdict(rule.id, spelled, LATE_ERROR, f"the parser: {type(error).__name__}: {error}")
+    for size in {1, ranks}:  # what takes long to start is no hang
+        run_ranks(size, ready, group=False, timeout=START_SECONDS)
     try:
         found = _run(rule, proof, case, config.training.global_batch_size)
     except RanksFailed as error:
@@ -172,6 +176,10 @@ def _train(rule: Rule, case: Case) -> Any:
     return run_ranks(
         *(case.world_size, train_without, rule.id, case.kind, case.flags()), group=False, timeout=2 * HANG_SECONDS
     )
+
+
+def ready(rank: int, world_size: int, rendezvous: str) -> None:
+    """Nothing, once this module is imported."""
 
 
 def trace_without(
@@ -268,18 +276,30 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/rules_proof.sh", description=__doc__)
     parser.add_argument("rows", nargs="*", help="ids of rows; all without")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of all rows there")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep every row's result there and go on from it")
     options = parser.parse_args(argv)
-    verdicts = []
-    for rule in asked():
-        if not options.rows or rule.id in options.rows:
-            verdict = prove(rule)
-            verdicts.append(verdict)
+    kept = {} if options.results is None or not options.results.exists() else json.loads(options.results.read_text())
+    known = {rule.id: Verdict(**kept[key]) for rule in asked() if (key := _key(rule)) in kept}
+    PRELOADED.extend(("transformers", "tests.equivalence.run", "tests.fuzz.table"))  # for the pools to come
+    wanted = [rule for rule in asked() if not options.rows or rule.id in options.rows]
+    for rule in wanted:
+        if rule.id not in known:
+            known[rule.id] = verdict = prove(rule)
             print(f"{verdict.rule} | {verdict.kind} | {verdict.text} | {verdict.case}", flush=True)
+            if options.results is not None:
+                kept[_key(rule)] = asdict(verdict)
+                options.results.write_text(json.dumps(kept, indent=1))
+    verdicts = [known[rule.id] for rule in wanted]
     if options.write is not None:
         options.write.write_text(page(verdicts))
     worthless = [verdict.rule for verdict in verdicts if verdict.kind not in WORTH]
     print(f"{len(verdicts)} rows, worth nothing: {', '.join(worthless) or 'none'}")
     return 1 if worthless else 0
+
+
+def _key(rule: Rule) -> str:
+    """A row with the case that is run for it: another case is another result."""
+    return f"{rule.id}: {_example(rule, PROOFS.get(rule.id, Proof()))}, {PROOFS.get(rule.id)}"
 
 
 if __name__ == "__main__":

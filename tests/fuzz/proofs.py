@@ -46,6 +46,13 @@ PROOFS: dict[str, Proof] = {
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
+    "mp-ffn": Proof("--mp-degree 2 --num-experts 0 --ffn-hidden-size 641", 2),
+    "mp-shared-experts": Proof(
+        "--mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-shared-experts 1 --moe-ffn-hidden-size 255", 2
+    ),
+    "positions": Proof("--position-embedding-type learned --seq-length 32 --max-position-embeddings 16"),
+    "first-k-dense": Proof(same_as="--num-layers 4 --num-experts 0"),
+    "mtp-length": Proof(argument="a block would be trained on no token, and be saved"),
     "cp-ulysses-heads": Proof("--cp-degree 4 --context-parallel-algo ulysses_cp_algo --num-attention-heads 2", 4),
     "sequence-parallel-length": Proof("--mp-degree 2 --sequence-parallel --seq-length 15", 2),
     "cp-ring-length": Proof("--cp-degree 2 --seq-length 14", 2),

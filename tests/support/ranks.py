@@ -91,6 +91,10 @@ class Worker:
     connection: Connection
     stacks: Path
 
+    def said(self) -> str:
+        """Its stacks; nothing where it had not begun."""
+        return self.stacks.read_text() if self.stacks.exists() else ""
+
 
 class Pool:
     """``world_size`` warm processes, each one rank for as long as it lives."""
@@ -201,7 +205,7 @@ class _Watch:
             cause = f"killed by signal {-code} ({signal.Signals(-code).name})"
         else:
             cause = f"ended by itself with status {code}"
-        self.failures[rank] = f"{cause}\n{worker.stacks.read_text()}"
+        self.failures[rank] = f"{cause}\n{worker.said()}"
 
     def collect_stacks(self) -> None:
         """Make every rank that is still busy write its stacks and end."""
@@ -209,7 +213,7 @@ class _Watch:
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
         for rank, worker in self.pending.items():
             worker.process.join(GRACE_SECONDS)
-            stacks = worker.stacks.read_text() or "no stacks: the process did not answer SIGUSR1"
+            stacks = worker.said() or "no stacks: the process did not answer SIGUSR1"
             self.failures[rank] = f"still running; its stacks:\n{stacks}"
 
     def title(self, name: str, world_size: int) -> str:
