@@ -15,7 +15,7 @@ from megapar.tools.agent import meet_here
 from tests.support.training import COMMON, SMALL, _last_wins
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 300  # of one start
 FP64 = ("--dtype", "fp64")
 
 
@@ -81,7 +81,7 @@ def run_job(
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=PATIENCE_SECONDS,
+        timeout=PATIENCE_SECONDS * (1 + restarts),
     )
     return _ended(folder, done.returncode, done.stdout)
 

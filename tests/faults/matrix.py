@@ -422,7 +422,10 @@ def main() -> int:
         for number, (name, case) in enumerate(cases(options.kills)):
             if options.only in name:
                 start = time.monotonic()
-                outcome = case(Path(root) / str(number))
+                try:
+                    outcome = case(Path(root) / str(number))
+                except subprocess.TimeoutExpired as late:
+                    outcome = Outcome(1, 0, note=f"it hung: {(late.output or b'')[-2000:]!r}")
                 everything.append(outcome)
                 rows.append(row(name, outcome))
                 print(f"{rows[-1]} {time.monotonic() - start:.0f} s", flush=True)
