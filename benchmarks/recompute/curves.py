@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.recompute.curves_rank import SETTLED
-from benchmarks.recompute.picture import Curve, draw_panels
 from benchmarks.support.contest import Contest, Figures, Rank
+from benchmarks.support.picture import Curve, draw_panels
 from benchmarks.support.table import machine, print_json, print_table
 
 LAYOUTS = {
@@ -64,7 +64,7 @@ def main() -> None:
     panels = {dtype: [name for name in sorted(runs) if name.endswith(dtype)] for dtype in DRAWN}
     if all(panels.values()):
         curves = {
-            dtype: [
+            f"{dtype}: loss by step": [
                 Curve(f"{name.removesuffix(', ' + dtype)}, {way}", tuple(_losses(runs[name][way])), way == "none")
                 for name in names
                 for way in WAYS

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,19 @@ class Ended:
     @property
     def lost_steps(self) -> list[int]:
         """Per strike that was followed by a start: steps that were done and had to be done again."""
-        return [
-            max(0, strike["finished"] - (start["first"] - 1))
-            for strike, start in zip(self.strikes, self.starts[1:], strict=False)
-        ]
+        return [max(0, strike["finished"] - (start["first"] - 1)) for strike, start in self._followed()]
 
     @property
     def seconds_to_next_step(self) -> list[float]:
         """Per strike: until the first step after it was done."""
-        return [start["at"] - strike["at"] for strike, start in zip(self.strikes, self.starts[1:], strict=False)]
+        return [start["at"] - strike["at"] for strike, start in self._followed()]
+
+    def _followed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each strike with the next step that was done; strikes that let none be done in between share it."""
+        for strike in self.strikes:
+            later = [start for start in self.starts if start["at"] > strike["at"]]
+            if later:
+                yield strike, later[0]
 
 
 def flags_of(folder: Path, *flags: str) -> list[str]:

@@ -89,7 +89,7 @@ def random_kills(kind: str, count: int, seconds: float) -> Callable[[Path], Outc
     """One long job, killed again and again; moments are drawn from so many seconds."""
 
     def case(folder: Path) -> Outcome:
-        steps = str(200 + 60 * count)
+        steps = str(40 + 25 * count)
         flags = (*SHARDING, "--train-iters", steps, "--lr-decay-iters", steps)
         fault = Fault(kind, attempts=tuple(range(count)), seed=20, seconds=seconds)
         ended = run_job(folder, 2, fault, *flags, restarts=count + 2)

@@ -15,15 +15,22 @@ WIDTH, HEIGHT, MARGIN = 620, 420, 60
 
 @dataclass(frozen=True)
 class Curve:
-    """A value for every step. broad: a pale band of the same colour as the thin line that comes next."""
+    """Values at equal distances. broad: a pale band of the same colour as the thin line that comes next. last: the step
+    of the last value, by default how many there are.
+    """
 
     name: str
     values: tuple[float, ...]
-    broad: bool
+    broad: bool = False
+    last: int = 0
+
+    def place(self, number: int) -> float:
+        """The step of a value, counted from 1."""
+        return number * (self.last or len(self.values)) / len(self.values)
 
 
 def draw_panels(panels: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """One panel beside the other, each with axes of its own: step and loss."""
+    """One panel beside the other, each with axes of its own, under its title."""
     image = Image.new("RGB", (WIDTH * len(panels), HEIGHT), "white")
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(13)
@@ -37,14 +44,14 @@ def _panel(
 ) -> None:
     low = min(min(curve.values) for curve in curves)
     high = max(max(curve.values) for curve in curves)
-    steps = max(len(curve.values) for curve in curves)
+    steps = round(max(curve.place(len(curve.values)) for curve in curves))
     right, top, bottom = left + WIDTH - 20, 40, HEIGHT - MARGIN
 
-    def place(step: int, value: float) -> tuple[float, float]:
+    def place(step: float, value: float) -> tuple[float, float]:
         x = left + MARGIN + (right - left - MARGIN) * (step - 1) / max(1, steps - 1)
         return x, bottom - (bottom - top) * (value - low) / ((high - low) or 1.0)
 
-    draw.text((left + MARGIN, 12), f"{title}: loss by step", fill="black", font=font)
+    draw.text((left + MARGIN, 12), title, fill="black", font=font)
     for mark in range(5):
         value = low + (high - low) * mark / 4
         y = place(1, value)[1]
@@ -53,8 +60,9 @@ def _panel(
         step = round(1 + (steps - 1) * mark / 4)
         draw.text((place(step, low)[0] - 8, bottom + 6), str(step), fill="black", font=font)
     for number, curve in enumerate(curves):
-        color = (PALE if curve.broad else COLORS)[number // 2 % len(COLORS)]
-        points = [place(step, value) for step, value in enumerate(curve.values, 1)]
+        shade = number // 2 if any(other.broad for other in curves) else number
+        color = (PALE if curve.broad else COLORS)[shade % len(COLORS)]
+        points = [place(curve.place(number), value) for number, value in enumerate(curve.values, 1)]
         draw.line(points, fill=color, width=9 if curve.broad else 2, joint="curve")
         y = top + 8 + 20 * number
         draw.line((right - 230, y + 8, right - 200, y + 8), fill=color, width=9 if curve.broad else 2)
