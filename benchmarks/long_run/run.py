@@ -1,0 +1,208 @@
+"""2,000 steps of the quickstart's model: curves on one picture, memory and open files flat, steps that stay as fast.
+
+    python -m benchmarks.long_run.run [--steps 2000] [--restarts 3] [--only NAME ..] [--results FOLDER]
+
+Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with
+a process killed at equal distances, after which the launcher starts all again from the last checkpoint. A look every
+two seconds at what each process holds. Status 1 where a run did not end, or the killed run's losses differ in a bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.support.picture import Curve, draw_panels
+from benchmarks.support.table import machine, print_json, print_table
+
+ROOT = Path(__file__).parents[2]
+LOOK_SECONDS = 2.0
+SHORTEST = 100  # steps of a start, below which there is nothing to compare
+EARLY, LATE = 0.2, 0.8  # what is grown between these parts of a run has grown
+EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"
+LAYOUTS = {
+    EXPERTS: ("--ep-degree", "2"),
+    TENSORS: ("--ep-degree", "1", "--mp-degree", "2", "--sequence-parallel"),
+    KILLED: ("--ep-degree", "2"),
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """By one process at one time. iteration: the last one in the metrics then."""
+
+    iteration: int
+    rank: int
+    attempt: int
+    resident_bytes: int
+    files: int
+    threads: int
+
+
+@dataclass
+class Run:
+    """status: of the launcher. records: of the metrics, the last of an iteration. kills: the iterations before each."""
+
+    status: int
+    records: dict[int, dict[str, float]]
+    held: list[Held]
+    kills: list[int] = field(default_factory=list)
+
+
+def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
+    """Train to the end; a process is killed when the metrics say that so many steps are done."""
+    metrics = folder / "metrics.jsonl"
+    line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2"]
+    line += [
+        "--max-restarts",
+        str(len(kills)),
+        "pretrain_moe.py",
+        "--config",
+        "configs/quickstart.yaml",
+        *LAYOUTS[name],
+    ]
+    line += ["--train-iters", str(steps), "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
+    line += ["--log-interval", "1", "--eval-interval", "500", "--eval-iters", "8", "--metrics-jsonl", str(metrics)]
+    line += ["--save", str(folder / "c"), "--load", str(folder / "c"), "--save-interval", "100", "--keep", "2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = Run(1, {}, [])
+    waiting = list(kills)
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(line, cwd=ROOT, env=environ, stdout=log, stderr=log) as job,
+    ):
+        while job.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            iteration = max(_records(metrics), default=0)
+            ranks = list(_ranks(job.pid))
+            done.held += [held for pid, rank in ranks if (held := _held(pid, rank, iteration, len(done.kills)))]
+            if waiting and iteration >= waiting[0] and ranks:
+                os.kill(ranks[-1][0], signal.SIGKILL)
+                done.kills.append(iteration)
+                waiting.pop(0)
+    done.status, done.records = job.returncode, _records(metrics)
+    if done.status:
+        print((folder / "log").read_text()[-3000:], file=sys.stderr)
+    return done
+
+
+def _records(metrics: Path) -> dict[int, dict[str, float]]:
+    """By iteration; what was done again stands last. A line that is being written is left for the next look."""
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return {record["iteration"]: record for record in map(json.loads, lines)}
+
+
+def _ranks(launcher: int) -> Iterator[tuple[int, int]]:
+    """Process number and rank of the launcher's children that have one."""
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        try:
+            for pid in map(int, task.read_text().split()):
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                for entry in environ:
+                    if entry.startswith(b"RANK="):
+                        yield pid, int(entry[5:])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
+    """What a process holds now; None where it has just ended."""
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if "VmRSS" not in status:
+        return None
+    return Held(iteration, rank, attempt, 1024 * int(status["VmRSS"].split()[0]), files, int(status["Threads"]))
+
+
+def growth(done: Run, steps: int) -> dict[str, float]:
+    """Late over early, medians: seconds of a step, and what rank 0 held since the last start."""
+    seconds = {i: record["iteration_seconds"] for i, record in done.records.items()}
+    early = [seconds[i] for i in seconds if 0.1 * steps < i <= 0.3 * steps]
+    late = [seconds[i] for i in seconds if i > 0.8 * steps]
+    last = max(held.attempt for held in done.held)
+    own = [held for held in done.held if held.rank == 0 and held.attempt == last]
+    start = min(held.iteration for held in own)
+    until = start + EARLY * (steps - start), start + LATE * (steps - start)
+    found = {"step_seconds": statistics.median(late) / statistics.median(early)}
+    for name in ("resident_bytes", "files", "threads"):
+        before = [getattr(held, name) for held in own if start + 20 < held.iteration <= until[0]]
+        after = [getattr(held, name) for held in own if held.iteration > until[1]]
+        found[name] = statistics.median(after) / statistics.median(before)
+    return found
+
+
+def _smooth(values: list[float], window: int = 25) -> tuple[float, ...]:
+    """Medians of neighbours that do not overlap, for a picture of many steps."""
+    return tuple(statistics.median(values[i : i + window]) for i in range(0, len(values), window))
+
+
+def draw(runs: dict[str, Run], steps: int, path: Path) -> None:
+    """Losses, resident memory of rank 0 and seconds of a step, over the steps."""
+    panels: dict[str, list[Curve]] = {"loss": [], "seconds of a step": [], "GB held by rank 0": []}
+    for name, done in runs.items():
+        ordered = [done.records[i] for i in sorted(done.records)]
+        panels["loss"].append(Curve(name, _smooth([r["lm_loss"] for r in ordered]), last=steps))
+        times = _smooth([r["iteration_seconds"] for r in ordered])
+        panels["seconds of a step"].append(Curve(name, times, last=steps))
+        resident = [held.resident_bytes / 1e9 for held in done.held if held.rank == 0 and held.iteration]
+        panels["GB held by rank 0"].append(Curve(name, tuple(resident), last=steps))
+    draw_panels(panels, path)
+
+
+def main() -> int:
+    """Run, print a table and one line of JSON, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if options.steps < SHORTEST * (options.restarts + 1):
+        parser.error(f"a look every {LOOK_SECONDS:g} s needs {SHORTEST} steps and more of every start")
+    parts = options.restarts + 1
+    kills = [options.steps * part // parts for part in range(1, parts)]
+    runs: dict[str, Run] = {}
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            runs[name] = run(name, Path(folder), options.steps, kills if name == KILLED else [])
+    rows, found = [], {}
+    for name, done in runs.items():
+        grown = growth(done, options.steps)
+        losses = [done.records[i]["lm_loss"] for i in sorted(done.records)]
+        found[name] = {"status": done.status, "steps": len(losses), "kills": done.kills, "late_over_early": grown}
+        ends = (f"{statistics.mean(losses[:20]):.3f}", f"{statistics.mean(losses[-100:]):.3f}")
+        rows.append(
+            (name, str(len(losses)), *ends, str(len(done.kills)), *(f"{value:.3f}" for value in grown.values()))
+        )
+    heads = ("run", "steps", "first 20 losses", "last 100", "kills")
+    print_table((*heads, "late / early: seconds of a step", "memory", "files", "threads"), rows)
+    bad = any(done.status or len(done.records) != options.steps for done in runs.values())
+    result: dict[str, object] = {"benchmark": "long run", "machine": machine("cpu"), "runs": found}
+    if EXPERTS in runs and KILLED in runs:
+        plain, killed = runs[EXPERTS].records, runs[KILLED].records
+        differ = sum(plain[i]["lm_loss"] != killed[i]["lm_loss"] for i in plain.keys() & killed.keys())
+        print(f"losses of the killed run that differ from the other's: {differ} of {len(plain)}")
+        result["differ"] = differ
+        bad = bad or differ > 0
+    options.results.mkdir(parents=True, exist_ok=True)
+    draw(runs, options.steps, options.results / "long_run.png")
+    (options.results / "long_run.json").write_text(json.dumps(result, indent=1) + "\n")
+    print_json(result)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
