@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 Figures = dict[str, float]
+ANSWER = "answer: "  # begins the lines of ``serve``
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,7 @@ class Contest:
             assert process.stdin is not None
             process.stdin.write(request + "\n")
             process.stdin.flush()
-        answers = []
-        for process in group:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
-            answers.append(json.loads(line))
+        answers = [_answer(name, process) for process in group]
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def rounds(self, count: int, entries: Mapping[str, tuple[str, str]], warmup: int = 1) -> dict[str, list[Figures]]:
@@ -87,6 +82,17 @@ class Contest:
                 if number >= 0:
                     results[name].append(figures)
         return results
+
+
+def _answer(name: str, process: subprocess.Popen[str]) -> Figures:
+    """The next one; lines that libraries print before it are passed on."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(ANSWER):
+            figures: Figures = json.loads(line.removeprefix(ANSWER))
+            return figures
+        sys.stderr.write(line)
+    raise RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
 
 
 def _start(rank: Rank) -> subprocess.Popen[str]:
@@ -114,6 +120,6 @@ def paired(rounds: Sequence[Figures], others: Sequence[Figures], key: str = "sec
 def serve(work: Callable[[str], Figures]) -> None:
     """Answer requests until the parent closes the line; never returns."""
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(work(line.strip())) + "\n")
+        sys.stdout.write(f"\n{ANSWER}{json.dumps(work(line.strip()))}\n")
         sys.stdout.flush()
     os._exit(0)  # gloo's threads at times abort an orderly exit

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.support.memory import PeakMemory
 from benchmarks.throughput.shape import SHAPES, Shape
 
 KINDS = ("eager", "compile", "ddp", "fsdp2")
+Batch = dict[str, Tensor]
 
 
 def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Module:
@@ -35,8 +37,10 @@ def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Modu
     chosen = {} if not experts else {"experts_implementation": experts}
     model: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **chosen)
     # What is read straight from the file would stand in memory beside the process's own; copies are like training's.
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.data = parameter.data.clone()
+        if name.endswith("e_score_correction_bias"):
+            parameter.requires_grad_(False)  # as its class says, and loading forgets: DDP would wait for its gradient
     return model.train().to(device)
 
 
@@ -59,7 +63,7 @@ def wrap(model: nn.Module, kind: str, dtype: str) -> nn.Module:
     return model
 
 
-def batches(shape: Shape, folder: Path, device: str) -> list[dict[str, Tensor]]:
+def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
     """This rank's part of each step's samples, as the model's forward takes them."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     samples = torch.load(folder / "samples.pt", weights_only=False)
@@ -91,6 +95,38 @@ def join(device: str, rendezvous: str | None) -> None:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
 
 
+def serve_steps(train: Callable[[Batch], Tensor], data: Sequence[Batch], device: str) -> None:
+    """A turn is one call of ``train``, which gives this rank's mean loss; batches come round and round."""
+    memory = PeakMemory(device)
+    number = 0
+
+    def step(request: str) -> Figures:
+        nonlocal number
+        if dist.is_initialized():
+            dist.barrier()
+        batch = data[number % len(data)]
+        number += 1
+        start = time.perf_counter()
+        loss = train(batch)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        mean = loss.double()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return {"seconds": seconds, "loss": mean.item(), "peak_bytes": memory.read()}
+
+    serve(step)
+
+
+def quiet() -> None:
+    """Nothing but answers on the line, and no bars beside it."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def main() -> None:
     """Build the model and serve turns."""
     parser = argparse.ArgumentParser()
@@ -102,9 +138,7 @@ def main() -> None:
     parser.add_argument("--experts", default="", help="transformers' experts implementation")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     shape = SHAPES[options.device][options.model]
     join(options.device, options.rendezvous)
     base = make_model(shape, options.folder, options.device, options.experts)
@@ -112,35 +146,19 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, fused=True
     )
-    data = batches(shape, options.folder, options.device)
-    memory = PeakMemory(options.device)
     casts: Any = contextlib.nullcontext()
     if options.dtype == "bf16" and options.kind != "fsdp2":
         casts = torch.autocast(options.device, torch.bfloat16)
-    number = 0
 
-    def step(request: str) -> Figures:
-        nonlocal number
-        if dist.is_initialized():
-            dist.barrier()
-        batch = data[number % len(data)]
-        number += 1
-        start = time.perf_counter()
+    def train(batch: Batch) -> Tensor:
         with casts:
-            loss = model(**batch).loss
+            loss: Tensor = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        mean = loss.detach().double()
-        if dist.is_initialized():
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        return {"seconds": seconds, "loss": mean.item(), "peak_bytes": memory.read()}
+        return loss.detach()
 
-    serve(step)
+    serve_steps(train, batches(shape, options.folder, options.device), options.device)
 
 
 if __name__ == "__main__":

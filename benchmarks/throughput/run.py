@@ -5,6 +5,10 @@
 Every contestant starts from the same weights and reads the same batches; the losses of the first step are compared.
 One rank: transformers eager and under torch.compile. Two: under DDP and FSDP2. On a CPU the ranks share its cores and
 take turns; on a GPU, whose memory would not hold them all, one runs after the other.
+
+    python -m benchmarks.throughput.run --ranks 2 --model moe --peer deepspeed [--deepspeed-python VENV/bin/python]
+
+races DeepSpeed-MoE: there megapar, too, shares its experts out over the ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ PEERS = {
     ("cuda", 1): ("compile",),
     ("cuda", 2): ("fsdp2",),
 }
+# With experts on both ranks: what ours is told to do likewise.
+SHARED_EXPERTS = ("--ep-degree", "2")
+DEEPSPEED = "deepspeed"
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the first step's loss, relative
 
 
@@ -41,11 +48,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), action="append", help="default: fp32 and bf16; cuda: bf16")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peer", action="append", help="default: both of that many ranks")
+    parser.add_argument("--peer", action="append", help="default: both of that many ranks; or deepspeed, by itself")
+    parser.add_argument("--deepspeed-python", default=sys.executable, help="the interpreter that has DeepSpeed")
     parser.add_argument("--no-limit", action="store_true", help="leave the sum of kernels out")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' experts: grouped_mm, batched_mm, eager")
     parser.add_argument("--folder", type=Path, help="keep weights and batches here, or find them here")
     options = parser.parse_args()
+    if DEEPSPEED in (options.peer or ()):
+        _check_deepspeed(parser, options)
     result: dict[str, object] = {"benchmark": "throughput", "machine": machine(options.device), "ranks": options.ranks}
     print(f"{result['machine']}, ranks: {options.ranks}; {options.rounds} interleaved rounds\n")
     for model in options.model or SHAPES[options.device]:
@@ -126,22 +136,38 @@ class Race:
     def _contestants(self) -> Iterator[tuple[str, list[Rank]]]:
         options, numbers = self._options, range(self._options.ranks)
         common = ["--device", options.device, "--model", self._model, "--dtype", self._dtype, str(self._folder)]
-        yield OURS, [self._rank(n, OURS, "ours_rank", common) for n in numbers]
+        own = ["--", *SHARED_EXPERTS] if DEEPSPEED in self._peers else []
+        yield OURS, [self._rank(n, OURS, "ours_rank", [*common, *own]) for n in numbers]
         for kind in self._peers:
+            if kind == DEEPSPEED:
+                python = options.deepspeed_python
+                yield kind, [self._rank(n, kind, "deepspeed_rank", common, python) for n in numbers]
+                continue
             experts = ["--experts", options.experts] if self._model == "moe" else []
             yield kind, [self._rank(n, kind, "peer_rank", [*common, "--kind", kind, *experts]) for n in numbers]
-        if not options.no_limit:
+        if not options.no_limit and options.ranks == 1:  # its kernels have all cores
             yield LIMIT, [Rank([sys.executable, "-m", f"{HERE}.limit_rank", *common], self._place(0))]
 
-    def _rank(self, number: int, name: str, module: str, argv: Sequence[str]) -> Rank:
+    def _rank(self, number: int, name: str, module: str, argv: Sequence[str], python: str = sys.executable) -> Rank:
         meet = ["--rendezvous", f"file://{self._meet / name}"] if self._options.ranks > 1 else []
-        return Rank([sys.executable, "-m", f"{HERE}.{module}", *meet, *argv], self._place(number))
+        return Rank([python, "-m", f"{HERE}.{module}", *meet, *argv], self._place(number))
 
     def _place(self, number: int) -> dict[str, str]:
         ranks = self._options.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks) if self._options.device == "cpu" else 1
         place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
         return {**place, "OMP_NUM_THREADS": str(threads)}
+
+
+def _check_deepspeed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.peer != [DEEPSPEED] or options.model != ["moe"] or (options.device, options.ranks) != ("cpu", 2):
+        parser.error("DeepSpeed-MoE races by itself: --device cpu --ranks 2 --model moe --peer deepspeed")
+    look = "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)"
+    if subprocess.run([options.deepspeed_python, "-c", look], check=False).returncode:
+        parser.error(
+            f"{options.deepspeed_python} has no DeepSpeed: behind torch, DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "
+            "pip install --no-build-isolation deepspeed, and name that interpreter with --deepspeed-python"
+        )
 
 
 def _groups(limit: Mapping[str, float]) -> str:
