@@ -91,7 +91,7 @@ def _answer(name: str, process: subprocess.Popen[str]) -> Figures:
         if line.startswith(ANSWER):
             figures: Figures = json.loads(line.removeprefix(ANSWER))
             return figures
-        sys.stderr.write(line)
+        sys.stderr.write(line.lstrip("\n"))
     raise RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
 
 

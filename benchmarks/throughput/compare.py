@@ -33,11 +33,14 @@ def main() -> None:
     sys.exit(ratio > SLOWER)
 
 
-def _ranks(tree: Path, meet: Path) -> list[Rank]:
-    """Both run this tree's script, each with its own tree's megapar."""
-    script = ["-m", "benchmarks.throughput.quickstart_rank", "--rendezvous", f"file://{meet}"]
+def _ranks(tree: Path, folder: Path) -> list[Rank]:
+    """Both run this tree's benchmark, each with its own tree's megapar."""
+    folder.mkdir()
+    for name, root in (("megapar", tree), ("benchmarks", HERE)):
+        (folder / name).symlink_to(root / name)
+    script = ["-m", "benchmarks.throughput.quickstart_rank", "--rendezvous", f"file://{folder / 'meet'}"]
     config = str(HERE / "configs/quickstart.yaml")
-    path = {"PYTHONPATH": f"{tree}:{HERE}", "PYTHONSAFEPATH": "1"}
+    path = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     return [
         Rank(
             [sys.executable, *script, "--expect", str(tree), "--config", config],

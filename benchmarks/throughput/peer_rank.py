@@ -1,7 +1,8 @@
 """One rank of a peer: transformers' model, eager or compiled, alone or under DDP or FSDP2.
 
-A turn is one optimizer step: forward, backward, fused AdamW. Alone, under torch.compile and under DDP, bf16 means
-autocast over fp32 weights; FSDP2 gathers in bf16 and reduces in fp32, as its documentation advises.
+A turn is one optimizer step: forward, backward, fused AdamW. On a CPU, and under DDP, bf16 means autocast over fp32
+weights; FSDP2 gathers in bf16 and reduces in fp32, as its documentation advises. Alone on a GPU the weights are bf16
+with fp32 masters: autocast would leave transformers' grouped products in fp32.
 """
 
 from __future__ import annotations
@@ -61,6 +62,26 @@ def wrap(model: nn.Module, kind: str, dtype: str) -> nn.Module:
         whole: nn.Module = fully_shard(model, mp_policy=policy)
         return whole
     return model
+
+
+class Masters(list[nn.Parameter]):
+    """The fp32 values behind a model's weights, which it makes bf16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(nn.Parameter(weight.detach().clone()) for weight in self._weights)
+        model.to(torch.bfloat16)
+
+    def take_gradients(self) -> None:
+        """From the weights, which have none afterwards."""
+        for master, weight in zip(self, self._weights, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+
+    def publish(self) -> None:
+        """Give the weights the new values."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, list(self))
 
 
 def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
@@ -142,19 +163,25 @@ def main() -> None:
     shape = SHAPES[options.device][options.model]
     join(options.device, options.rendezvous)
     base = make_model(shape, options.folder, options.device, options.experts)
+    alone = options.device == "cuda" and options.kind in ("eager", "compile")
+    masters = Masters(base) if alone and options.dtype == "bf16" else None
     model = wrap(base, options.kind, options.dtype)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, fused=True
+        masters or model.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, fused=True
     )
     casts: Any = contextlib.nullcontext()
-    if options.dtype == "bf16" and options.kind != "fsdp2":
+    if options.dtype == "bf16" and options.kind != "fsdp2" and masters is None:
         casts = torch.autocast(options.device, torch.bfloat16)
 
     def train(batch: Batch) -> Tensor:
         with casts:
             loss: Tensor = model(**batch).loss
         loss.backward()
+        if masters is not None:
+            masters.take_gradients()
         optimizer.step()
+        if masters is not None:
+            masters.publish()
         optimizer.zero_grad()
         return loss.detach()
 

@@ -19,7 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.support.contest import Contest, Figures, Rank, median, paired
@@ -34,6 +36,8 @@ PEERS = {
     ("cuda", 1): ("compile",),
     ("cuda", 2): ("fsdp2",),
 }
+DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
+OWN_FLAGS = {"cpu": "", "cuda": "--compile"}
 # With experts on both ranks: what ours is told to do likewise.
 SHARED_EXPERTS = ("--ep-degree", "2")
 DEEPSPEED = "deepspeed"
@@ -50,49 +54,78 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", action="append", help="default: both of that many ranks; or deepspeed, by itself")
     parser.add_argument("--deepspeed-python", default=sys.executable, help="the interpreter that has DeepSpeed")
+    parser.add_argument("--flags", help='more flags of ours; default: "" on a CPU, "--compile" on cuda')
+    parser.add_argument("--minutes", type=float, help="begin no model that could end later; default: 7.5 on cuda")
     parser.add_argument("--no-limit", action="store_true", help="leave the sum of kernels out")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' experts: grouped_mm, batched_mm, eager")
     parser.add_argument("--folder", type=Path, help="keep weights and batches here, or find them here")
     options = parser.parse_args()
+    if options.minutes is None:
+        options.minutes = 7.5 if options.device == "cuda" else math.inf
     if DEEPSPEED in (options.peer or ()):
         _check_deepspeed(parser, options)
     result: dict[str, object] = {"benchmark": "throughput", "machine": machine(options.device), "ranks": options.ranks}
     print(f"{result['machine']}, ranks: {options.ranks}; {options.rounds} interleaved rounds\n")
-    for model in options.model or SHAPES[options.device]:
-        for dtype in options.dtype or (["bf16"] if options.device == "cuda" else ["fp32", "bf16"]):
-            with tempfile.TemporaryDirectory() as folder:
-                race = Race(options, model, dtype, Path(folder))
-                result[f"{model} {dtype}"] = race.run()
+    models = options.model or list(SHAPES[options.device])
+    began, longest = time.monotonic(), 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        weights = options.folder or Path(folder)
+        _prepare(weights, options.device, models)
+        for model, dtype in product(models, options.dtype or DTYPES[options.device]):
+            before = time.monotonic() - began
+            if before + longest > 60 * options.minutes:
+                print(f"{model}, {dtype}: left out, {options.minutes:g} minutes would not do (--minutes, --model)\n")
+                continue
+            with tempfile.TemporaryDirectory() as meet:
+                result[f"{model} {dtype}"] = Race(options, model, dtype, weights, Path(meet)).run()
+            longest = max(longest, time.monotonic() - began - before)
     print_json(result)
+
+
+def _prepare(folder: Path, device: str, models: Sequence[str]) -> None:
+    """Weights and samples of all models that are not there, at once."""
+    running = []
+    for model in models:
+        place = folder / f"{device}-{model}"
+        if not (place / "samples.pt").exists():
+            line = [sys.executable, "-m", f"{HERE}.prepare", "--device", device, "--model", model, str(place)]
+            running.append(subprocess.Popen(line))
+    statuses = [process.wait() for process in running]
+    if any(statuses):
+        raise SystemExit("the weights could not be made")
 
 
 class Race:
     """One model in one precision."""
 
-    def __init__(self, options: argparse.Namespace, model: str, dtype: str, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, model: str, dtype: str, weights: Path, meet: Path) -> None:
         self._options, self._model, self._dtype = options, model, dtype
         self._shape: Shape = SHAPES[options.device][model]
-        self._meet = folder
-        self._folder: Path = (options.folder or folder) / f"{options.device}-{model}"
+        self._meet = meet
+        self._folder = weights / f"{options.device}-{model}"
         self._peers = options.peer or PEERS[options.device, options.ranks]
 
     def run(self) -> dict[str, object]:
         """Everybody's steps, interleaved; the first ones for their loss."""
-        if not (self._folder / "samples.pt").exists():
-            common = ["--device", self._options.device, "--model", self._model, str(self._folder)]
-            subprocess.run([sys.executable, "-m", f"{HERE}.prepare", *common], check=True)
         contestants = dict(self._contestants())
         first: dict[str, float] = {}
         times: dict[str, list[Figures]] = {}
-        groups = [[name] for name in contestants] if self._options.device == "cuda" else [list(contestants)]
-        for group in groups:
-            with Contest({name: contestants[name] for name in group}) as contest:
-                entries = {name: (name, "step") for name in group if name != LIMIT}
-                first |= {name: contest.turn(*entry)["loss"] for name, entry in entries.items()}
-                self._compare(first)
-                # On a CPU the first turn has warmed everybody up.
-                times |= contest.rounds(self._options.rounds, entries, warmup=int(self._options.device == "cuda"))
-                limit = contest.turn(LIMIT, "all") if LIMIT in group else {}
+        limit: Figures = {}
+        alone = self._options.device == "cuda"
+        for group in [[name] for name in contestants] if alone else [list(contestants)]:
+            try:
+                with Contest({name: contestants[name] for name in group}) as contest:
+                    entries = {name: (name, "step") for name in group if name != LIMIT}
+                    first |= {name: contest.turn(*entry)["loss"] for name, entry in entries.items()}
+                    self._compare(first)
+                    # On a CPU the first turn has warmed everybody up.
+                    times |= contest.rounds(self._options.rounds, entries, warmup=int(alone))
+                    if LIMIT in group:
+                        limit = contest.turn(LIMIT, "all")
+            except RuntimeError as error:
+                if not alone or group == [OURS]:
+                    raise
+                print(f"{self._model}, {self._dtype}: without {group[0]}: {error}\n")
         return self._tell(first, times, limit)
 
     def _compare(self, first: Mapping[str, float]) -> None:
@@ -106,7 +139,7 @@ class Race:
         tokens = self._shape.tokens
         seconds = {name: median(figures) for name, figures in times.items()}
         gigabytes = {name: max(f["peak_bytes"] for f in figures) / 1e9 for name, figures in times.items()}
-        ratios = {name: paired(times[name], times[OURS]) for name in self._peers}
+        ratios = {name: paired(figures, times[OURS]) for name, figures in times.items() if name != OURS}
         print(f"{self._model}, {self._dtype}: {tokens} tokens a step; first loss {first[OURS]:.6f} for all\n")
         rows = [
             (name, f"{value:.3f}", f"{tokens / value:.0f}", f"{gigabytes[name]:.2f}", f"{ratios.get(name, 1.0):.2f}")
@@ -136,8 +169,9 @@ class Race:
     def _contestants(self) -> Iterator[tuple[str, list[Rank]]]:
         options, numbers = self._options, range(self._options.ranks)
         common = ["--device", options.device, "--model", self._model, "--dtype", self._dtype, str(self._folder)]
-        own = ["--", *SHARED_EXPERTS] if DEEPSPEED in self._peers else []
-        yield OURS, [self._rank(n, OURS, "ours_rank", [*common, *own]) for n in numbers]
+        own = (OWN_FLAGS[options.device] if options.flags is None else options.flags).split()
+        own += SHARED_EXPERTS if DEEPSPEED in self._peers else ()
+        yield OURS, [self._rank(n, OURS, "ours_rank", [*common, "--", *own]) for n in numbers]
         for kind in self._peers:
             if kind == DEEPSPEED:
                 python = options.deepspeed_python
@@ -156,6 +190,8 @@ class Race:
         ranks = self._options.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks) if self._options.device == "cpu" else 1
         place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
+        if self._options.device == "cuda":  # as the launcher has it, for everybody
+            place["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         return {**place, "OMP_NUM_THREADS": str(threads)}
 
 
