@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -141,7 +142,26 @@ def make_agent(
         local_addr=meeting.address,
     )
     logs = DefaultLogsSpecs(log_dir=log_dir or None, tee=Std.ALL if log_dir else Std.NONE)
-    return LocalElasticAgent(spec, logs_specs=logs, shutdown_timeout=grace)
+    return _Agent(spec, logs_specs=logs, shutdown_timeout=grace)
+
+
+class _Agent(LocalElasticAgent):
+    """torch's, which gives ranks 30 s to follow a dead one whatever ``shutdown_timeout`` says: nearly all of a restart
+    where they wait for it in a collective, or are stopped, and end by no signal but the last.
+    """
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        ranks = self._pcontext
+        assert ranks is not None
+        close, grace = ranks.close, self._shutdown_timeout
+
+        def within_grace(death_sig: signal.Signals | None = None, timeout: int = grace) -> None:
+            close(death_sig, timeout)
+
+        # Without a time it is called where a rank has failed. Healthy ones that make room for more nodes keep theirs.
+        ranks.close = within_grace  # type: ignore[method-assign]
+        return started
 
 
 def no_more_restarts(agent: Any) -> None:

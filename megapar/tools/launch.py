@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megapar.tools.agent import Place
 
 REFUSED = 2
-MOST_GRACE_SECONDS = 30
+MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw, not to finish anything
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
