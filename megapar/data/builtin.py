@@ -27,6 +27,7 @@ SHORTEST_WRAPPED_LINE = 50  # characters; a line this long that stops before its
 SMALLEST_CORPUS = 500_000  # characters; less means an installation without its source files
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef
+_HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def documents() -> Iterator[str]:
@@ -76,9 +77,18 @@ def module_documents(path: Path) -> Iterator[str]:
     except (SyntaxError, ValueError, OSError):  # files kept broken on purpose, such as bad encodings
         return
     yield _described("", tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield _described(f"class {node.name}", node)
+    for statement in _statements(tree):
+        if isinstance(statement, ast.ClassDef):
+            yield _described(f"class {statement.name}", statement)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """As ``ast.walk`` has them, level by level, but without expressions, which hold no class and are most of a tree."""
+    level: list[ast.AST] = [tree]
+    while level:
+        yield from level
+        below = (child for node in level for child in ast.iter_child_nodes(node))
+        level = [child for child in below if isinstance(child, _HOLDS_STATEMENTS)]
 
 
 def _described(heading: str, owner: ast.Module | ast.ClassDef) -> str:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.job import Ended, Fault, run_job, run_nodes
+from tests.faults.job import FP64, Ended, Fault, run_job, run_nodes
 from tests.faults.matrix import uninterrupted
+from tests.support.training import run
 
 LAYOUT = ("--sharding-degree", "2")
 
 
 @pytest.fixture(scope="module")
 def want() -> dict[int, float]:
-    return uninterrupted(2, *LAYOUT)
+    return {record.iteration: record.loss for record in run(2, "moe", *FP64, *LAYOUT).records}
 
 
 def check(ended: Ended, want: dict[int, float], most_lost: int) -> None:

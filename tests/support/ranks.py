@@ -24,14 +24,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from tests.support.worker import RELEASE, STOP, Call, Report, serve
 
 # What the server has imported its workers need not: a pool of four would pay for it four times.
-PRELOADED = ["pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "megapar.trainer"]
+# Torch's compiler is imported by its optimizers, at the first step.
+PRELOADED = [
+    *("pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.optim"),
+    *("megapar.trainer", "megapar.tools.agent"),
+]
 # gloo's threads outlive their groups in a process and wake a hundred times a second: a pool with more is replaced.
 MOST_THREADS = 48
 # After a first failure the other ranks get this long to report theirs (their peers' connections are closed by then).
@@ -83,6 +87,15 @@ def run_ranks(
         raise
 
 
+def forked() -> ForkServerContext:
+    """What starts processes that have torch and the trainer imported already."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server imports torch
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 @dataclass(frozen=True)
 class Worker:
     """The parent's end of one worker process. stacks: the file its stacks go to."""
@@ -102,10 +115,7 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="megapar-ranks-"))
         self.calls = 0
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server imports torch
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forked()
         self.workers = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()

@@ -1,0 +1,59 @@
+"""The ``megapar`` command as a process of its own: signals, status, output, environment; torch is not imported anew.
+
+It is forked from the server of tests.support.ranks; the processes that it starts are new ones, as always.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support.ranks import forked
+
+STREAMS = ("stdout", "stderr")
+
+
+class Command:
+    """``megapar ARGV`` that has been started. folder: takes what it and its children write."""
+
+    def __init__(self, argv: Sequence[str], folder: Path, environ: Mapping[str, str], cwd: Path) -> None:
+        self._argv = list(argv)
+        self._paths = [folder / name for name in STREAMS]
+        self._process = forked().Process(
+            target=_perform, args=(self._argv, dict(environ), cwd, self._paths), daemon=True
+        )
+        self._process.start()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """As ``subprocess.Popen`` has it."""
+        assert self._process.pid
+        os.kill(self._process.pid, number)
+
+    def wait(self, seconds: float) -> subprocess.CompletedProcess[str]:
+        """What it came to; killed, and subprocess.TimeoutExpired, where that takes too long."""
+        self._process.join(seconds)
+        status = self._process.exitcode
+        if status is None:
+            self._process.kill()
+            self._process.join()
+        out, err = (path.read_text(encoding="utf-8") for path in self._paths)
+        if status is None:
+            raise subprocess.TimeoutExpired(self._argv, seconds, out, err)
+        return subprocess.CompletedProcess(self._argv, status, out, err)
+
+
+def _perform(argv: list[str], environ: dict[str, str], cwd: Path, paths: list[Path]) -> None:
+    for number, path in enumerate(paths, 1):
+        with path.open("wb") as stream:
+            os.dup2(stream.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    sys.argv = ["megapar", *argv]
+    from megapar.tools.main import main
+
+    sys.exit(main(argv))
