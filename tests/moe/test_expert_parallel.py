@@ -238,8 +238,17 @@ def on_ranks(rank, world_size, rendezvous, layout, sequence_parallel, backend):
     return dropped
 
 
-@pytest.mark.parametrize("backend", ["gloo", "late"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The late backend is gloo that forgives less: what has to be shown without it are calls that are not in flight there.
+PLAIN = ("ep 4", "ep 2 x emp 2, cut", "edp 2 in mp, cut")
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [
+        pytest.param(layout, backend, marks=[] if backend == "late" or layout in PLAIN else [pytest.mark.table])
+        for layout, backend in itertools.product(LAYOUTS, ("gloo", "late"))
+    ],
+)
 def test_equal_to_one_process(layout, backend):
     degrees, sequence_parallel = LAYOUTS[layout]
     world_size = Grid(**degrees).world_size

@@ -36,8 +36,9 @@ PRELOADED = [
     *("pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.optim"),
     *("megapar.trainer", "megapar.tools.agent"),
 ]
-# gloo's threads outlive their groups in a process and wake a hundred times a second: a pool with more is replaced.
-MOST_THREADS = 48
+# gloo's threads outlive their groups where something holds these (DTensor's caches hold every mesh) and wake a hundred
+# times a second: a pool with more is replaced, which takes half a second.
+MOST_THREADS = 16
 # After a first failure the other ranks get this long to report theirs (their peers' connections are closed by then).
 GRACE_SECONDS = 5.0
 

@@ -74,10 +74,10 @@ FURTHER = {"ernie3": 0.03, "ernie3 mp 2": 0.03, "stage 3, whole experts": 0.03} 
 FEW: dict[str, tuple[str, ...]] = {
     "third stage": ("--num-layers", "4", "--gradient-merge-acc-step", "4"),
     "recompute": ("--num-layers", "3"),
-    "ep 2, emp 2": ("--num-layers", "3"),
-    "ernie3 mp 2": ("--num-layers", "3"),
+    "ep 2, emp 2": ("--num-layers", "2"),
+    "ernie3 mp 2": ("--num-layers", "2", "--task-num-layers", "1"),
     "stage 3": ("--num-layers", "3"),
-    "stage 3, whole experts": ("--num-layers", "3"),
+    "stage 3, whole experts": ("--num-layers", "2"),
 }
 FP32 = ("--dtype", "fp32")
 # Few products: a CPU without instructions for bf16 takes fifty times as long for them.
