@@ -20,6 +20,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,14 +74,16 @@ def run_ranks(
     left are destroyed afterwards, when every rank has finished.
 
     timeout: seconds until the stacks of all ranks that have not finished are collected and the pool is killed.
-    Function, arguments and results travel by pickle; tensors are copied. Raises RanksFailed.
+    Function, arguments and results travel by pickle; tensors are copied. Calls on numbers of ranks that differ may run
+    at once, from threads of the test. Raises RanksFailed.
     """
-    pool = _POOLS.get(world_size)
-    if pool is not None and pool.threads() > MOST_THREADS:
-        _POOLS.pop(world_size).close()
-        pool = None
-    if pool is None or not pool.alive():
-        pool = _POOLS[world_size] = Pool(world_size)
+    with _STARTING:
+        pool = _POOLS.get(world_size)
+        if pool is not None and pool.threads() > MOST_THREADS:
+            _POOLS.pop(world_size).close()
+            pool = None
+        if pool is None or not pool.alive():
+            pool = _POOLS[world_size] = Pool(world_size)
     try:
         return pool.run(function, args, timeout, group, backend)
     except BaseException:
@@ -246,4 +249,5 @@ def _close_all() -> None:
 
 
 _POOLS: dict[int, Pool] = {}
+_STARTING = threading.Lock()
 atexit.register(_close_all)

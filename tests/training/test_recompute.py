@@ -20,16 +20,18 @@ from tests.support.training import run
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 BATCH = ("--micro-batch-size", "2", "--global-batch-size", "8", "--dtype", "fp32")
+# Two micro-batches on every data rank: as many as two stages have in flight.
+FEWER = ("--global-batch-size", "4")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "alone": (1, ()),
-    "mp": (2, ("--mp-degree", "2")),
-    "sp": (2, ("--mp-degree", "2", "--sequence-parallel")),
+    "alone": (1, FEWER),
+    "mp": (2, ("--mp-degree", "2", *FEWER)),
+    "sp": (2, ("--mp-degree", "2", "--sequence-parallel", *FEWER)),
     "ep": (2, ("--ep-degree", "2")),
     "stage 2": (2, ("--sharding-stage", "2")),
     "stage 3": (2, ("--sharding-stage", "3")),
     # Three layers on a stage, so that units of two and of all layers differ.
-    "pp": (2, ("--pp-degree", "2", "--num-layers", "6")),
-    "mp x pp": (4, ("--mp-degree", "2", "--pp-degree", "2", "--num-layers", "6")),
+    "pp": (2, ("--pp-degree", "2", "--num-layers", "6", *FEWER)),
+    "mp x pp": (4, ("--mp-degree", "2", "--pp-degree", "2", "--num-layers", "6", *FEWER)),
 }
 WITHOUT_STAGES = ("alone", "mp", "sp", "ep", "stage 2", "stage 3")
 DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "--moe-min-capacity", "1")
