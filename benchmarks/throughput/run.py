@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from itertools import product
 from pathlib import Path
 
@@ -37,9 +38,11 @@ PEERS = {
     ("cuda", 2): ("fsdp2",),
 }
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
-OWN_FLAGS = {"cpu": "", "cuda": "--compile"}
+# Of ours, as somebody would choose on such a machine. Two ranks of one machine have nothing to gain from sharding in
+# fp32: whole masters are the parameters themselves, so that nothing is gathered or copied.
+OWN_FLAGS = {("cpu", 2): "--hybrid-dp --sharding-degree 1", ("cuda", 1): "--compile", ("cuda", 2): "--compile"}
 # With experts on both ranks: what ours is told to do likewise.
-SHARED_EXPERTS = ("--ep-degree", "2")
+SHARED_EXPERTS = "--ep-degree 2"
 DEEPSPEED = "deepspeed"
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the first step's loss, relative
 
@@ -54,7 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", action="append", help="default: both of that many ranks; or deepspeed, by itself")
     parser.add_argument("--deepspeed-python", default=sys.executable, help="the interpreter that has DeepSpeed")
-    parser.add_argument("--flags", help='more flags of ours; default: "" on a CPU, "--compile" on cuda')
+    parser.add_argument("--flags", help="more flags of ours, in one word; default: OWN_FLAGS in this file")
     parser.add_argument("--minutes", type=float, help="begin no model that could end later; default: 7.5 on cuda")
     parser.add_argument("--no-limit", action="store_true", help="leave the sum of kernels out")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' experts: grouped_mm, batched_mm, eager")
@@ -64,7 +67,8 @@ def main() -> None:
         options.minutes = 7.5 if options.device == "cuda" else math.inf
     if DEEPSPEED in (options.peer or ()):
         _check_deepspeed(parser, options)
-    result: dict[str, object] = {"benchmark": "throughput", "machine": machine(options.device), "ranks": options.ranks}
+    result: dict[str, object] = {"benchmark": "throughput", "date": date.today().isoformat(), "commit": _commit()}
+    result |= {"machine": machine(options.device), "ranks": options.ranks}
     print(f"{result['machine']}, ranks: {options.ranks}; {options.rounds} interleaved rounds\n")
     models = options.model or list(SHAPES[options.device])
     began, longest = time.monotonic(), 0.0
@@ -80,6 +84,15 @@ def main() -> None:
                 result[f"{model} {dtype}"] = Race(options, model, dtype, weights, Path(meet)).run()
             longest = max(longest, time.monotonic() - began - before)
     print_json(result)
+
+
+def _commit() -> str:
+    """Of this tree; unknown where it is a copy without its history."""
+    line = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _prepare(folder: Path, device: str, models: Sequence[str]) -> None:
@@ -169,9 +182,10 @@ class Race:
     def _contestants(self) -> Iterator[tuple[str, list[Rank]]]:
         options, numbers = self._options, range(self._options.ranks)
         common = ["--device", options.device, "--model", self._model, "--dtype", self._dtype, str(self._folder)]
-        own = (OWN_FLAGS[options.device] if options.flags is None else options.flags).split()
-        own += SHARED_EXPERTS if DEEPSPEED in self._peers else ()
-        yield OURS, [self._rank(n, OURS, "ours_rank", [*common, "--", *own]) for n in numbers]
+        own = OWN_FLAGS.get((options.device, options.ranks), "")
+        own = SHARED_EXPERTS if DEEPSPEED in self._peers else own
+        own = own if options.flags is None else options.flags
+        yield OURS, [self._rank(n, OURS, "ours_rank", [*common, "--", *own.split()]) for n in numbers]
         for kind in self._peers:
             if kind == DEEPSPEED:
                 python = options.deepspeed_python

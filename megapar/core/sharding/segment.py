@@ -160,6 +160,11 @@ class Segment:
             found.append(Range(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router))
         return found
 
+    @property
+    def nbytes(self) -> int:
+        """Of all ranks' gradients as they travel."""
+        return self.shard.size * self.row * self._reduce_dtype.itemsize
+
     def piece(self, flat: Tensor, member: Member) -> Tensor:
         """A member's real piece as a view of a row-shaped tensor [P]."""
         padded = flat[member.offset : member.offset + member.numel].view(member.piece)

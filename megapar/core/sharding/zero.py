@@ -3,7 +3,8 @@
 A step, for segments in the order in which backward completes them (the last layer first):
 
     forward      receive(segment)  ........................  waits for the gather that publish started
-    backward     add(gradient) -> complete? -> launch reduce-scatter -> (replicas: settle the one before)
+    backward     add(gradient) -> complete? -> launch reduce-scatter -> (replicas: settle the one before; CPU: the
+                 oldest, where much is in flight)
     finish       settle all: gradients of this rank's rows, summed over every data rank
     optimizer    steps masters
     publish      launches the gathers, first layer first; the next forward waits for each where it needs it
@@ -14,7 +15,9 @@ order on every rank: an early one waits for its predecessors, and what did not f
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +31,9 @@ from megapar.core.sharding.part import Part, View
 from megapar.core.sharding.plan import PlannedSegment
 from megapar.core.sharding.segment import Segment
 from megapar.core.world import World
+
+IN_FLIGHT_BYTES = 1 << 26  # of gradients
+LEAST_IN_FLIGHT = 2  # segments
 
 
 class ZeroSharding:
@@ -69,6 +75,9 @@ class ZeroSharding:
         self._running = False  # a micro-batch's backward may have left segments to launch
         self._ready: set[int] = set()
         self._next = len(self.segments) - 1
+        self._flying: deque[int] = deque()  # launched and not settled, first one first
+        # On an accelerator a wait would stand in the stream of the backward, and the allocator knows better.
+        self._in_flight_bytes = math.inf if world.device.runs_ahead else IN_FLIGHT_BYTES
         for number, segment in enumerate(self.segments):
             for index, member in enumerate(segment.members):
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
@@ -181,12 +190,22 @@ class ZeroSharding:
             before = self.segments[self._next + 1]
             if before.replica.group is not None:
                 before.settle(last=True, overlap=self._overlap_reduce)
+        self._flying.append(self._next)
         self._next -= 1
+        self._land()
+
+    def _land(self) -> None:
+        """Settle what was launched first while much is in flight: its buffers serve the segments that come."""
+        while len(self._flying) > LEAST_IN_FLIGHT:
+            if sum(self.segments[number].nbytes for number in self._flying) <= self._in_flight_bytes:
+                return
+            self.segments[self._flying.popleft()].settle(last=self._last, overlap=self._overlap_reduce)
 
     def _settle_all(self) -> None:
         """Launch what the backward left, then wait, in the planned order."""
         while self._next >= 0:
             self._launch_next()
+        self._flying.clear()
         for segment in reversed(self.segments):
             segment.settle(last=self._last, overlap=self._overlap_reduce)
 
