@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from tests.equivalence.compare import differences, excess
 from tests.equivalence.run import Routing, Trace, trace
 from tests.equivalence.table import ROWS, Row
 from tests.support.pairwise import covering
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, side_by_side
 
 # The second step starts from parameters that the first one changed; what it does to moments is in those it leaves.
 STEPS, GROWING_STEPS = 2, 3
@@ -43,15 +42,6 @@ def _run(
     result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, group=False)[0]
     assert isinstance(result, Trace)
     return result
-
-
-def _side_by_side(world_size: int, layout: Callable[[], Trace], alone: Callable[[], Trace]) -> tuple[Trace, Trace]:
-    """What both come to: ranks wait for each other most of the time, and one process has its core to itself."""
-    if world_size == 1:  # the same process
-        return layout(), alone()
-    with ThreadPoolExecutor(1) as executor:
-        want = executor.submit(alone)
-        return layout(), want.result()
 
 
 def _cost(row: Row) -> float:
@@ -86,7 +76,7 @@ def test_fp64(row: Row) -> None:
     """
     steps = GROWING_STEPS if "--progressive-iters" in row.options else STEPS
     backend, flags = "late" if row.overlaps else "gloo", (*row.flags(), "--dtype", "fp64")
-    got, want = _side_by_side(
+    got, want = side_by_side(
         row.world_size,
         lambda: _run(row.kind, row.world_size, flags, steps, backend=backend),
         lambda: reference(row.kind, row.reference_flags(), "fp64", steps),
@@ -112,7 +102,7 @@ def test_bf16(row: Row) -> None:
     flags = still(row.reference_flags())
     exact = reference(row.kind, flags, "fp64", STILL_STEPS)
     layout = (*still(row.flags()), "--dtype", "bf16")
-    got, alone = _side_by_side(
+    got, alone = side_by_side(
         row.world_size,
         lambda: _run(row.kind, row.world_size, layout, STILL_STEPS, exact.routing),
         lambda: reference(row.kind, flags, "bf16", STILL_STEPS),

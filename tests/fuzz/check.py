@@ -18,7 +18,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.option import Option
 from tests.fuzz.oracle import Parts, trace_by_parts
 from tests.fuzz.table import OPTIONS
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 REFUSED, EQUAL, FAILED = "refused", "equal", "failed"
 STEPS = 2
@@ -61,15 +61,21 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
     steps = ADAPTIVE_STEPS if config.recompute.adaptive_recompute_device_size else STEPS
     parts = _parts(config)
     if case.exact:
-        want = reference(case.kind, flags, parts, steps)
-        return differences(_run(case, config, steps), want, NOISE * max(1.0, *want.norms))
+        got, want = side_by_side(
+            case.world_size,
+            lambda: _run(case, config, steps),
+            lambda: reference(case.kind, flags, parts, steps),
+        )
+        return differences(got, want, NOISE * max(1.0, *want.norms))
     wide = tuple(case.reference_flags(config.training.global_batch_size, rows, "fp64"))
     exact = reference(case.kind, wide, parts, steps)
-    alone = reference(case.kind, flags, parts, steps, wide)
-    units = [config.training.dtype, config.sharding.grad_reduce_dtype]
-    return rounding_differences(
-        _run(case, config, steps, exact.routing), alone, exact, max(map(UNITS.__getitem__, units))
+    got, alone = side_by_side(
+        case.world_size,
+        lambda: _run(case, config, steps, exact.routing),
+        lambda: reference(case.kind, flags, parts, steps, wide),
     )
+    units = [config.training.dtype, config.sharding.grad_reduce_dtype]
+    return rounding_differences(got, alone, exact, max(map(UNITS.__getitem__, units)))
 
 
 def _run(case: Case, config: Config, steps: int, replay: Routing | None = None) -> Trace:

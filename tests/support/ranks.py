@@ -23,13 +23,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support.worker import RELEASE, STOP, Call, Report, serve
+
+R = TypeVar("R")
 
 # What the server has imported its workers need not: a pool of four would pay for it four times.
 # Torch's compiler is imported by its optimizers, at the first step.
@@ -98,6 +101,18 @@ def forked() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def side_by_side(world_size: int, layout: Callable[[], R], alone: Callable[[], R]) -> tuple[R, R]:
+    """What a call on ``world_size`` ranks and one on a single rank come to, both at once.
+
+    Ranks wait for each other most of the time, and leave the cores to the single one.
+    """
+    if world_size == 1:  # they are calls of one process
+        return layout(), alone()
+    with ThreadPoolExecutor(1) as executor:
+        other = executor.submit(alone)
+        return layout(), other.result()
 
 
 @dataclass(frozen=True)
