@@ -53,7 +53,10 @@ job=$(RANKS=1 OMP_NUM_THREADS=1 sbatch --parsable --ntasks 2 --ntasks-per-node 2
     --save "$run" --load "$run" --save-interval 10 --metrics-jsonl "$work/metrics.jsonl")
 echo "job $job"
 lines() { [ -f "$work/metrics.jsonl" ] && wc -l < "$work/metrics.jsonl" || echo 0; }
-until [ "$(lines)" -ge 15 ]; do sleep 1; done
+until [ "$(lines)" -ge 15 ]; do
+    [ -n "$(squeue -h -j "$job" -o %T)" ] || { echo "the job ended before it was stopped" >&2; tail -20 "$work/job.log" >&2; exit 1; }
+    sleep 1
+done
 scancel --batch --signal=TERM "$job"
 echo "stopped behind $(lines) iterations"
 until squeue -h -j "$job" -o %T | grep -q PENDING; do
@@ -70,5 +73,8 @@ seen = [json.loads(line)["iteration"] for line in open(sys.argv[1])]
 assert seen == list(range(1, int(sys.argv[2]) + 1)), seen
 print(f"iterations 1 to {seen[-1]}, each once")
 PY
-grep -q "start 1" "$work/job.log" && grep -q "resumed at iteration" "$work/job.log"
+grep -q "start 1" "$work/job.log"
+resumed=$(sed -n 's/^resumed at iteration \([0-9]*\).*/\1/p' "$work/job.log")
+# Checkpoints are due every 10 iterations: one behind the 15th was made because the job was asked to stop.
+[ "$resumed" -ge 15 ] || { echo "resumed at iteration $resumed: nothing was saved when the job was stopped" >&2; exit 1; }
 echo "proved: stopped, queued again, resumed, finished"
