@@ -22,7 +22,7 @@ from megapar.config.report import effective, refusal
 from megapar.config.resolve import resolve
 from megapar.config.values import BadValue, convert
 from megapar.core.grid import Grid
-from megapar.errors import ConfigError
+from megapar.errors import Complaint, ConfigError
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
@@ -68,13 +68,15 @@ def parse_or_exit(
     refused, by ConfigError) of the model that the configuration makes; it imports no torch either.
     """
     argv = sys.argv[1:] if argv is None else argv
-    environ = os.environ if environ is None else environ
+    real, environ = environ is None, os.environ if environ is None else environ
     speaks = environ.get("RANK", "0") == "0"
     if any(token in ("-h", "--help") for token in argv):
         _say(help_text(kind), speaks)
         raise SystemExit(0)
     try:
         config = parse(kind, argv, environ)
+        if real and not config.runtime.validate_only:
+            _check_meeting(environ)
         more = outline(config) if outline is not None else ""
     except ConfigError as error:
         _say(refusal(error.complaints), speaks, error=True)
@@ -136,6 +138,23 @@ def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:
     except BadValue:
         draft.complain("environment", f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, not a number of ranks.")
         return None
+
+
+def _check_meeting(environ: Mapping[str, str]) -> None:
+    """Several ranks meet as torchrun's variables say."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    verb = "is" if len(missing) == 1 else "are"
+    if missing and environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            [
+                Complaint(
+                    "environment",
+                    f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {' and '.join(missing)} {verb} not set, by "
+                    "which ranks find each other.",
+                    "Start them with megapar launch or torchrun, which set them; for one process, unset WORLD_SIZE.",
+                )
+            ]
+        )
 
 
 def _grid(values: Mapping[str, Any]) -> Grid:

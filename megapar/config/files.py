@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from megapar.rules.data import blend_of
 from megapar.rules.rule import either
 
 NAMED_DATA = ("builtin", "mock")
+# One of them is in every folder with a tokenizer; sentencepiece's may have any name before ``.model``.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
 
 def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -31,6 +34,8 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         first_run = name == "load" and _saves_where_it_loads(values)
         if path is not None and not Path(path).exists() and not first_run:
             yield _missing(name, path)
+    if values.get("tokenizer_model"):
+        yield from _tokenizer(Path(values["tokenizer_model"]))
     if values.get("load") and Path(values["load"]).is_file():
         yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
     elif values.get("load") and not _saves_where_it_loads(values):
@@ -48,11 +53,19 @@ def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
 
 
 def _missing(name: str, path: str) -> Complaint:
-    return Complaint(
-        "file-missing",
-        f"{FLAGS[name].spelling} {path} does not exist.",
-        near_path(path, NAMED_DATA if name.endswith("data_path") else ()),
-    )
+    fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())
+    if name in ("load_hf", "tokenizer_model") and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        fix += " Nothing is downloaded: for a name on the Hub, give the folder it was downloaded to."
+    return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
+
+
+def _tokenizer(path: Path) -> Iterator[Complaint]:
+    if path.is_dir() and not any(found for name in _TOKENIZER_FILES for found in path.glob(name)):
+        yield Complaint(
+            "file",
+            f"--tokenizer-model {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}).",
+            "Give a sentencepiece model, a tokenizer.json, or the folder of a Hugging Face tokenizer.",
+        )
 
 
 def _checkpoint(path: Path) -> Iterator[Complaint]:
@@ -71,7 +84,11 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
 
 
 def _data(name: str, path: str) -> Iterator[Complaint]:
-    if path in NAMED_DATA or (Path(path).exists() and not path.endswith((".bin", ".idx"))):
+    if path in NAMED_DATA:
+        return
+    if Path(path).exists() and not path.endswith((".bin", ".idx")):
+        if Path(path).is_file() and not Path(path).stat().st_size:
+            yield Complaint("file", f"{FLAGS[name].spelling} {path} is empty.", "Give a file with text in it.")
         return
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     pair = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]

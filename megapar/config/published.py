@@ -18,6 +18,8 @@ class Unsupported(ValueError):
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder. Raises Unsupported where it is missing or not JSON."""
     path = Path(folder) / "config.json"
+    if not path.exists():
+        raise Unsupported(f"{folder} holds no config.json, which every published model has")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -90,7 +90,7 @@ class World:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if world_size != grid.world_size:
             raise DistributedError(f"the grid has {grid.world_size} ranks, WORLD_SIZE is {world_size}")
-        store, rank, world_size = next(rendezvous(rendezvous_url or "env://", rank, world_size, timeout=timeout))
+        store = _meet(rendezvous_url, rank, world_size, timeout)
         # torch's agent keeps the store when it starts ranks again; what those that died left must not be found in it.
         store = dist.PrefixStore(f"start-{starts_before(os.environ)}", store)
         store.set_timeout(timeout)
@@ -206,6 +206,20 @@ class World:
                 f"group {name} of ranks {list(launched)} failed its first collective; {who}. {error}"
             ) from error
         return group
+
+
+def _meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store that all ranks share. Raises DistributedError where it cannot be made or reached."""
+    try:
+        store: dist.Store = next(rendezvous(url or "env://", rank, world_size, timeout=timeout))[0]
+    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+        where = url or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise DistributedError(
+            f"rank {rank} of {world_size} cannot meet the others at {where}: {str(error).splitlines()[0]}. Is that the "
+            "address of rank 0, and its port free there and open to this node? MASTER_ADDR and MASTER_PORT say it, "
+            "which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
+        ) from error
+    return store
 
 
 def starts_before(environ: Mapping[str, str]) -> int:

@@ -44,7 +44,10 @@ class SentencePieceTokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError) as error:
-            raise DataError(f"{name}: not a sentencepiece model ({error})") from error
+            raise DataError(
+                f"{name}: not a sentencepiece model ({error}); give one, a tokenizer.json, or the folder of a Hugging "
+                "Face tokenizer"
+            ) from error
         if self._processor.get_piece_size() == 0:
             raise DataError(f"{name}: not a sentencepiece model (it has no pieces)")
 

@@ -182,7 +182,9 @@ def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
     try:
         record = json.loads(line.removeprefix(_BYTE_ORDER_MARK) if isinstance(line, str) else line)
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-        raise DataError(f"{place}: not a JSON record ({error}); repair or remove the line") from error
+        raise DataError(
+            f"{place}: not a JSON record ({error}); repair or remove the line, or give --on-bad-record skip"
+        ) from error
     return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
 
 
@@ -191,7 +193,9 @@ def decoded(line: bytes, place: str) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 text ({error.reason})") from error
+        raise DataError(
+            f"{place}: not UTF-8 text ({error.reason}); convert the file, as with iconv -t UTF-8"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
             raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
     if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
-        raise DataError(f"{place}: no field {field!r}; the record has {names}")
+        raise DataError(f"{place}: no field {field!r}; the record has {names}. Text is read from that field: rename it")
     kind = type(text if isinstance(record, dict) else record).__name__
     where = f"field {field!r} is" if isinstance(record, dict) else "the record is"
     wanted = "a string" if isinstance(record, dict) else f"an object with a field {field!r}"
@@ -257,7 +261,7 @@ def open_sources(paths: Sequence[str]) -> tuple[Source, ...]:
         elif Path(path).is_dir():
             files = sorted(p for p in Path(path).iterdir() if p.is_file() and not p.name.startswith("."))
             if not files:
-                raise DataError(f"{path}: the folder holds no files")
+                raise DataError(f"{path}: the folder holds no files; it takes text, JSONL and parquet files")
             sources += [_file_source(file) for file in files]
         else:
             sources.append(_file_source(Path(path)))
@@ -274,7 +278,7 @@ def _file_source(path: Path) -> Source:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: the file may not be read; change its permissions")
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty")
+        raise DataError(f"{path}: the file is empty; give one with text in it")
     if path.suffix in (".bin", ".idx"):
         raise DataError(f"{path}: holds tokens, where text is needed; give the text, JSONL or parquet file")
     for suffixes, kind in _FORMATS:

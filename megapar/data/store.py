@@ -136,8 +136,9 @@ def open_stores(
         wanted = heldout is not None or split.heldout > 0
         if train_documents == 0 or (wanted and heldout_documents == 0):
             raise DataError(
-                f"{names}: {total} documents are {train_documents} to train on and {heldout_documents} held out, and "
-                "both need at least one; give --eval-data-path or a corpus of more documents"
+                f"{names}: of {total} documents {train_documents} are to train on and {heldout_documents} held out, "
+                "and both need at least one; give more documents, --eval-data-path, or --split 100,0 with "
+                "--eval-interval 0"
             )
 
     folder = made_once(f"tokens/{key}", make)

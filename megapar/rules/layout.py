@@ -35,7 +35,8 @@ def _near_layouts(f: Facts) -> str:
         text = " ".join(f"{spell(name)} {value}" for name, value in zip(free, values, strict=True))
         # Half a factor of e: keep what was said of --hybrid-dp unless the degrees are clearly nearer without it.
         found.append((distance + (hybrid != f.hybrid_dp) * 0.5, text + (" --hybrid-dp" if hybrid else "")))
-    return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}; or start {_near_worlds(f)} ranks."
+    how = " (megapar launch --nproc-per-node N starts several on a node)" if f.world_size == 1 else ""
+    return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}; or start {_near_worlds(f)} ranks{how}."
 
 
 def _near_worlds(f: Facts) -> str:

@@ -43,6 +43,10 @@ def _micro_batches(f: Facts) -> list[int]:
     return [size // unit for size in sizes]
 
 
+def _up_to(most: int) -> str:
+    return f"1 to {most}" if most > 1 else "1"
+
+
 def _enough(f: Facts) -> str:
     """The least number of micro-batches, for a sentence."""
     unit = f.micro_batch_size * f.data_ranks
@@ -58,7 +62,9 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "vpp_degree", "num_layers"),
         requires=lambda f: f.pp_degree * f.vpp_degree <= f.num_layers,
         message="every stage (and chunk) holds at least one layer: pp x vpp is at most --num-layers",
-        fix=lambda f: f"Choose --pp-degree 1 to {max(1, f.num_layers // f.vpp_degree)}.",
+        fix=lambda f: (
+            f"Choose --pp-degree {_up_to(f.num_layers // f.vpp_degree)}, or --num-layers {f.pp_degree * f.vpp_degree}."
+        ),
         source="pipeline",
         passing="--world-size 4 --pp-degree 4 --num-layers 4",
         failing="--world-size 8 --pp-degree 8 --num-layers 4",

@@ -203,9 +203,10 @@ def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: in
     if not kinds:
         return None
     from megapar.arguments import parse_or_exit
+    from megapar.training.sizes import outline
 
     environ = {"WORLD_SIZE": str(world_size), "RANK": str(node_rank or 0)}
-    return parse_or_exit(kinds[0], flags, environ, warn=False)  # rank 0 will print the warnings
+    return parse_or_exit(kinds[0], flags, environ, outline=outline, warn=False)  # rank 0 will print the warnings
 
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:

@@ -40,8 +40,8 @@ from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
 from megapar.moe.sizes import MoeSizes
-from megapar.training.sizes import Sizes, make_sizes
-from megapar.training.state import Progress, facts_of
+from megapar.training.sizes import Sizes, facts_of, make_sizes
+from megapar.training.state import Progress
 
 CARRIED = "carried.safetensors"
 FACTS = "megapar.json"
@@ -316,7 +316,7 @@ class _Saved:
 
 
 def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
-    """The sizes that ``state.facts_of`` described; what it leaves out has no meaning for weights."""
+    """The sizes that ``sizes.facts_of`` described; what it leaves out has no meaning for weights."""
     values = dict(facts)
     kind = {"DecoderSizes": DecoderSizes, "ErnieSizes": ErnieSizes}.get(str(values.pop("kind", "")))
     if kind is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.core.checkpoint.facts import differences, stored_facts
 from megapar.core.sharding.cut import Described, local_box
 from megapar.core.sharding.plan import MEGABYTE, PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
 from megapar.errors import Complaint, ConfigError
@@ -110,9 +113,21 @@ def make_segments(config: Config, sizes: Sizes) -> list[PlannedSegment]:
     return by_unit(rows, cost)
 
 
+def facts_of(sizes: Sizes) -> dict[str, Any]:
+    """``model_facts`` of a model of these sizes."""
+    facts = asdict(sizes)
+    for name in ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "use_flash_attn"):
+        facts.pop(name)
+    if facts.get("moe"):
+        for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind"):
+            facts["moe"].pop(name)
+    return {"kind": type(sizes).__name__, **facts}
+
+
 def outline(config: Config) -> str:
     """What --validate-only adds of the model: its parameters and its segments."""
     sizes = make_sizes(config)
+    _check_saved(config, sizes)
     segments = make_segments(config, sizes)
     shown = segments if len(segments) <= 12 else [*segments[:6], *segments[-5:]]
     lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
@@ -120,6 +135,22 @@ def outline(config: Config) -> str:
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
     segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
     return _counts(sizes) + pipeline_outline(config, sizes) + segmented
+
+
+def _check_saved(config: Config, sizes: Sizes) -> None:
+    """Refuse a checkpoint of another model, before any rank is started."""
+    saved = config.checkpoint
+    found = None if saved.load is None else stored_facts(Path(saved.load), saved.ckpt_step)
+    if found is not None and (apart := differences(found[1], facts_of(sizes))):
+        raise ConfigError(
+            [
+                Complaint(
+                    "checkpoint-model",
+                    f"--load {saved.load}: {found[0].name} is a checkpoint of another model: {apart}.",
+                    "Give the flags that it was trained with, or the folder of another run.",
+                )
+            ]
+        )
 
 
 def _counts(sizes: Sizes) -> str:

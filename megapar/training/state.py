@@ -16,7 +16,7 @@ from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
 from megapar.model.table import SOP
 from megapar.training.job import Job
-from megapar.training.sizes import Sizes
+from megapar.training.sizes import facts_of
 
 
 @dataclass
@@ -39,17 +39,6 @@ class Progress:
 def model_facts(job: Job) -> dict[str, Any]:
     """What must agree for a checkpoint to be one of this model: everything that decides names, shapes or meaning."""
     return facts_of(job.sizes)
-
-
-def facts_of(sizes: Sizes) -> dict[str, Any]:
-    """``model_facts`` of a model of these sizes."""
-    facts = asdict(sizes)
-    for name in ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "use_flash_attn"):
-        facts.pop(name)
-    if facts.get("moe"):
-        for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind"):
-            facts["moe"].pop(name)
-    return {"kind": type(sizes).__name__, **facts}
 
 
 def weights(job: Job) -> dict[str, Shard]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
 
 import pytest
 
-from megapar.arguments import FLAGS, parse_or_exit
+from megapar.arguments import FLAGS, parse, parse_or_exit
 from megapar.config.hints import ELSEWHERE, near_path
 from megapar.config.read import normal, spellings
 from megapar.tools.main import main
+from megapar.training.sizes import facts_of, make_sizes, outline
 
 YAML = {
     "typo.yaml": "num_layers: 4\nhiden_size: 64\n",
@@ -46,6 +48,13 @@ MISTAKES = [
     # sizes and ranks that do not fit
     ("--world-size 6 --mp-degree 4", "--world-size 6", "--mp-degree 4", "Nearest legal", "start 4 or 8 ranks"),
     ("--world-size 8 --sharding-degree 4", "--world-size 8", "--sharding-degree 4 --hybrid-dp", "start 4 ranks"),
+    ("--mp-degree 2", "--world-size 1", "start 2 ranks", "megapar launch --nproc-per-node N"),
+    ("--pp-degree 8 --num-layers 4", "--pp-degree 8", "Choose --pp-degree 1 to 4, or --num-layers 8"),
+    ("--hidden-dropout 1.5", "--hidden-dropout is at most 0.99", "got 1.5"),
+    ("--fp8 --device cpu", "--device cpu", "Leave --fp8 out"),
+    ("--bf16 --fp16", "--bf16 and --fp16 set the same thing to different values", "Keep one"),
+    ("--seq-length 64 --max-position-embeddings 32", "Choose --max-position-embeddings 64"),
+    ("--mp-degre 2 --dtype float --data-path nix", "3 complaints", "--mp-degree?", "fp32?", "no 'nix'"),
     ("--num-attention-heads 3", "--num-attention-heads 3", "Choose --num-attention-heads 1, 2, 4"),
     ("--world-size 4 --ep-degree 4 --num-experts 6", "--num-experts 6", "Choose --ep-degree 1, 2, 3 or 6"),
     ("--world-size 4 --global-batch-size 10", "--global-batch-size 10", "Choose --global-batch-size 16"),
@@ -53,6 +62,10 @@ MISTAKES = [
     ("--data-path corpus.jsnl", "--data-path corpus.jsnl does not exist", "Did you mean corpus.jsonl?"),
     ("--data-path builtn", "--data-path builtn does not exist", "Did you mean builtin?"),
     ("--tokenizer-model none/t.model", "--tokenizer-model none/t.model does not exist", "has no 'none'"),
+    ("--tokenizer-model run", "--tokenizer-model run holds no tokenizer", "Give a sentencepiece model"),
+    ("--load-hf baidu/ERNIE", "--load-hf baidu/ERNIE does not exist", "Nothing is downloaded"),
+    ("--load-hf run", "run holds no config.json"),
+    ("--data-path empty.jsonl", "--data-path empty.jsonl is empty", "Give a file with text in it"),
     ("--load run", "--load run holds no checkpoint", "Did you mean run/checkpoints?"),
     ("--load run/checkpoints/iter_0000005", "is one checkpoint itself", "run/checkpoints"),
     ("--load model", "--load model holds no checkpoint", "did you mean --load-hf model?"),
@@ -76,7 +89,7 @@ TOOLS = [
     (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "give --input or --hf-dataset"),
     (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
     (["report", "run"], "run holds no metrics", "--metrics-jsonl"),
-    (["convert", "hf-to-megapar", "run", "out"], "run/config.json"),
+    (["convert", "hf-to-megapar", "run", "out"], "run holds no config.json"),
 ]
 
 
@@ -89,6 +102,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/checkpoints/iter_0000005").mkdir(parents=True)
     Path("run/checkpoints/latest").write_text("iter_0000005\n", encoding="utf-8")
     Path("run/checkpoints/iter_0000005/layout.json").write_text("{}", encoding="utf-8")
+    Path("empty.jsonl").touch()
     Path("model").mkdir()
     Path("model/config.json").write_text("{}", encoding="utf-8")
 
@@ -118,6 +132,47 @@ def test_a_mistake_with_a_tool_is_told_kindly(
     assert status in (1, 2)
     assert [word for word in words if word not in said] == [], said
     assert "Traceback" not in said
+
+
+STORED = [
+    ("--num-layers 2", "num_layers is 4 there and 2 here"),
+    ("--num-experts 4", "moe.num_experts is 8 there and 4 here"),
+    ("--num-experts 0", "moe is given there and none here"),
+    ("--ckpt-step 5 --vocab-size 99", "iter_0000005 is a checkpoint of another model", "vocab_size is 4096 there"),
+]
+
+
+@pytest.mark.parametrize("row", STORED, ids=[row[0] for row in STORED])
+def test_a_checkpoint_of_another_model_is_told_before_the_start(
+    row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, *words = row
+    sizes = make_sizes(parse("moe", [], {}))
+    body = f'"model": {json.dumps(facts_of(sizes), sort_keys=True)},'
+    Path("run/checkpoints/iter_0000005/layout.json").write_text(f'{{"sha256": "",\n"version": 1,\n{body}\n')
+    load = ["--load", "run/checkpoints"]
+    assert parse_or_exit("moe", load, {}, outline=outline).model.num_layers == 4
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit("moe", [*load, *line.split()], {}, outline=outline)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert [word for word in (*words, "Give the flags that it was trained with") if word not in said] == [], said
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
+def test_ranks_that_nobody_introduced_are_told(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert parse_or_exit("moe", []).grid.world_size == 2
+    monkeypatch.delenv(missing)
+    with pytest.raises(SystemExit):
+        parse_or_exit("moe", [])
+    said = capsys.readouterr().err
+    assert f"WORLD_SIZE is 2, but {missing} is not set" in said
+    assert "megapar launch or torchrun" in said
 
 
 def test_a_folder_that_cannot_be_written_is_told(

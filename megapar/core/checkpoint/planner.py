@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
+from megapar.core.checkpoint.facts import differences
 from megapar.core.checkpoint.layout import DTYPE_NAMES, FileEntry, Layout, TensorEntry
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.tiling import Json, Pieces
@@ -257,15 +258,8 @@ def _item(target: Shard, piece: Box, part: Box) -> ReadItem:
 
 
 def _check_model(folder: Path, stored: Mapping[str, Json], expected: Mapping[str, Json]) -> None:
-    expected = json.loads(json.dumps(expected))  # tuples are lists in a file
-    names = sorted(stored.keys() | expected.keys())
-    different = [name for name in names if stored.get(name) != expected.get(name)]
-    if different:
-        facts = "; ".join(
-            f"{name} is {stored.get(name)!s:.200} there and {expected.get(name)!s:.200} here"
-            for name in different[:SHOWN]
-        )
-        raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {facts}")
+    if found := differences(stored, expected):
+        raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {found}")
 
 
 def _check_targets(folder: Path, layout: Layout, targets: Iterable[Shard]) -> None:

@@ -121,7 +121,7 @@ def test_a_folder_that_is_none_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_another_model_is_named_by_its_facts(folder: Path) -> None:
     error = refused(folder, expect_model={**MODEL, "hidden_size": 16, "new": 1})
-    assert "is a checkpoint of another model: hidden_size is 8 there and 16 here; new is None there and 1 here" in error
+    assert "is a checkpoint of another model: hidden_size is 8 there and 16 here; new is none there and 1 here" in error
 
 
 def test_missing_and_surplus_tensors_are_listed(folder: Path) -> None:
