@@ -14,7 +14,9 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -46,6 +48,7 @@ WORTH = (ANOTHER, LATE_ERROR, HANG, NO_EFFECT, ARGUMENT)
 HANG_SECONDS = 45.0
 START_SECONDS = 120.0
 STEPS = 2
+Removed = tuple[str, ...]  # ids of the rows that are taken out
 FILES = {
     **dict.fromkeys(("a.jsonl", "b.jsonl", "corpus.jsonl", "held_out.jsonl"), '{"text": "one two three four"}\n' * 50),
     "phrases.txt": "one two\n",
@@ -76,7 +79,8 @@ def prove(rule: Rule) -> Verdict:
     if proof.argument:
         return Verdict(rule.id, spelled, ARGUMENT, proof.argument)
     case = case_of(kind, ranks, f"{_sizes(kind, line)} {line}")
-    with without(rule.id):
+    removed = (rule.id, *proof.beside)
+    with without(*removed):
         try:
             with _folder():
                 config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
@@ -87,20 +91,20 @@ def prove(rule: Rule) -> Verdict:
     for size in {1, ranks}:  # what takes long to start is no hang
         run_ranks(size, ready, group=False, timeout=START_SECONDS)
     try:
-        found = _run(rule, proof, case, config.training.global_batch_size)
+        found = _run(rule, proof, case, removed, config.training.global_batch_size)
     except RanksFailed as error:
         found = (HANG, str(error).splitlines()[0]) if "did not finish" in str(error) else (LATE_ERROR, _last(error))
     return Verdict(rule.id, spelled, *found)
 
 
-def _run(rule: Rule, proof: Proof, case: Case, batch: int) -> tuple[str, str]:
+def _run(rule: Rule, proof: Proof, case: Case, removed: Removed, batch: int) -> tuple[str, str]:
     if proof.same_as:
-        return _second_spelling(rule, proof, case)
+        return _second_spelling(proof, case, removed)
     if rule.source == "compatibility 8" or proof.idle:
-        return _effect(rule, proof, case)
+        return _effect(proof.idle or (_idle(rule, case),), case, removed)
     if case.world_size > 1:
-        return _difference(rule, case, batch)
-    _train(rule, case)
+        return _difference(case, removed, batch)
+    _train(case, removed)
     return NOTHING, "trains"
 
 
@@ -129,34 +133,42 @@ def without(*ids: str) -> Iterator[None]:
         yield
 
 
-def _difference(rule: Rule, case: Case, batch: int) -> tuple[str, str]:
+def _difference(case: Case, removed: Removed, batch: int) -> tuple[str, str]:
     """What differs between the layout and one process."""
     flags = (case.kind, tuple(case.reference_flags(batch)))
     try:
-        want = run_ranks(1, trace_without, rule.id, *flags, group=False, timeout=HANG_SECONDS)[0]
+        want = run_ranks(1, trace_without, removed, *flags, group=False, timeout=HANG_SECONDS)[0]
     except RanksFailed as error:
         return LATE_ERROR, f"one process: {_last(error)}"
-    layout = (rule.id, case.kind, case.flags())
-    got = run_ranks(case.world_size, trace_without, *layout, group=False, timeout=HANG_SECONDS)[0]
+    layout = (case.kind, case.flags())
+    got = run_ranks(case.world_size, trace_without, removed, *layout, group=False, timeout=HANG_SECONDS)[0]
     found = differences(got, want, 1e-12 * max(1.0, *want.norms))
     return (ANOTHER, f"{found[0]} ({len(found)} in all)") if found else (NOTHING, "the numbers of one process")
 
 
-def _effect(rule: Rule, proof: Proof, case: Case) -> tuple[str, str]:
-    """Whether the flags that the row refuses change anything."""
-    idle = proof.idle or (_idle(rule, case),)
+def _effect(idle: tuple[str, ...], case: Case, removed: Removed) -> tuple[str, str]:
+    """Whether the flags that the row refuses change anything but the last digits."""
     bare = Case(case.kind, case.world_size, tuple((n, v) for n, v in case.settings if n not in idle))
-    want, got = _train(rule, bare), _train(rule, case)
+    want, got = _train(bare, removed), _train(case, removed)
     spelled = ", ".join("--" + name.replace("_", "-") for name in idle)
     names = ("losses and norms", "launches", "files")
-    changed = [name for n, name in enumerate(names) if [rank[n] for rank in want] != [rank[n] for rank in got]]
+    changed = [
+        name for n, name in enumerate(names) if not all(_alike(a[n], b[n]) for a, b in zip(want, got, strict=True))
+    ]
     return (NOTHING, f"{spelled} changes {', '.join(changed)}") if changed else (NO_EFFECT, f"of {spelled}")
 
 
-def _second_spelling(rule: Rule, proof: Proof, case: Case) -> tuple[str, str]:
+def _alike(one: list[Any], other: list[Any]) -> bool:
+    """Equal, numbers but for roundings of fp64."""
+    if not one or not isinstance(one[0], float):
+        return one == other
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-10) for a, b in zip(one, other, strict=True))
+
+
+def _second_spelling(proof: Proof, case: Case, removed: Removed) -> tuple[str, str]:
     """Whether the run is that of other flags."""
     other = case_of(case.kind, case.world_size, f"{_sizes(case.kind, proof.same_as)} {proof.same_as}")
-    if _train(rule, other) == _train(rule, case):
+    if _train(other, removed) == _train(case, removed):
         return NO_EFFECT, f"a second spelling of {proof.same_as}"
     return NOTHING, f"not the run of {proof.same_as}"
 
@@ -171,10 +183,10 @@ def _idle(rule: Rule, case: Case) -> str:
     raise ValueError(f"no flag of {rule.id}'s example mends it alone")
 
 
-def _train(rule: Rule, case: Case) -> Any:
+def _train(case: Case, removed: Removed) -> Any:
     """(losses and norms, launches, files written) of a whole short run on every rank."""
     return run_ranks(
-        *(case.world_size, train_without, rule.id, case.kind, case.flags()), group=False, timeout=2 * HANG_SECONDS
+        *(case.world_size, train_without, removed, case.kind, case.flags()), group=False, timeout=2 * HANG_SECONDS
     )
 
 
@@ -183,14 +195,16 @@ def ready(rank: int, world_size: int, rendezvous: str) -> None:
 
 
 def trace_without(
-    rank: int, world_size: int, rendezvous: str, removed: str, kind: str, flags: Sequence[str]
+    rank: int, world_size: int, rendezvous: str, removed: Removed, kind: str, flags: Sequence[str]
 ) -> Trace | None:
     """``trace`` of a run that the row refuses."""
-    with without(removed), _folder():
+    with without(*removed), _folder():
         return trace(rank, world_size, rendezvous, kind, flags, STEPS)
 
 
-def train_without(rank: int, world_size: int, rendezvous: str, removed: str, kind: str, flags: Sequence[str]) -> Any:
+def train_without(
+    rank: int, world_size: int, rendezvous: str, removed: Removed, kind: str, flags: Sequence[str]
+) -> Any:
     """A whole run that the row refuses: (losses and norms, launches by axis and kind, files it wrote)."""
     launches: list[tuple[str, str]] = []
     note = Journal.note
@@ -201,7 +215,7 @@ def train_without(rank: int, world_size: int, rendezvous: str, removed: str, kin
 
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
-        without(removed),
+        without(*removed),
         patch.dict(os.environ, place),
         patch.object(Journal, "note", keep),
         _silent(),
@@ -212,7 +226,7 @@ def train_without(rank: int, world_size: int, rendezvous: str, removed: str, kin
         if outcome.exported is not None:
             AutoModelForCausalLM.from_pretrained(outcome.exported)
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return [(record.loss, record.grad_norm) for record in outcome.records], launches, files
+    return [number for record in outcome.records for number in (record.loss, record.grad_norm)], launches, files
 
 
 @contextlib.contextmanager
@@ -245,9 +259,9 @@ def _silent() -> Iterator[None]:
 def _last(error: RanksFailed) -> str:
     """The last line of the first rank's traceback."""
     rank, text = next(iter(error.failures.items()))
-    lines = text.strip().splitlines()
-    told = next((line for line in reversed(lines) if not line.startswith(" ")), lines[-1])
-    return f"rank {rank}: {told[:200]}"
+    lines: list[str] = text.strip().splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return f"rank {rank}: {(raised or lines)[-1][:200]}"
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
@@ -266,6 +280,10 @@ not from a seed document was taken out, and an example that it refuses was run (
 here). *another number*, *late error*, *hang*: what happened. *no effect*: losses, gradient norms, launches and files of
 a run are the same with and without the flags that the row refuses. *by argument*: no run on a CPU shows it; the reason
 is given.
+
+```bash
+megapar rules --kind refuse     # the rows themselves
+```
 
 | row | case | without it | |
 |---|---|---|---|"""

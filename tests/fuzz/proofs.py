@@ -29,6 +29,7 @@ class Proof:
     """line: flags in place of the row's failing example. ranks: processes, in place of its --world-size.
 
     idle: flags of it that must change nothing. same_as: flags of a run of which it is a second spelling.
+    beside: other rows that are taken out with it, which refuse what it refuses as long as a feature is not there.
     argument: why no run is made.
     """
 
@@ -36,10 +37,13 @@ class Proof:
     ranks: int = 0
     idle: tuple[str, ...] = ()
     same_as: str = ""
+    beside: tuple[str, ...] = ()
     argument: str = ""
 
 
 _ACCELERATOR = "this device is not there, and a run would end when it is looked for"
+
+_LATER = ("not-built-recompute-in-advance", "not-built-recompute-in-bubble")
 
 PROOFS: dict[str, Proof] = {
     "world-size-launched": Proof("--world-size 8", 1),
@@ -63,21 +67,37 @@ PROOFS: dict[str, Proof] = {
         "--pp-degree 2 --pp-schedule gpipe --vpp-degree 2 --num-layers 4 --gradient-merge-acc-step 4", 2
     ),
     "interleaved-chunks": Proof("--pp-degree 2 --pp-schedule interleaved --gradient-merge-acc-step 4", 2),
-    "nanopipe-schedule": Proof("--pp-degree 2 --use-nanopipe --pp-schedule gpipe --gradient-merge-acc-step 4", 2),
+    "nanopipe-schedule": Proof(
+        "--pp-degree 2 --use-nanopipe --pp-schedule gpipe --gradient-merge-acc-step 4", 2, idle=("pp_schedule",)
+    ),
     "micro-batches-enough": Proof("--pp-degree 4 --num-layers 4 --gradient-merge-acc-step 3", 4),
     "micro-batches-stages": Proof(
-        "--pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --num-layers 4 --gradient-merge-acc-step 3", 2
+        "--pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --num-layers 4 --gradient-merge-acc-step 5", 2
     ),
     "pipeline-stage-3": Proof("--pp-degree 2 --sharding-stage 3 --gradient-merge-acc-step 2", 4),
     "zero-bubble-stage-2": Proof("--pp-degree 2 --use-nanopipe --sharding-stage 2 --gradient-merge-acc-step 2", 4),
     "zero-bubble-recompute": Proof(
-        "--pp-degree 2 --use-nanopipe --recompute-interval 1 --gradient-merge-acc-step 2", 2
+        argument="what a unit computes again is kept until its weight-gradient step, for the memory that it was to save"
     ),
+    "recompute-method-layers": Proof(argument="--recompute-method block alone does not say how many layers"),
+    "recompute-contradiction": Proof(argument="one of the two would win in silence, and another memory be needed"),
+    "recompute-granularity-pair": Proof(argument="one of the two would win in silence, and another memory be needed"),
+    "recompute-keeps-parts": Proof(idle=("recompute_offload",)),
+    "recompute-partition-sequence": Proof(idle=("recompute_partition",)),
+    "recompute-advance-bubble": Proof(
+        idle=("recompute_in_advance", "recompute_in_bubble"), beside=(*_LATER, "recompute-advance-chunks")
+    ),
+    "recompute-advance-chunks": Proof(idle=("recompute_in_bubble",), beside=_LATER),
     "recompute-adaptive-pipeline": Proof(
-        "--pp-degree 2 --adaptive-recompute-device-size 32 --gradient-merge-acc-step 2", 2
+        argument="the least memory of one micro-batch would be chosen, and a stage that keeps several exceed the bound"
     ),
-    "ampipe-ep": Proof("--ampipe-degree 2"),
+    "ampipe-ep": Proof(idle=("ampipe_degree",)),
     "ampipe-short": Proof("--ampipe-degree 16 --seq-length 8 --ep-degree 2", 2),
+    "ampipe-capacity-unused": Proof(
+        "--ampipe-degree 2 --ep-degree 2 --ampipe-capacity slice --moe-model-type megatron_moe",
+        2,
+        idle=("ampipe_capacity",),
+    ),
     "sliced-segments": Proof(
         "--ampipe-degree 2 --ep-degree 2 --sharding-stage 3 --sharding-segment-strategy segment_broadcast_MB "
         "--segment-broadcast-MB 0.001",
@@ -104,8 +124,8 @@ PROOFS: dict[str, Proof] = {
     "rampup-steps": Proof(argument="a batch of 9 would be trained on 8 samples and be counted as 9"),
     "warmup": Proof("--train-iters 10 --lr-warmup-iters 10 --lr-decay-style linear", idle=("lr_decay_style",)),
     "wsd-decay": Proof(argument="the decay would have begun before the first step, and --lr never be reached"),
-    "profile-steps": Proof(idle=("profile",)),
-    "profile-folder": Proof(idle=("profile",)),
+    "profile-steps": Proof("--profile 3-5 --metrics-jsonl runs/a/metrics.jsonl"),
+    "profile-folder": Proof(argument="the trace would be left in the working folder, where nobody looks for it"),
     "merge-mode-stage": Proof(
         "--sharding-stage 1 --gradient-merge-mode micro_batch --gradient-merge-acc-step 2",
         2,
@@ -136,8 +156,28 @@ PROOFS: dict[str, Proof] = {
     "fp8-dtype": Proof(argument=_ACCELERATOR),
     "fp8-mp": Proof(argument=_ACCELERATOR),
     "fp8-zero-bubble": Proof(argument=_ACCELERATOR),
+    "triples": Proof(argument="the task would be trained on triples drawn at random"),
+    "segments-unused": Proof(
+        "--ernie-model ernie3 --task-type-vocab-size 5 --ernie-tasks knowledge_mlm:1.0 --generation-segments 2 "
+        "--memory-length 4",
+        idle=("generation_segments", "memory_length"),
+    ),
+    "segments": Proof(
+        "--ernie-model ernie3 --task-type-vocab-size 5 --mp-degree 2 --sequence-parallel --generation-segments 3 "
+        "--memory-length 4",
+        2,
+    ),
+    "ernie3-length": Proof(argument="pieces of two ids would be cut in three, and parts be empty"),
+    "memory": Proof(
+        "--ernie-model ernie3 --task-type-vocab-size 5 --seq-length 16 --generation-segments 2 --memory-length 9",
+        same_as="--ernie-model ernie3 --task-type-vocab-size 5 --seq-length 16 --generation-segments 2 "
+        "--memory-length 8",
+    ),
     "ernie3-zero-bubble": Proof(
         "--ernie-model ernie3 --task-type-vocab-size 5 --pp-degree 2 --use-nanopipe --gradient-merge-acc-step 2", 2
+    ),
+    "progressive-length": Proof(
+        "--progressive-iters 3 --mp-degree 2 --sequence-parallel --seq-length 18 --progressive-length-multiple 9", 2
     ),
     "progressive-pipeline": Proof(
         "--progressive-iters 3 --pp-degree 2 --gradient-merge-acc-step 4 --progressive-length-multiple 8", 2
