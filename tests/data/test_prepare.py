@@ -268,7 +268,7 @@ def test_after_a_broken_record_the_finished_parts_serve_the_run_that_skips(
     assert prepare(str(tmp_path / "out"), [str(path)], model, workers=1, skip_bad=True).bad == 1
     assert encoded == [len(chunks_of([str(path)], None, "train", "text")) - 1]
     path.write_text("{\n")
-    with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line$"):
+    with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line, or give --on-bad-record skip$"):
         prepare(str(tmp_path / "none"), [str(path)], model, workers=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx"]
 
