@@ -149,8 +149,8 @@ def describe(found: Search, near: list[Result], kind: DeviceKind, count: int = 1
     if not found.best:
         closest = min((r.plan for r in legal if r.plan is not None), key=lambda p: p.fullest.reserved, default=None)
         if closest is None:
-            first = next(iter(found.results.values()), None)
-            return "\n".join([*lines, f"no layout is legal: {first.why if first else 'no candidate'}", ""])
+            first = next(iter(found.results.values()))
+            return "\n".join([*lines, f"no layout is legal: {first.why}", ""])
         return "\n".join([*lines, f"no layout fits; the nearest: {closest.advice()}", ""])
     lines.append(f"{'step s':>9} {'MFU':>6} {'bubble':>7} {'GiB':>6}  layout")
     for result in found.best[:count]:
@@ -177,14 +177,8 @@ def to_dict(found: Search, near: list[Result], count: int = 10) -> dict[str, Any
 def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[Candidate]]:
     """Candidates that differ in micro-batch and recompute only, the leanest first, by shape."""
     sizes, batch = config.model, config.training.global_batch_size
-    degrees = divisors(world_size)
     experts = config.moe.num_experts
-    for mp, pp, (cp, algorithm) in product(
-        [d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers], _shared(config, degrees)
-    ):
-        if world_size % (mp * pp * cp) or sizes.num_attention_heads % mp:
-            continue
-        data = world_size // (mp * pp * cp)
+    for mp, pp, cp, algorithm, data in _splits(config, kind, world_size):
         if batch % data:
             continue
         for ep in [d for d in divisors(experts) if data * cp * mp % d == 0] if experts else [1]:
@@ -199,6 +193,27 @@ def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[
                 ]
                 if group:
                     yield group
+
+
+def _splits(config: Config, kind: DeviceKind, world_size: int) -> Iterator[tuple[int, int, int, str, int]]:
+    """mp, pp, cp, its algorithm, and how many data ranks that leaves, as far as the model allows."""
+    sizes, degrees = config.model, divisors(world_size)
+    for mp, pp, (cp, algorithm) in product(
+        [d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers], _shared(config, degrees)
+    ):
+        if world_size % (mp * pp * cp) == 0 and sizes.num_attention_heads % mp == 0:
+            yield mp, pp, cp, algorithm, world_size // (mp * pp * cp)
+
+
+def why_none(config: Config, kind: DeviceKind, world_size: int) -> str:
+    """What is wrong where ``search`` has looked at nothing: the batch is too small, or cannot be shared."""
+    batch = config.training.global_batch_size
+    least = min(pp * data for _, pp, _, _, data in _splits(config, kind, world_size))
+    return (
+        f"no layout of {world_size:,} ranks can share a global batch of {batch:,}: with all the mp and cp the model "
+        f"allows, {least:,} samples are one for each stage of each data rank. Give --global-batch-size as a multiple "
+        f"of {least:,}, or fewer ranks.\n"
+    )
 
 
 def _shared(config: Config, degrees: Sequence[int]) -> list[tuple[int, str]]:

@@ -106,10 +106,13 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
 
 def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
     """The layouts of this many ranks; what the flags ask for is not looked at."""
-    from megapar.planning.search import describe, neighbours, search, to_dict
+    from megapar.planning.search import describe, neighbours, search, to_dict, why_none
 
     config = _without_layout(kind, line)
     found = search(config, device, assumed, world)
+    if not found.results:
+        sys.stderr.write(why_none(config, device, world))
+        return 2
     near = neighbours(found, config, device, assumed, world)
     sys.stdout.write(json.dumps(to_dict(found, near)) + "\n" if as_json else describe(found, near, device))
     return 0

@@ -73,6 +73,14 @@ def test_a_model_that_fits_nowhere_says_by_how_much(capsys: pytest.CaptureFixtur
     assert "GiB more than the 80.0 GiB" in said
 
 
+def test_a_batch_that_no_layout_can_share_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-experts", "0", "--num-layers", "8", "--world-size", "1024", "--global-batch-size", "24")
+    assert main(["plan", "--search", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "no layout of 1,024 ranks can share a global batch of 24" in said
+    assert "a multiple of 256" in said
+
+
 def test_without_a_batch_there_is_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--search", "--num-experts", "0", "--world-size", "8"]) == 2
     assert "--global-batch-size" in capsys.readouterr().err
