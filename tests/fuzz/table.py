@@ -268,6 +268,8 @@ def _can_pipe(d: Drawn) -> bool:
 
 
 def _pieces(d: Drawn) -> list[int | None]:
+    if not d.num_experts:
+        return [None]  # asked of a dense model only where another value of a pair is forced
     even = -(-d.seq_length * d.moe_router_topk * d.moe_capacity_factor // d.num_experts)
     room = max(even, d.moe_min_capacity)
     slices = max(1, d.ampipe_degree)
