@@ -159,7 +159,8 @@ class _Agent(LocalElasticAgent):
         def within_grace(death_sig: signal.Signals | None = None, timeout: int = grace) -> None:
             close(death_sig, timeout)
 
-        # Without a time it is called where a rank has failed. Healthy ones that make room for more nodes keep theirs.
+        # torch's SubprocessContext calls its own close() without a time where a rank has failed, and start_processes,
+        # which makes it, takes none: only the object can be told. Ranks that make room for more nodes keep their 30 s.
         ranks.close = within_grace  # type: ignore[method-assign]
         return started
 
