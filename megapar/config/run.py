@@ -158,7 +158,9 @@ class Logging:
     log_interval: int = flag(10, "steps between lines of the log", unit="steps", low=1)
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files")
     metrics_jsonl: str | None = flag(None, "file that gets one JSON object per step")
-    profile: str | None = flag(None, "START:END steps to write a profiler trace of")
+    profile: str | None = flag(
+        None, "START:END steps to write a profiler trace of, trace.json beside the metrics, or in the working folder"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

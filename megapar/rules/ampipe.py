@@ -226,18 +226,6 @@ RULES: tuple[Rule, ...] = (
         "--adaptive-recompute-device-size 32",
     ),
     _row(
-        5,
-        "pipe-experts-adaptive-recompute",
-        ("use_pipe_experts", "adaptive_recompute_device_size"),
-        when=lambda f: f.use_pipe_experts,
-        requires=lambda f: f.adaptive_recompute_device_size == 0,
-        message="--use-pipe-experts and adaptive selective recompute are not supported together yet",
-        fix="Leave one of them out, or recompute by --recompute-interval.",
-        source="not proven yet",
-        passing="--use-pipe-experts --recompute-interval 1",
-        failing="--use-pipe-experts --adaptive-recompute-device-size 32",
-    ),
-    _row(
         6,
         "pipe-experts-kind",
         ("use_pipe_experts", "moe_model_type", "num_experts"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.pipeline import zero_bubble
 from megapar.rules.rule import Facts, Rule, divisors, either
 from megapar.rules.tasks import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
 
@@ -119,11 +118,11 @@ RULES: tuple[Rule, ...] = (
     _row(
         "ernie3-length",
         ("seq_length",),
-        "--seq-length 11",
-        "--seq-length 12",
-        requires=lambda f: f.seq_length >= 12,
-        message="pieces are cut in three: --seq-length is at least 12",
-        fix="Choose --seq-length 12 or more.",
+        "--seq-length 8",
+        "--seq-length 9",
+        requires=lambda f: f.seq_length >= 9,
+        message="pieces are cut in three, and none may be empty: --seq-length is at least 9",
+        fix="Choose --seq-length 9 or more.",
     ),
     _row(
         "ernie3-sop-weight",
@@ -207,13 +206,6 @@ RULES: tuple[Rule, ...] = (
         message="ERNIE 3.0 with its branches has no Hugging Face form",
         fix="Leave --save-hf and --load-hf out; checkpoints load on every layout.",
         source="Hugging Face form",
-    ),
-    _apart(
-        "ernie3-zero-bubble",
-        ("use_nanopipe", "pp_schedule"),
-        lambda f: not zero_bubble(f),
-        "zero-bubble schedules",
-        "--use-nanopipe",
     ),
     _apart(
         "ernie3-adaptive",

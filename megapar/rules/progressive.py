@@ -14,7 +14,7 @@ _SHAPE = ("progressive_batch_multiple", "progressive_length_multiple")
 
 def _parts(f: Facts) -> int:
     """What every length must be a multiple of."""
-    return int(f.generation_segments * (f.mp_degree if f.sequence_parallel else 1))
+    return int(f.generation_segments * f.cp_degree * (f.mp_degree if f.sequence_parallel else 1))
 
 
 def _row(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
@@ -58,15 +58,18 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "progressive-length",
-        ("progressive_length_multiple", "seq_length", "generation_segments", "mp_degree", "sequence_parallel"),
-        "--seq-length 128 --progressive-length-multiple 48",
-        "--seq-length 128 --progressive-length-multiple 32",
-        requires=lambda f: (
-            f.seq_length % f.progressive_length_multiple == 0 and f.progressive_length_multiple % _parts(f) == 0
+        (
+            *("progressive_length_multiple", "seq_length", "generation_segments"),
+            *("cp_degree", "mp_degree", "sequence_parallel"),
         ),
-        message="--progressive-length-multiple divides --seq-length, and is a multiple of --generation-segments, "
-        "times mp under sequence parallelism",
-        fix=lambda f: f"Choose a multiple of {_parts(f)} that divides {f.seq_length}.",
+        "--seq-length 128 --progressive-length-multiple 192",
+        "--seq-length 128 --progressive-length-multiple 48",
+        requires=lambda f: (
+            f.progressive_length_multiple <= f.seq_length and f.progressive_length_multiple % _parts(f) == 0
+        ),
+        message="--progressive-length-multiple is the first length: at most --seq-length, and a "
+        "multiple of --generation-segments x cp, times mp under sequence parallelism",
+        fix=lambda f: f"Choose a multiple of {_parts(f)}, at most {f.seq_length}.",
     ),
     _row(
         "progressive-warmup",
@@ -90,15 +93,6 @@ RULES: tuple[Rule, ...] = (
         "--world-size 2 --pp-degree 2 --gradient-merge-acc-step 4",
         requires=lambda f: f.pp_degree == 1,
         message="--progressive-iters and --pp-degree > 1 are not proven together: small batches fill no pipeline",
-        fix="Leave one of them out.",
-        source="not proven yet",
-    ),
-    _row(
-        "progressive-cp",
-        ("cp_degree",),
-        "--world-size 2 --cp-degree 2",
-        requires=lambda f: f.cp_degree == 1,
-        message="--progressive-iters and --cp-degree > 1 are not supported together yet: ranks cut a fixed length",
         fix="Leave one of them out.",
         source="not proven yet",
     ),

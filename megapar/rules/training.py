@@ -347,17 +347,6 @@ RULES: tuple[Rule, ...] = (
         failing="--profile 5:3 --metrics-jsonl runs/a/metrics.jsonl",
     ),
     Rule(
-        id="profile-folder",
-        reads=("profile", "metrics_jsonl", "tensorboard_dir"),
-        when=lambda f: f.profile is not None,
-        requires=lambda f: f.metrics_jsonl is not None or f.tensorboard_dir is not None,
-        message="--profile writes trace.json beside the metrics, and there are none",
-        fix="Give --metrics-jsonl, or --tensorboard-dir.",
-        source=SOURCE,
-        passing="--profile 3:5 --metrics-jsonl runs/a/metrics.jsonl",
-        failing="--profile 3:5",
-    ),
-    Rule(
         id="fp64-device",
         reads=("dtype", "device"),
         when=lambda f: f.device == "npu",

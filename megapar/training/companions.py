@@ -63,7 +63,7 @@ def make_watchdog(config: Config, world: World) -> Watchdog:
 
 
 def _make_profile(steps: str, config: Config, job: Job) -> Profile:
-    """The profiler, which records on rank 0, beside the metrics."""
+    """The profiler, which records on rank 0, beside the metrics, or without them in the working folder."""
     logging = config.logging
     named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
     world = job.world

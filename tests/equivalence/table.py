@@ -387,6 +387,7 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(4, HIDDEN_MP, SLICED_PLACES[3], DROPS, 2, _every(1)),
     sliced_row(4, (*HIDDEN_MP, *CROSS, *BALANCED), SLICED_PLACES[4], TOP4, 2, BOUNDARIES),
     sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2, _every(1)),
+    sliced_row(0, _pipe(2), SLICED_PLACES[3], DROPS, 1, ("--adaptive-recompute-device-size", "1000")),
     # Whole sequences draw the masks of one process, pieces of experts or not.
     sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1, SELECTIVE),
     sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], (*DROPS, *TOP1), 1, BOUNDARIES),
@@ -427,6 +428,10 @@ ERNIE3_ROWS: tuple[Row, ...] = (
     Row("ernie3", 2, (*MP2, *SP), GROWING, 2),
     Row("ernie3", 2, (*_stages(2)[1], *_every(2)), (*GROWING, "--progressive-batch-multiple", "2"), 1, 2),
     Row("ernie", 4, (*MP2, *_stages(2)[2]), (*GROWING, "--progressive-batch-multiple", "2")),
+    Row("ernie", 2, ("--cp-degree", "2"), GROWING, 2),
+    Row("ernie", 4, ("--cp-degree", "2", "--context-parallel-algo", "ulysses_cp_algo", *MP2, *SP), GROWING),
+    Row("ernie3", 2, ("--pp-degree", "2", *ZERO_BUBBLE), (), 1, 4),
+    Row("ernie3", 4, ("--pp-degree", "2", *ZBV, *MP2, *SP), FOUR_LAYERS, 2, 4),
 )
 
 ROUTING_ROWS: tuple[Row, ...] = (

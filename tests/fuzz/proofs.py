@@ -108,11 +108,6 @@ PROOFS: dict[str, Proof] = {
         "--moe-capacity-factor 0.5 --moe-min-capacity 1",
         2,
     ),
-    "pipe-experts-adaptive-recompute": Proof(
-        "--use-pipe-experts --pipe-experts-multi-data 2 --ep-degree 2 --moe-model-type deepspeed_moe "
-        "--adaptive-recompute-device-size 32",
-        2,
-    ),
     "not-built-cp-pipe-experts": Proof(
         "--cp-degree 2 --use-pipe-experts --pipe-experts-multi-data 2 --moe-model-type deepspeed_moe --ep-degree 2 "
         "--moe-capacity-factor 0.5 --moe-min-capacity 1",
@@ -125,7 +120,6 @@ PROOFS: dict[str, Proof] = {
     "warmup": Proof("--train-iters 10 --lr-warmup-iters 10 --lr-decay-style linear", idle=("lr_decay_style",)),
     "wsd-decay": Proof(argument="the decay would have begun before the first step, and --lr never be reached"),
     "profile-steps": Proof("--profile 3-5 --metrics-jsonl runs/a/metrics.jsonl"),
-    "profile-folder": Proof(argument="the trace would be left in the working folder, where nobody looks for it"),
     "merge-mode-stage": Proof(
         "--sharding-stage 1 --gradient-merge-mode micro_batch --gradient-merge-acc-step 2",
         2,
@@ -173,16 +167,12 @@ PROOFS: dict[str, Proof] = {
         same_as="--ernie-model ernie3 --task-type-vocab-size 5 --seq-length 16 --generation-segments 2 "
         "--memory-length 8",
     ),
-    "ernie3-zero-bubble": Proof(
-        "--ernie-model ernie3 --task-type-vocab-size 5 --pp-degree 2 --use-nanopipe --gradient-merge-acc-step 2", 2
-    ),
     "progressive-length": Proof(
         "--progressive-iters 3 --mp-degree 2 --sequence-parallel --seq-length 18 --progressive-length-multiple 9", 2
     ),
     "progressive-pipeline": Proof(
         "--progressive-iters 3 --pp-degree 2 --gradient-merge-acc-step 4 --progressive-length-multiple 8", 2
     ),
-    "progressive-cp": Proof("--progressive-iters 3 --cp-degree 2 --progressive-length-multiple 8", 2),
     "progressive-warmup": Proof(idle=("lr_warmup_iters",)),
     "progressive-rampup": Proof(idle=("rampup_batch_size",)),
     "not-built-multi-latent-attention": Proof(idle=("multi_latent_attention",)),

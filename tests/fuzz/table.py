@@ -121,7 +121,7 @@ def _growing(d: Drawn) -> bool:
 
 
 def _lengths(d: Drawn) -> list[int]:
-    shortest = (12 if _branched(d) else 6) if d.kind == "ernie" else 1
+    shortest = (9 if _branched(d) else 6) if d.kind == "ernie" else 1
     chunks = 2 * _cp(d) if _cp(d) > 1 and d.kind == "moe" and d.context_parallel_algo == "megatron_cp_algo" else _cp(d)
     step = math.lcm(chunks, _cp(d) * (_mp(d) if d.sequence_parallel else 1))
     wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
@@ -173,8 +173,8 @@ def _global_batches(d: Drawn) -> list[int | None]:
 
 def _paces(d: Drawn) -> list[int]:
     """Steps in which lengths may grow."""
-    segments = int(d.generation_segments or 1)
-    return [n for n in divisors(d.seq_length) if n >= 6 and n % (segments * _lanes(d)) == 0][:2]
+    step = int(d.generation_segments or 1) * _lanes(d) * _cp(d)
+    return [n for n in range(step, d.seq_length + 1, step) if n >= 6][:2]
 
 
 def _rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
@@ -240,12 +240,11 @@ def _whole_units(d: Drawn) -> bool:
 def _sliceable(d: Drawn) -> bool:
     """Masks of slices are not those of the whole."""
     segments = d.sharding_stage == 3 and bool(d.sharding_segment_strategy)
-    whole = d.attention_dropout or d.hidden_dropout or d.adaptive_recompute_device_size
-    return _experts(d) and not whole and not segments
+    return _experts(d) and not (d.attention_dropout or d.hidden_dropout or segments)
 
 
 def _can_slice(d: Drawn) -> bool:
-    return _sliceable(d) and d.ep_degree > 1 and bool(d.use_flash_attn)
+    return _sliceable(d) and not d.adaptive_recompute_device_size and d.ep_degree > 1 and bool(d.use_flash_attn)
 
 
 def _degrees(d: Drawn) -> list[int | None]:
@@ -304,14 +303,14 @@ LAYOUT = (
     ),
     Option(
         name="pp_schedule",
-        values=lambda d: (None, "gpipe", "interleaved", *(() if _branched(d) else ("zero_bubble",))),
+        values=(None, "gpipe", "interleaved", "zero_bubble"),
         when=_pipelined,
         wild=("gpipe", "interleaved"),
         layout=True,
     ),
     Option(
         name="use_nanopipe",
-        values=lambda d: [None, True] if d.pp_schedule == "1f1b" and not _branched(d) else [None],
+        values=lambda d: [None, True] if d.pp_schedule == "1f1b" else [None],
         when=_pipelined,
         wild=(True,),
         layout=True,
@@ -594,7 +593,7 @@ TRAINING = (
     Option(
         name="progressive_iters",
         values=(None, None, 2, 3),
-        when=lambda d: not _pipelined(d) and _cp(d) == 1 and bool(_paces(d)),
+        when=lambda d: not _pipelined(d) and bool(_paces(d)),
         wild=(2,),
         kinds=ERNIE,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -46,6 +48,11 @@ def test_a_row_that_is_for_nothing_is_seen() -> None:
     )
     with patch.object(proof, "RULES", (*RULES, useless)):
         assert prove(useless).kind == NOTHING
+
+
+def test_the_page_has_every_row_that_is_asked() -> None:
+    text = Path(__file__).parents[2].joinpath("docs/rules_proof.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == [rule.id for rule in asked()]
 
 
 def test_every_proof_is_of_a_row() -> None:
