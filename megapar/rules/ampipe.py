@@ -321,18 +321,6 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         8,
-        "sliced-segments",
-        ("ampipe_degree", "use_pipe_experts", "sharding_stage", "sharding_segment_strategy"),
-        when=lambda f: (_sliced(f) or f.use_pipe_experts) and f.sharding_stage == 3,
-        requires=lambda f: not f.sharding_segment_strategy,
-        message="slices call a layer's modules several times, which at stage 3 only one group per layer allows",
-        fix="Leave out --sharding-segment-strategy, or choose --sharding-stage 2.",
-        source="sharding",
-        passing="--ampipe-degree 2 --sharding-stage 3",
-        failing="--ampipe-degree 2 --sharding-stage 3 --sharding-segment-strategy segment_broadcast_MB",
-    ),
-    _row(
-        8,
         "ampipe-options-unused",
         ("ampipe_degree", "changed"),
         when=lambda f: f.ampipe_degree == 1,

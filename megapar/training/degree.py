@@ -30,14 +30,12 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
     """(degrees that give the numbers of degree 1, why there is only one of them; empty where there are more)."""
     parallel, moe, model, ampipe = config.parallel, config.moe, config.model, config.ampipe
     in_order = moe.moe_model_type != "deepspeed_moe" or moe.moe_drop_policy == "token"
-    segments = config.sharding.sharding_stage == 3 and bool(config.sharding.sharding_segment_strategy)
     for hinders, why in (
         (moe.num_experts == 0 or parallel.ep_degree == 1, "without --ep-degree there is no all-to-all to hide"),
         (not model.use_flash_attn, "slices need --use-flash-attn"),
         (parallel.pp_degree > 1, "under a pipeline the degree is given, not measured"),
         (parallel.cp_degree > 1, "with --cp-degree the order of the data follows the degree, which is given"),
         (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute measures whole layers"),
-        (segments, "segments at stage 3 allow no slices"),
         (model.attention_dropout > 0 or model.hidden_dropout > 0, "slices draw other dropout masks"),
         (not in_order, f"slices cannot drop by --moe-drop-policy {moe.moe_drop_policy}"),
         (moe.moe_model_type == "deepspeed_moe" and ampipe.ampipe_capacity == "slice", "slices would drop others"),

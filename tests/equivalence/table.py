@@ -177,6 +177,7 @@ def _segments(megabytes: float, prefetch: int) -> tuple[str, ...]:
 
 
 ONE, THREE, MANY = _segments(100, 0), _segments(0.08, 1), _segments(0.005, 3)
+ANCHORED_EXPERTS = ("--sharding-segment-strategy", "segment_anchors", "--segment-anchors", "layers.?.moe")
 ANCHORED = ("--sharding-segment-strategy", "segment_anchors", "--segment-anchors", "layers.1.attention", "layers.?.mlp")
 
 
@@ -388,6 +389,10 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(4, (*HIDDEN_MP, *CROSS, *BALANCED), SLICED_PLACES[4], TOP4, 2, BOUNDARIES),
     sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2, _every(1)),
     sliced_row(0, _pipe(2), SLICED_PLACES[3], DROPS, 1, ("--adaptive-recompute-device-size", "1000")),
+    # Slices call the modules of a segment several times, also one that ends inside a layer.
+    sliced_row(2, (*CROSS, *_segments(0.01, 1)), SLICED_PLACES[2], DROPS, 1),
+    sliced_row(4, (*ANCHORED_EXPERTS, *_every(1)), SLICED_PLACES[2], TOP4, 2),
+    sliced_row(0, (*_pipe(2), *_segments(0.01, 2)), SLICED_PLACES[2], DROPS, 1),
     # Whole sequences draw the masks of one process, pieces of experts or not.
     sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1, SELECTIVE),
     sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], (*DROPS, *TOP1), 1, BOUNDARIES),

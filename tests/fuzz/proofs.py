@@ -98,11 +98,6 @@ PROOFS: dict[str, Proof] = {
         2,
         idle=("ampipe_capacity",),
     ),
-    "sliced-segments": Proof(
-        "--ampipe-degree 2 --ep-degree 2 --sharding-stage 3 --sharding-segment-strategy segment_broadcast_MB "
-        "--segment-broadcast-MB 0.001",
-        2,
-    ),
     "ampipe-drop-policy": Proof(
         "--ampipe-degree 2 --ep-degree 2 --moe-model-type deepspeed_moe --moe-drop-policy choice "
         "--moe-capacity-factor 0.5 --moe-min-capacity 1",

@@ -239,8 +239,7 @@ def _whole_units(d: Drawn) -> bool:
 
 def _sliceable(d: Drawn) -> bool:
     """Masks of slices are not those of the whole."""
-    segments = d.sharding_stage == 3 and bool(d.sharding_segment_strategy)
-    return _experts(d) and not (d.attention_dropout or d.hidden_dropout or segments)
+    return _experts(d) and not (d.attention_dropout or d.hidden_dropout)
 
 
 def _can_slice(d: Drawn) -> bool:
