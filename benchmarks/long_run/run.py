@@ -4,7 +4,8 @@
 
 Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with
 a process killed at equal distances, after which the launcher starts all again from the last checkpoint. A look every
-two seconds at what each process holds. Status 1 where a run did not end, or the killed run's losses differ in a bit.
+two seconds at what each process holds. Status 1 where a run did not end, the killed run's losses differ in a bit, or
+what was late in a run is more than early by LIMITS.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 2.0
 SHORTEST = 100  # steps of a start, below which there is nothing to compare
 EARLY, LATE = 0.2, 0.8  # what is grown between these parts of a run has grown
+# Late over early. Seconds have the weather of the machine in them, memory what an allocator keeps; files may not grow.
+LIMITS = {"step_seconds": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0}
 EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"
 LAYOUTS = {
     EXPERTS: ("--ep-degree", "2"),
@@ -190,6 +193,11 @@ def main() -> int:
     heads = ("run", "steps", "first 20 losses", "last 100", "kills")
     print_table((*heads, "late / early: seconds of a step", "memory", "files", "threads"), rows)
     bad = any(done.status or len(done.records) != options.steps for done in runs.values())
+    for name in runs:
+        for what, value in found[name]["late_over_early"].items():
+            if value > LIMITS[what]:
+                print(f"{name}: {what} grew to {value:.3f} of what it was early; at most {LIMITS[what]} wanted")
+                bad = True
     result: dict[str, object] = {"benchmark": "long run", "machine": machine("cpu"), "runs": found}
     if EXPERTS in runs and KILLED in runs:
         plain, killed = runs[EXPERTS].records, runs[KILLED].records
