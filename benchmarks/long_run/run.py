@@ -29,7 +29,7 @@ from benchmarks.support.table import machine, print_json, print_table
 ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 2.0
 SHORTEST = 100  # steps of a start, below which there is nothing to compare
-EARLY, LATE = 0.2, 0.8  # what is grown between these parts of a run has grown
+EARLY, LATE = (0.1, 0.3), (0.8, 1.0)  # parts of a run, or of its last start, that are compared
 # Late over early. Seconds have the weather of the machine in them, memory what an allocator keeps; files may not grow.
 LIMITS = {"step_seconds": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0}
 EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"
@@ -132,19 +132,25 @@ def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
 
 def growth(done: Run, steps: int) -> dict[str, float]:
     """Late over early, medians: seconds of a step, and what rank 0 held since the last start."""
-    seconds = {i: record["iteration_seconds"] for i, record in done.records.items()}
-    early = [seconds[i] for i in seconds if 0.1 * steps < i <= 0.3 * steps]
-    late = [seconds[i] for i in seconds if i > 0.8 * steps]
+    seconds = [(i, record["iteration_seconds"]) for i, record in done.records.items()]
+    found = {"step_seconds": _late_over_early(seconds, 0, steps)}
     last = max(held.attempt for held in done.held)
     own = [held for held in done.held if held.rank == 0 and held.attempt == last]
     start = min(held.iteration for held in own)
-    until = start + EARLY * (steps - start), start + LATE * (steps - start)
-    found = {"step_seconds": statistics.median(late) / statistics.median(early)}
     for name in ("resident_bytes", "files", "threads"):
-        before = [getattr(held, name) for held in own if start + 20 < held.iteration <= until[0]]
-        after = [getattr(held, name) for held in own if held.iteration > until[1]]
-        found[name] = statistics.median(after) / statistics.median(before)
+        found[name] = _late_over_early([(held.iteration, getattr(held, name)) for held in own], start, steps)
     return found
+
+
+def _late_over_early(values: list[tuple[int, float]], start: int, end: int) -> float:
+    """Of medians; values: (iteration, value), of the steps behind start until end."""
+    late, early = (
+        statistics.median(
+            value for i, value in values if part[0] * (end - start) < i - start <= part[1] * (end - start)
+        )
+        for part in (LATE, EARLY)
+    )
+    return late / early
 
 
 def _smooth(values: list[float], window: int = 25) -> tuple[float, ...]:
