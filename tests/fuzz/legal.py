@@ -1,0 +1,260 @@
+"""What may be drawn beside what has been drawn: sizes, degrees and options that no rule refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from megapar.rules.rule import divisors
+from tests.fuzz.option import Condition, Drawn
+
+FEW = 36  # tokens of a sample, at most about
+
+
+def rest(d: Drawn) -> int:
+    """Ranks that read data of their own: those that pp, mp and cp leave."""
+    return max(1, int(d.world_size // (d.pp_degree * d.mp_degree * d.cp_degree)))
+
+
+def sharding(d: Drawn) -> int:
+    return rest(d) if d.sharding_degree == -1 else max(1, int(d.sharding_degree))
+
+
+def emp(d: Drawn) -> int:
+    return int(d.expert_mp_degree or d.mp_degree)
+
+
+def ep_degrees(d: Drawn) -> list[int | None]:
+    room = sharding(d) * d.cp_degree * (d.mp_degree if emp(d) == 1 else 1)
+    replicas = max(1, rest(d) // sharding(d))
+    return [None, *sorted({*divisors(room), *(room * n for n in divisors(replicas))} - {1})]
+
+
+def experts(d: Drawn) -> bool:
+    return bool(d.num_experts)
+
+
+def drops(d: Drawn) -> bool:
+    return experts(d) and d.moe_model_type == "deepspeed_moe"
+
+
+def policies(d: Drawn) -> list[str | None]:
+    """Samples that start alike tie in ``probs``, and rounding may break the tie either way: few must start alike."""
+    return [None, "choice", *(["probs"] if d.vocab_size > 100 and exact(d) else [])]
+
+
+def exact(d: Drawn) -> bool:
+    """Runs in fp64, and is compared with one process to the last digits."""
+    return d.get("dtype") is None
+
+
+def one_of(name: str, *values: object) -> Condition:
+    return lambda d: getattr(d, name) in values
+
+
+def multiples_of(of: Callable[[Drawn], int], *factors: int) -> Callable[[Drawn], list[int]]:
+    return lambda d: [of(d) * factor for factor in factors]
+
+
+def mp(d: Drawn) -> int:
+    return int(d.mp_degree)
+
+
+def cp(d: Drawn) -> int:
+    return int(d.cp_degree)
+
+
+def algorithms(d: Drawn) -> list[str | None]:
+    return [None, "ulysses_cp_algo", "allgather_cp_algo"]
+
+
+def head_step(d: Drawn) -> int:
+    """What divides the heads: mp deals them out, and ulysses once more."""
+    return mp(d) * (cp(d) if d.context_parallel_algo == "ulysses_cp_algo" else 1)
+
+
+def head_dims(d: Drawn) -> list[int | None]:
+    odd = [5, 3] if d.position_embedding_type == "learned" else []
+    return [None, None, 6, 16, *odd]
+
+
+def hidden_sizes(d: Drawn) -> list[int]:
+    if d.head_dim is not None:
+        return [24, 17, 33]
+    even = [d.num_attention_heads * size for size in (4, 8, 6)]
+    return even if d.position_embedding_type == "rope" else [*even, d.num_attention_heads * 5]
+
+
+def branched(d: Drawn) -> bool:
+    return bool(d.ernie_model == "ernie3")
+
+
+def lanes(d: Drawn) -> int:
+    """Ranks that share a sequence."""
+    return mp(d) if d.sequence_parallel else 1
+
+
+def growing(d: Drawn) -> bool:
+    return bool(d.progressive_iters)
+
+
+def lengths(d: Drawn) -> list[int]:
+    shortest = (9 if branched(d) else 6) if d.kind == "ernie" else 1
+    chunks = 2 * cp(d) if cp(d) > 1 and d.kind == "moe" and d.context_parallel_algo == "megatron_cp_algo" else cp(d)
+    step = math.lcm(chunks, cp(d) * (mp(d) if d.sequence_parallel else 1))
+    wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
+    return [n for n in wanted if shortest <= n <= FEW] or [-(-shortest // step) * step]
+
+
+def vocabularies(d: Drawn) -> list[int]:
+    """A rank's run is ceil(V / mp) tokens; the last rank has at least one."""
+    return [n for n in (101, 64, 33, 17, 9, 257) if (mp(d) - 1) * -(-n // mp(d)) < n]
+
+
+def shared_counts(d: Drawn) -> list[int | None]:
+    width = d.moe_ffn_hidden_size or d.ffn_hidden_size or mp(d)
+    return [None, *(n for n in (1, 2) if n * width % mp(d) == 0)]
+
+
+def group_counts(d: Drawn) -> list[int | None]:
+    """Numbers of groups that some of can be chosen from evenly."""
+    return [None, None, *(g for g in divisors(d.num_experts)[1:] if group_choices_of(d, g))]
+
+
+def group_choices_of(d: Drawn, groups: int) -> list[int]:
+    size, topk = d.num_experts // groups, int(d.moe_router_topk)
+    return [n for n in range(1, groups) if topk % n == 0 and topk <= n * size]
+
+
+def group_choices(d: Drawn) -> list[int]:
+    return group_choices_of(d, int(d.moe_router_num_groups))
+
+
+def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:
+    layers = d.num_layers - d.first_k_dense
+    return [None, None, tuple(mp(d) * (3 + layer % 3) for layer in range(layers))]
+
+
+def merge_modes(d: Drawn) -> list[str | None]:
+    return [None, "step"] if d.sharding_stage == 1 else [None, "step", "micro_batch"]
+
+
+def batch_unit(d: Drawn) -> int:
+    return int(d.micro_batch_size) * rest(d)
+
+
+def global_batches(d: Drawn) -> list[int | None]:
+    if d.gradient_merge_acc_step is not None:
+        return [None, batch_unit(d) * d.gradient_merge_acc_step]
+    return [batch_unit(d) * n for n in (*step_counts(d), *([] if pipelined(d) else [4]))]
+
+
+def paces(d: Drawn) -> list[int]:
+    """Steps in which lengths may grow."""
+    step = int(d.generation_segments or 1) * lanes(d) * cp(d)
+    return [n for n in range(step, d.seq_length + 1, step) if n >= 6][:2]
+
+
+def rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
+    unit = batch_unit(d)
+    return [None, None, None, (unit, unit, 2 * unit)] if not pipelined(d) else [None]
+
+
+def whole_heads(d: Drawn) -> bool:
+    return mp(d) == cp(d) == 1
+
+
+def whole_sequences(d: Drawn) -> bool:
+    return not d.sequence_parallel and cp(d) == 1
+
+
+def dropouts(d: Drawn, whole: bool) -> tuple[float, ...]:
+    """Dropout where one process draws the same masks; those of another precision are others."""
+    return (0.0, 0.0, 0.1, 0.5) if whole and exact(d) else (0.0,)
+
+
+def pipelined(d: Drawn) -> bool:
+    return bool(d.pp_degree > 1)
+
+
+def chunk_count(d: Drawn) -> int:
+    """Chunks of the pipeline; every one needs a layer."""
+    return int(d.pp_degree * d.vpp_degree)
+
+
+def split_backward(d: Drawn) -> bool:
+    return bool(d.use_nanopipe or d.pp_schedule == "zero_bubble")
+
+
+def vpps(d: Drawn) -> list[int | None]:
+    if d.pp_schedule == "interleaved":
+        return [2, 3]
+    return [None, 2, 3] if split_backward(d) else [None]
+
+
+def step_counts(d: Drawn) -> list[int]:
+    """Micro-batches per step, simplest first: whole multiples of the stages where the schedule wants them."""
+    pp = int(d.pp_degree)
+    if pp == 1 or (d.pp_schedule == "gpipe" and not d.use_nanopipe):
+        return [1, 2, 3]
+    multiples = d.pp_schedule == "interleaved" or split_backward(d)
+    return [pp, 2 * pp] if multiples else [pp, pp + 1, 2 * pp]
+
+
+def layer_counts(d: Drawn) -> list[int]:
+    return [chunk_count(d) + more for more in (0, 1, 2)]
+
+
+def layer_cuts(d: Drawn) -> list[str | None]:
+    """Ways to cut that suit any number of layers."""
+    starts = ",".join(map(str, range(chunk_count(d))))
+    return [None, "balanced", starts]
+
+
+def whole_units(d: Drawn) -> bool:
+    return bool(d.recompute_interval or d.recompute_method)
+
+
+def sliceable(d: Drawn) -> bool:
+    """Masks of slices are not those of the whole."""
+    return experts(d) and not (d.attention_dropout or d.hidden_dropout)
+
+
+def can_slice(d: Drawn) -> bool:
+    return sliceable(d) and not d.adaptive_recompute_device_size and d.ep_degree > 1 and bool(d.use_flash_attn)
+
+
+def slice_counts(d: Drawn) -> list[int | None]:
+    """0 is ``auto``, which is 1 wherever slices would change the numbers."""
+    room = d.seq_length // (lanes(d) * cp(d))
+    return [None, *(n for n in (2, 3, 4, 8) if n <= room), 0]
+
+
+def sliced(d: Drawn) -> bool:
+    return bool(d.ampipe_degree > 1)
+
+
+def capacity_scopes(d: Drawn) -> list[str | None]:
+    """Who comes first in the queue of all slices is known to the policy token alone."""
+    return [None, "slice"] if d.moe_drop_policy == "token" else ["slice"]
+
+
+def can_pipe(d: Drawn) -> bool:
+    return sliceable(d) and drops(d) and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
+
+
+def piece_counts(d: Drawn) -> list[int | None]:
+    if not d.num_experts:
+        return [None]  # asked of a dense model only where another value of a pair is forced
+    even = -(-d.seq_length * d.moe_router_topk * d.moe_capacity_factor // d.num_experts)
+    room = max(even, d.moe_min_capacity)
+    slices = max(1, d.ampipe_degree)
+    return [None, *(n for n in sorted({2, 3, 2 * slices, 3 * slices}) if n <= room)]
+
+
+def reduce_dtypes(d: Drawn) -> list[str | None]:
+    """Gradients of fp32 and bf16 runs, unless stage 3 adds micro-batches up in it first."""
+    steps = d.gradient_merge_acc_step or (d.global_batch_size or batch_unit(d)) // batch_unit(d)
+    in_pieces = d.gradient_merge_mode != "step" and not d.hybrid_dp
+    fits = d.sharding_stage < 3 or steps == 1 or in_pieces
+    return [None, "bf16"] if d.get("dtype") in ("fp32", "bf16") and fits else [None]
