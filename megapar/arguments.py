@@ -20,25 +20,27 @@ from megapar.config.help import help_text
 from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
 from megapar.config.report import effective, refusal
 from megapar.config.resolve import resolve
+from megapar.config.start import check_start
 from megapar.config.values import BadValue, convert
 from megapar.core.grid import Grid
-from megapar.errors import Complaint, ConfigError
+from megapar.errors import ConfigError
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
 
-def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False) -> Config:
     """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
 
-    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only).
-    Raises ConfigError with every complaint. Under --validate-only, features of a later version and files that are not
-    here become notes instead.
+    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only). starting: this
+    process is one of them, and must have what a rank needs. Raises ConfigError with every complaint. Under
+    --validate-only, features of a later version and files that are not here become notes instead.
     """
     draft, values = _resolved(kind, argv, environ)
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
     tolerant = values.get("validate_only") is True
     later = [*verdict.not_built, *check_files(values)]
-    complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else later)]
+    missing = check_start(environ, str(values.get("device"))) if starting else []
+    complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
     if complaints:
         raise ConfigError(complaints)
     for name, value in verdict.sets.items():
@@ -74,9 +76,7 @@ def parse_or_exit(
         _say(help_text(kind), speaks)
         raise SystemExit(0)
     try:
-        config = parse(kind, argv, environ)
-        if real and not config.runtime.validate_only:
-            _check_meeting(environ)
+        config = parse(kind, argv, environ, starting=real)
         more = outline(config) if outline is not None else ""
     except ConfigError as error:
         _say(refusal(error.complaints), speaks, error=True)
@@ -138,23 +138,6 @@ def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:
     except BadValue:
         draft.complain("environment", f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, not a number of ranks.")
         return None
-
-
-def _check_meeting(environ: Mapping[str, str]) -> None:
-    """Several ranks meet as torchrun's variables say."""
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    verb = "is" if len(missing) == 1 else "are"
-    if missing and environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            [
-                Complaint(
-                    "environment",
-                    f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {' and '.join(missing)} {verb} not set, by "
-                    "which ranks find each other.",
-                    "Start them with megapar launch or torchrun, which set them; for one process, unset WORLD_SIZE.",
-                )
-            ]
-        )
 
 
 def _grid(values: Mapping[str, Any]) -> Grid:

@@ -175,6 +175,25 @@ def test_ranks_that_nobody_introduced_are_told(
     assert "megapar launch or torchrun" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("cuda", "there is no driver of a GPU (libcuda.so.1)"), ("npu", "torch_npu is not installed")]
+)
+def test_a_device_that_is_not_here_is_told_with_all_else(
+    kind: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megapar.config.start._loads", lambda library: False)
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = ["--device", kind, "--dtype", "bf16"]
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit("moe", [*line, "--num-attention-heads", "3"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "2 complaints" in said
+    assert f"--device {kind}, but {reason} on this machine. Use --device cpu or auto." in said
+    assert parse("moe", line, {}).runtime.device == kind  # plans and launchers speak of other machines
+
+
 def test_a_folder_that_cannot_be_written_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
+from megapar.config.start import no_device
 from megapar.core.device.base import Device
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice
@@ -14,11 +13,7 @@ from megapar.errors import Complaint, ConfigError
 
 def available(kind: str) -> bool:
     """Whether this machine has a device of this kind: cpu, cuda or npu."""
-    if kind == "cuda":
-        return torch.cuda.is_available()
-    if kind == "npu":
-        return importlib.util.find_spec("torch_npu") is not None
-    return True
+    return not no_device(kind) and (kind != "cuda" or torch.cuda.is_available())
 
 
 def pick(kind: str, local_rank: int = 0) -> Device:
@@ -30,7 +25,7 @@ def pick(kind: str, local_rank: int = 0) -> Device:
     if kind == "auto":
         kind = next(name for name in classes if available(name))
     if not available(kind):
-        reason = "torch sees no GPU" if kind == "cuda" else "torch_npu is not installed"
+        reason = no_device(kind) or "torch sees no GPU"
         raise ConfigError(
             [Complaint("device", f"--device {kind}, but {reason} on this machine.", "Use --device cpu or auto.")]
         )
