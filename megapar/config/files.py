@@ -10,11 +10,14 @@ from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.hints import near_path
-from megapar.errors import Complaint
+from megapar.config.record import JSONL, decoded, text_of_line
+from megapar.errors import Complaint, DataError
 from megapar.rules.data import blend_of
 from megapar.rules.rule import either
 
 NAMED_DATA = ("builtin", "mock")
+TEXT = (".txt", ".text", ".md")  # files of other kinds are read as text, too, but may be data of their own
+LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to the reader
 # One of them is in every folder with a tokenizer; sentencepiece's may have any name before ``.model``.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
@@ -28,6 +31,8 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
             continue
         for _, item in blend:
             yield from _data(name, item)
+            if values.get("on_bad_record") == "stop":
+                yield from _first_record(name, Path(item))
     for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
@@ -98,6 +103,20 @@ def _data(name: str, path: str) -> Iterator[Complaint]:
     elif missing:
         there = next(one for one in pair if one not in missing)
         yield Complaint("file-missing", f"{FLAGS[name].spelling} {path}: {there} is there, {missing[0]} is not.")
+
+
+def _first_record(name: str, path: Path) -> Iterator[Complaint]:
+    """What is wrong with all of a file is wrong with its first line: the field, the encoding, the kind of file."""
+    kind = path.suffix.lower()
+    if kind not in (*JSONL, *TEXT) or not path.is_file() or not os.access(path, os.R_OK):
+        return
+    with path.open("rb") as file:
+        line = file.readline(LONGEST_LOOK)
+    if line.strip() and len(line) < LONGEST_LOOK:
+        try:
+            (text_of_line if kind in JSONL else decoded)(line, f"{FLAGS[name].spelling} {path}, line 1")
+        except DataError as error:
+            yield Complaint("record", f"{error}.")
 
 
 def _folder(name: str, path: Path) -> Iterator[Complaint]:

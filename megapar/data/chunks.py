@@ -12,19 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megapar.data.source import (
-    FIELD,
-    BadRecords,
-    BuiltinSource,
-    JsonlFile,
-    ParquetFile,
-    Source,
-    TextFile,
-    checked_text,
-    decoded,
-    open_sources,
-    text_of_line,
-)
+from megapar.config.record import FIELD, checked_text, decoded, text_of_line
+from megapar.data.source import BadRecords, BuiltinSource, JsonlFile, ParquetFile, Source, TextFile, open_sources
 from megapar.errors import DataError
 
 CHUNK_BYTES = 16 << 20

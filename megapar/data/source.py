@@ -8,20 +8,16 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megapar.config.hints import near_path
+from megapar.config.record import FIELD, JSONL, checked_text, decoded, text_of_line
 from megapar.data import builtin
 from megapar.data.cache import digest, made_once
 from megapar.errors import DataError
 
 BUILTIN = "builtin"
 MOCK = "mock"
-FIELD = "text"
-"""The field of a JSONL record, and the column of a parquet file, that holds the document."""
-
-
-_BYTE_ORDER_MARK = "\ufeff"  # json takes it from bytes, and not from text
 
 
 class BadRecords:
@@ -177,27 +173,6 @@ class JsonlFile(_File):
                         yield text
 
 
-def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
-    """The document of a JSONL line, decoded or not. place: for messages. Raises DataError."""
-    try:
-        record = json.loads(line.removeprefix(_BYTE_ORDER_MARK) if isinstance(line, str) else line)
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-        raise DataError(
-            f"{place}: not a JSON record ({error}); repair or remove the line, or give --on-bad-record skip"
-        ) from error
-    return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
-
-
-def decoded(line: bytes, place: str) -> str:
-    """A line of a text file. Raises DataError where it is not UTF-8."""
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: not UTF-8 text ({error.reason}); convert the file, as with iconv -t UTF-8"
-        ) from error
-
-
 @dataclass(frozen=True)
 class ParquetFile(_File):
     """A parquet file with a column ``text``, read in batches through the package ``datasets``."""
@@ -225,26 +200,8 @@ class ParquetFile(_File):
             raise DataError(f"{self.path}: not a readable parquet file ({error})") from error
 
 
-def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
-    """The text of a record's field. Raises DataError where it is missing, no string, or not valid Unicode."""
-    if isinstance(text, str):
-        try:
-            if not text.isascii():
-                text.encode()
-            return text
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
-    if isinstance(record, dict) and field not in record:
-        names = ", ".join(map(repr, list(record)[:8])) or "no fields"
-        raise DataError(f"{place}: no field {field!r}; the record has {names}. Text is read from that field: rename it")
-    kind = type(text if isinstance(record, dict) else record).__name__
-    where = f"field {field!r} is" if isinstance(record, dict) else "the record is"
-    wanted = "a string" if isinstance(record, dict) else f"an object with a field {field!r}"
-    raise DataError(f"{place}: {where} of type {kind}, not {wanted}")
-
-
 _FORMATS: tuple[tuple[tuple[str, ...], type[TextFile] | type[JsonlFile] | type[ParquetFile]], ...] = (
-    ((".jsonl", ".json", ".ndjson"), JsonlFile),
+    (JSONL, JsonlFile),
     ((".parquet",), ParquetFile),
 )
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megapar.config.record import FIELD, checked_text
 from megapar.data.permutation import Permutation
 from megapar.data.samples import PieceOrder
-from megapar.data.source import FIELD, checked_text
 from megapar.data.store import Split
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError

@@ -24,6 +24,14 @@ YAML = {
     "types.yaml": "num_layers: four\n",
 }
 
+RECORDS = {
+    "body.jsonl": b'{"body": "a"}\n',
+    "latin.jsonl": b'{"text": "caf\xe9"}\n',
+    "latin.txt": b"caf\xe9\n",
+    "array.json": b'[\n{"text": "a"}\n]\n',
+    "number.jsonl": b'{"text": 1}\n',
+}
+
 MISTAKES = [
     # a flag that has another name, here or everywhere
     ("--micro-batchsize 2", "--micro-batchsize is not known", "Did you mean --micro-batch-size?"),
@@ -66,6 +74,11 @@ MISTAKES = [
     ("--load-hf baidu/ERNIE", "--load-hf baidu/ERNIE does not exist", "Nothing is downloaded"),
     ("--load-hf run", "run holds no config.json"),
     ("--data-path empty.jsonl", "--data-path empty.jsonl is empty", "Give a file with text in it"),
+    ("--data-path body.jsonl", "body.jsonl, line 1: no field 'text'; the record has 'body'", "rename it"),
+    ("--data-path latin.jsonl", "latin.jsonl, line 1: not a JSON record ('utf-8' codec", "--on-bad-record skip"),
+    ("--data-path 0.5 corpus.jsonl 0.5 latin.txt", "--data-path latin.txt, line 1: not UTF-8 text", "iconv"),
+    ("--data-path array.json", "array.json, line 1: not a JSON record"),
+    ("--eval-data-path number.jsonl", "--eval-data-path number.jsonl, line 1: field 'text' is of type int"),
     ("--load run", "--load run holds no checkpoint", "Did you mean run/checkpoints?"),
     ("--load run/checkpoints/iter_0000005", "is one checkpoint itself", "run/checkpoints"),
     ("--load model", "--load model holds no checkpoint", "did you mean --load-hf model?"),
@@ -103,6 +116,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/checkpoints/latest").write_text("iter_0000005\n", encoding="utf-8")
     Path("run/checkpoints/iter_0000005/layout.json").write_text("{}", encoding="utf-8")
     Path("empty.jsonl").touch()
+    for name, content in RECORDS.items():
+        Path(name).write_bytes(content)
     Path("model").mkdir()
     Path("model/config.json").write_text("{}", encoding="utf-8")
 
@@ -118,6 +133,12 @@ def test_a_mistake_in_a_run_is_told_kindly(row: tuple[str, ...], capsys: pytest.
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert [word for word in words if word not in said] == [], said
+
+
+def test_a_record_that_may_be_passed_over_is() -> None:
+    assert parse("moe", ["--data-path", "latin.jsonl", "--on-bad-record", "skip"], {}).data.data_path == (
+        "latin.jsonl",
+    )
 
 
 @pytest.mark.parametrize(("argv", "words"), [(row[0], row[1:]) for row in TOOLS], ids=[" ".join(r[0]) for r in TOOLS])
