@@ -364,24 +364,24 @@ class Trainer:
         self._settle()
         self.job.sharding.wait()
         sent = dict(self.world.ledger)
-        self._evaluation = evaluate(
-            self.job.model,
-            heldout,
-            self.collate,
-            self.objective,
-            num_samples=min(len(heldout), training.eval_iters * training.global_batch_size),
-            micro_batch_size=training.micro_batch_size,
-            data=self.data,
-            device=self.world.device.torch_device,
-            pp=self.world.axis("pp"),
-            cp=self.world.axis("cp"),
-            forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
-        )
+        with self.monitor.paused():
+            self._evaluation = evaluate(
+                self.job.model,
+                heldout,
+                self.collate,
+                self.objective,
+                num_samples=min(len(heldout), training.eval_iters * training.global_batch_size),
+                micro_batch_size=training.micro_batch_size,
+                data=self.data,
+                device=self.world.device.torch_device,
+                pp=self.world.axis("pp"),
+                cp=self.world.axis("cp"),
+                forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
+            )
         # What an evaluation sends and waits for is no step's.
         self.world.ledger.clear()
         self.world.ledger.update(sent)
         self.job.meter.take()
-        self.monitor.resume_clock()
         return self._evaluation
 
     def _load(self) -> None:
@@ -404,9 +404,9 @@ class Trainer:
 
     def _save(self, *, final: bool) -> None:
         self._settle()
-        self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
+        with self.monitor.paused():
+            self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()
-        self.monitor.resume_clock()
 
     def _scalars(self) -> dict[str, Any]:
         scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)

@@ -17,7 +17,6 @@ class Draft:
     origins: dict[str, str] = field(default_factory=dict)
     complaints: list[Complaint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
 
     def complain(self, rule: str, message: str, fix: str = "") -> None:

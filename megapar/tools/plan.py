@@ -18,7 +18,7 @@ from megapar.arguments import SCRIPTS, Config, parse, resolved_values
 from megapar.config.report import refusal
 from megapar.core.pipeline.schedule import Schedule
 from megapar.core.pipeline.simulate import Simulation
-from megapar.errors import Complaint, ConfigError
+from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import DeviceKind
 from megapar.tools.parser import Parser
@@ -28,13 +28,16 @@ DEFAULT_KIND = "h100-80g"
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 planned (also what does not fit), 2 refused."""
+    """0 planned (also what does not fit), 2 refused, 1 where a trace fails."""
     asked, flags = _parser().parse_known_args(list(argv))
     try:
         return _run(asked, flags)
     except ConfigError as error:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
+    except MegaparError as error:
+        sys.stderr.write(f"megapar plan: {error}\n")
+        return error.exit_status
 
 
 def _parser() -> argparse.ArgumentParser:

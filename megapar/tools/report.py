@@ -61,7 +61,7 @@ def report(folder: Path) -> str:
     trace = _object(folder / "trace.json")
     sections = [
         ("Losses", _curves(_losses(records))),
-        ("Speed", _curves(_speed(records, facts))),
+        ("Speed", _curves(_speed(records))),
         ("Memory", _memory(records, facts)),
         ("Communication", _curves(_communication(records))),
         ("Experts", _experts(experts)),
@@ -139,7 +139,7 @@ def _losses(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _speed(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[str]:
+def _speed(records: list[dict[str, Any]]) -> list[str]:
     return [
         chart.lines("Throughput", _series(records, "tokens_per_second"), "tokens per second"),
         chart.lines("Model FLOPs utilisation", _series(records, "mfu"), "share of the peak"),
@@ -152,10 +152,10 @@ def _memory(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> str:
     marks, note = {}, ""
     plan = _plan(facts)
     if plan is not None:
-        fullest = plan.memory[0]
-        marks["plan: peak of stage 0"] = fullest.peak / GIBIBYTE
+        first = plan.memory[0]
+        marks["plan: peak of stage 0"] = first.peak / GIBIBYTE
         parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
-        cells = "".join(f"<td>{getattr(fullest, part) / GIBIBYTE:.3f}</td>" for part in parts)
+        cells = "".join(f"<td>{getattr(first, part) / GIBIBYTE:.3f}</td>" for part in parts)
         head = "".join(f"<th>{part}</th>" for part in parts)
         what = f"the formulas of {plan.kind.name}"
         if plan.kind.kernels == "cpu":
@@ -169,7 +169,8 @@ def _plan(facts: Mapping[str, Any]) -> Any:
     if not facts:
         return None
     from megapar.arguments import parse
-    from megapar.planning.devices import device_kind, kinds
+    from megapar.planning.devices import device_kind
+    from megapar.planning.held import kind_of
     from megapar.planning.plan import Plan
 
     asked = {
@@ -179,11 +180,10 @@ def _plan(facts: Mapping[str, Any]) -> Any:
     }
     line = [*line_of(asked), "--validate-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]
-    names = [name for name in kinds() if name.split("-")[0] in device["name"].lower().replace(" ", "")]
+    kind = device_kind("cpu") if device["type"] == "cpu" else kind_of(device["name"])
     try:
-        kind = device_kind("cpu" if device["type"] == "cpu" else names[0])
-        return Plan(parse(facts["kind"], line, {}), kind)
-    except (ConfigError, IndexError):
+        return None if kind is None else Plan(parse(facts["kind"], line, {}), kind)
+    except ConfigError:
         return None
 
 

@@ -128,7 +128,15 @@ def traceable(config: Config, rank: int) -> Config:
     dtype = "bf16" if config.training.dtype == "auto" else config.training.dtype
     return replace(
         config,
-        data=replace(config.data, data_path=("mock",), eval_data_path=(), split=None, tokenizer_model=None),
+        data=replace(
+            config.data,
+            data_path=("mock",),
+            eval_data_path=(),
+            split=None,
+            tokenizer_model=None,
+            data_source="files",
+            hf_dataset=None,
+        ),
         runtime=replace(config.runtime, device="cpu"),
         training=replace(
             # What grows over the first steps has grown.
@@ -139,7 +147,8 @@ def traceable(config: Config, rank: int) -> Config:
             progressive_iters=0,
             rampup_batch_size=None,
         ),
-        checkpoint=replace(config.checkpoint, load=None, save=None),
+        checkpoint=replace(config.checkpoint, load=None, save=None, load_hf=None, save_hf=None),
+        reliability=replace(config.reliability, local_checkpoint_interval=0),
         logging=replace(config.logging, metrics_jsonl=None, tensorboard_dir=None),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ def is_restart(environ: Mapping[str, str]) -> bool:
     return starts_before(environ) > 0
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a run goes on from. own: this very job has saved there before it was restarted."""
+
+    root: Path
+    own: bool
+
+
 class Checkpoints:
     """Saves and loads for one run; every rank has one and calls the same in the same step.
 
@@ -49,7 +58,7 @@ class Checkpoints:
             self._background = Background(job.world.device)
             self._spare = job.world.spare_group("save")
         self._under_way: Path | None = None
-        self._resumed_at = self._saved_at = 0
+        self._saved_at = 0
         self.say: Say | None = None
         self.notes: list[str] = []
         self.folder: Path | None = None
@@ -57,17 +66,17 @@ class Checkpoints:
 
     # Loading
 
-    def source(self) -> Path | None:
+    def source(self) -> Source | None:
         """The folder of checkpoints to go on from: --load; on a restart what this very job has saved since."""
         options = self._options
         if options.save and self._is_restart() and self._saved_by_this_job(Path(options.save)):
-            return Path(options.save)
+            return Source(Path(options.save), own=True)
         if not options.load:
             return None
         root = Path(options.load)
         if options.save and root == Path(options.save) and not self._agree(folders.candidates(root))[0]:
             return None  # the usual script names one folder for both; its first run starts from scratch
-        return root
+        return Source(root, own=False)
 
     def _is_restart(self) -> bool:
         return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
@@ -84,13 +93,13 @@ class Checkpoints:
 
         return bool(self._agree(look() if self._job.world.rank == 0 else None))
 
-    def load(self, read: Callable[[Path], state.Loaded], root: Path) -> state.Loaded:
-        """``read`` of the best checkpoint under a root; of an older one where that is damaged, which is told.
+    def load(self, read: Callable[[Path], state.Loaded], source: Source) -> state.Loaded:
+        """``read`` of the best checkpoint of a source; of an older one where that is damaged, which is told.
 
         Raises CheckpointError where none is sound, or --on-bad-checkpoint stop.
         """
-        options = self._options
-        if options.ckpt_step is not None and not self._is_restart():
+        options, root = self._options, source.root
+        if options.ckpt_step is not None and not source.own:
             folder = folders.find(root, options.ckpt_step)
             return self._resumed(folder, read(folder))
         found, problem = self._agree(folders.candidates(root))
@@ -121,7 +130,8 @@ class Checkpoints:
         return int(found[0].name.removeprefix("iter_")) if found else -1
 
     def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
-        self.resumed_from, self._resumed_at = folder, loaded.progress.iteration
+        self.resumed_from = folder
+        self.notes += [f"{folder} has no {what}; it starts anew" for what in loaded.initial]
         return loaded
 
     def _agree(self, value: Any) -> Any:
@@ -161,7 +171,8 @@ class Checkpoints:
 
         in_background = self._background is not None and not final
         self.settle()
-        if iteration in (self._resumed_at, self._saved_at):
+        loaded = self.resumed_from is not None and folder.resolve() == self.resumed_from.resolve()
+        if loaded or iteration == self._saved_at:
             return
         self._saved_at = iteration
         shards = {**state.weights(self._job), **state.moments(self._job)}
@@ -201,7 +212,9 @@ class Checkpoints:
         self._under_way = None
         if error is None:
             self.folder = folder
-        elif not isinstance(error, CheckpointError) or final or self._options.on_save_error == "stop":
+            return
+        self._saved_at = 0  # whoever asks for this one again is to get it
+        if not isinstance(error, CheckpointError) or final or self._options.on_save_error == "stop":
             raise error
 
     def _report(self, written: Written) -> None:

@@ -9,10 +9,10 @@ from megapar.core.box import Box
 from megapar.model.family import FAMILIES, Family, family_of_config
 from megapar.model.hf import some
 from megapar.model.hf_folder import HfFolder
-from megapar.model.table import SOP
+from megapar.training.fit import MTP, SENTENCE_ORDER
 from megapar.training.job import Job
 
-_MTP, _MTP_FILES = "mtp.", "model.mtp_"
+_MTP_FILES = "model.mtp_"
 
 
 def family_of(folder: Path) -> Family:
@@ -35,8 +35,8 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     unreadable tensors.
     """
     family, weights = family_of(folder), HfFolder(folder)
-    lacking = SOP if family.name == "ErnieForMaskedLM" else ()
-    lacking = lacking if any(name.startswith(_MTP_FILES) for name in weights.tensors) else (*lacking, _MTP)
+    lacking = SENTENCE_ORDER.prefixes if family.name == "ErnieForMaskedLM" else ()
+    lacking = lacking if any(name.startswith(_MTP_FILES) for name in weights.tensors) else (*lacking, *MTP.prefixes)
     initial = [spec.name for spec in job.table if spec.name.startswith(lacking)]
     foreign = weights.check(job.table, family, optional=initial)
     rows = {spec.name: spec for spec in job.table}
@@ -54,6 +54,6 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     if foreign:
         notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")
     if initial:
-        what = "multi-token prediction block" if initial[0].startswith(_MTP) else "sentence-order head"
+        what = (MTP if initial[0].startswith(MTP.prefixes) else SENTENCE_ORDER).name
         notes.append(f"{folder} has no {what}; it starts anew")
     return tuple(notes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,16 +19,13 @@ class JsonLinesLogger:
 
     def __init__(self, path: Path, first_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if path.exists():
-            lines = path.read_text().splitlines()
-            kept = [line for line in lines if line.strip() and json.loads(line)["iteration"] < first_iteration]
-        path.write_text("".join(line + "\n" for line in kept))
-        self._file = path.open("a")
         self._experts: TextIO | None = None
         self._experts_path = path.with_name(path.stem + EXPERTS)
         if first_iteration == 1:
             self._experts_path.unlink(missing_ok=True)
+        for file in (path, self._experts_path):
+            _drop_repeated(file, first_iteration)
+        self._file = path.open("a")
 
     def log(self, record: Record) -> None:
         """One line; the experts' load goes to a file of its own, which only runs with experts have."""
@@ -46,6 +45,26 @@ class JsonLinesLogger:
         self._file.close()
         if self._experts is not None:
             self._experts.close()
+
+
+def _drop_repeated(path: Path, first_iteration: int) -> None:
+    """Keep the records of the iterations before the first; a line that a kill has cut off is no record."""
+    if not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept = "".join(line + "\n" for line in text.splitlines() if _iteration_of(line) < first_iteration)
+    if kept != text:
+        path = path.resolve()
+        aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        aside.write_text(kept, encoding="utf-8")
+        aside.replace(path)
+
+
+def _iteration_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 class TensorBoardLogger:

@@ -5,9 +5,10 @@ Nothing here looks at a value on the device between two flushes, so that trainin
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,9 +139,16 @@ class Monitor:
         routing = self._objective.routing_means(values[len(names) :], items, denominators.num_micro_batches)
         return self._objective.weighted(means, routing)
 
-    def resume_clock(self) -> None:
-        """Time since the last flush was not training (an evaluation, a checkpoint)."""
-        self._since = time.perf_counter()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is no training (an evaluation, a checkpoint): its time is nobody's step's."""
+        if self._device.runs_ahead:
+            self._device.synchronize()  # what still runs there is training
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - start
 
     def close(self) -> None:
         """Tell the loggers that the run is over."""

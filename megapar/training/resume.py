@@ -29,14 +29,14 @@ def resume(
     progress: where the run stands without one. Raises CheckpointError.
     """
     options = config.checkpoint
-    root = checkpoints.source()
+    source = checkpoints.source()
     found = None if local_saves is None else local_saves.find()
-    if found is not None and root is not None and found.iteration <= checkpoints.newest(root):
+    if found is not None and source is not None and source.own and found.iteration <= checkpoints.newest(source.root):
         found = None
-    if root is None and found is None:
+    if source is None and found is None:
         return None
     # A restarted job goes on from what it saved itself, and that wholly.
-    own = found is not None or root != (Path(options.load) if options.load else None)
+    own = found is not None or (source is not None and source.own)
     wanted = state.LoadOptions(
         finetune=options.finetune and not own,
         optimizer=own or not options.no_load_optim,
@@ -49,5 +49,5 @@ def resume(
         checkpoints.resumed_from = place
         checkpoints.notes.append(f"taking the local checkpoint of iteration {found.iteration}")
         return state.take(place, local_saves.load(found), job, progress, schedule, wanted, loss_scale)
-    assert root is not None
-    return checkpoints.load(lambda folder: state.load(folder, job, progress, schedule, wanted, loss_scale), root)
+    assert source is not None
+    return checkpoints.load(lambda folder: state.load(folder, job, progress, schedule, wanted, loss_scale), source)

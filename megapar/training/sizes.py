@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.config.from_hf import published_folder
 from megapar.core.checkpoint.facts import differences, stored_facts
 from megapar.core.sharding.cut import Described, local_box
 from megapar.core.sharding.plan import MEGABYTE, PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
@@ -15,6 +16,7 @@ from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.model.table import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
 from megapar.rules.tasks import tasks_of
+from megapar.training.fit import fitted
 from megapar.training.stages import Sizes as Sizes
 from megapar.training.stages import outline as pipeline_outline
 
@@ -140,8 +142,10 @@ def outline(config: Config) -> str:
 def _check_saved(config: Config, sizes: Sizes) -> None:
     """Refuse a checkpoint of another model, before any rank is started."""
     saved = config.checkpoint
-    found = None if saved.load is None else stored_facts(Path(saved.load), saved.ckpt_step)
-    if found is not None and (apart := differences(found[1], facts_of(sizes))):
+    if saved.load is None or (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
+        return
+    alone = saved.finetune or published_folder(None, saved.load) is not None
+    if apart := differences(found[1], fitted(found[1], facts_of(sizes), alone=alone).facts):
         raise ConfigError(
             [
                 Complaint(

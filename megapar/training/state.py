@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
-from megapar.model.table import SOP
+from megapar.training.fit import Block, fitted
 from megapar.training.job import Job
 from megapar.training.sizes import facts_of
 
@@ -106,10 +106,14 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a run stands after loading, and the scalars of what it loaded; of weights alone there are none."""
+    """Where a run stands after loading, and the scalars of what it loaded; of weights alone there are none.
+
+    initial: what the model has and the checkpoint has not, which starts anew.
+    """
 
     progress: Progress
     scalars: Mapping[str, Any]
+    initial: tuple[str, ...] = ()
 
 
 def load(
@@ -126,26 +130,29 @@ def load(
     progress: where this run stands without it. Raises CheckpointError where it is missing or damaged, and
     CheckpointMismatchError where it is of another model or was trained on another schedule.
     """
-    layout, facts, targets = store.read_layout(folder), model_facts(job), weights(job)
-    if facts.get("position_embedding_type") == "rope":  # no tensor depends on it, and longer samples are no other model
-        facts["max_position_embeddings"] = layout.model.get("max_position_embeddings")
+    layout, targets = store.read_layout(folder), weights(job)
     if not any(name.startswith("optimizer/") for name in layout.tensors):
         options = replace(options, finetune=True)
-        if facts.get("sop") and layout.model.get("sop") is False:  # of a masked language model: that head starts anew
-            facts["sop"] = False
-            targets = {name: one for name, one in targets.items() if not name.removeprefix("model/").startswith(SOP)}
+    fit = fitted(layout.model, model_facts(job), alone=options.finetune)
+    initial = _stored_names(fit.initial)
+    targets = {name: one for name, one in targets.items() if not name.startswith(initial)}
     with_moments = options.optimizer and not options.finetune
     if with_moments:
         targets |= moments(job)
     saved = store.load(
         folder,
         targets,
-        expect_model=facts,
-        ignore=() if with_moments else ("optimizer/",),
+        expect_model=fit.facts,
+        ignore=() if with_moments else ("optimizer/", *_stored_names(fit.left)),
         verify=options.verify,
         group=job.world.axis("world").group,
     )
-    return take(folder, saved, job, progress, schedule, options, loss_scale)
+    loaded = take(folder, saved, job, progress, schedule, options, loss_scale)
+    return replace(loaded, initial=tuple(block.name for block in fit.initial))
+
+
+def _stored_names(blocks: Iterable[Block]) -> tuple[str, ...]:
+    return tuple(f"model/{prefix}" for block in blocks for prefix in block.prefixes)
 
 
 def take(

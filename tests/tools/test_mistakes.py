@@ -12,6 +12,7 @@ import pytest
 from megapar.arguments import FLAGS, parse, parse_or_exit
 from megapar.config.hints import ELSEWHERE, near_path
 from megapar.config.read import normal, spellings
+from megapar.errors import ConfigError
 from megapar.tools.main import main
 from megapar.training.sizes import facts_of, make_sizes, outline
 
@@ -178,6 +179,34 @@ def test_a_checkpoint_of_another_model_is_told_before_the_start(
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert [word for word in (*words, "Give the flags that it was trained with") if word not in said] == [], said
+
+
+FITTING = [
+    ("moe", "", {"max_position_embeddings": 64}, True),  # rotary positions have no table
+    ("moe", "--position-embedding-type learned", {"max_position_embeddings": 64}, False),
+    ("moe", "--mtp-depth 1", {"mtp_depth": 0}, False),
+    ("moe", "--mtp-depth 1 --finetune", {"mtp_depth": 0}, True),
+    ("moe", "--finetune", {"mtp_depth": 1}, True),
+    ("moe", "--finetune", {"num_layers": 5}, False),
+    ("ernie", "--finetune", {"sop": False}, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "stored", "accepted"), FITTING, ids=[f"{k} {w} {s}" for k, w, s, _ in FITTING]
+)
+def test_a_checkpoint_that_the_trainer_would_take_is_not_refused(
+    kind: str, line: str, stored: dict[str, object], accepted: bool
+) -> None:
+    config = parse(kind, ["--load", "run/checkpoints", *line.split()], {})
+    facts = facts_of(make_sizes(config)) | stored
+    head = f'{{"sha256": "",\n"version": 1,\n"model": {json.dumps(facts, sort_keys=True)},\n'
+    Path("run/checkpoints/iter_0000005/layout.json").write_text(head)
+    if accepted:
+        assert "parameters" in outline(config)
+    else:
+        with pytest.raises(ConfigError, match="checkpoint of another model"):
+            outline(config)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])

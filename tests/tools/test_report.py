@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megapar.tools.main import main
+from megapar.tools.report import _plan
 from tests.support.training import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -79,6 +80,13 @@ def test_a_browser_shows_it(finished: Path, tmp_path: Path) -> None:
         [CHROMIUM, *flags, "--dump-dom", url], check=True, capture_output=True, text=True, timeout=120
     )
     assert shown.stdout.count("<polyline") >= 10
+
+
+def test_the_plan_beside_a_run_is_of_its_device(finished: Path) -> None:
+    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+    for name, kind in (("NVIDIA H200", "h200-141g"), ("Ascend910B2", "910b")):
+        plan = _plan({**facts, "device": {"type": "cuda", "name": name}})
+        assert kind in plan.kind.name
 
 
 def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp_path: Path) -> None:

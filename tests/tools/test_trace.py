@@ -195,7 +195,10 @@ def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
         "--micro-batch-size",
         "1",
     )
-    assert main(["plan", "--trace", "--trace-rank", "5", *flags, "--dtype", "bf16"]) == 0
+    assert (
+        main(["plan", "--trace", "--trace-rank", "5", *flags, "--dtype", "bf16", "--local-checkpoint-interval", "2"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "trace of rank 5 (stage 0)" in said
     assert "by formula" in said

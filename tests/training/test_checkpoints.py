@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +19,7 @@ from megapar.core.checkpoint import shard_file, storage
 from megapar.core.checkpoint.shard_file import HashedFile
 from megapar.errors import CheckpointError, MegaparError
 from megapar.trainer import Outcome, train
+from megapar.training.checkpoints import Checkpoints
 from megapar.training.control import Control, Limits, StopSignal
 from megapar.training.loggers import PlainTerminal
 from tests.support.ranks import run_ranks
@@ -184,6 +187,67 @@ def test_a_restart_goes_on_from_what_its_own_job_saved(
     own = tmp_path / "own"
     run_here(own, "--exit-interval", "3", TORCHELASTIC_RUN_ID="job-a")
     assert losses(run_here(own, **restart)) == {step: saved[1][step] for step in (4, 5, 6)}
+
+
+def test_a_restart_before_the_first_save_starts_as_the_job_did(
+    root: Path, tmp_path: Path, saved: tuple[Path, dict[int, float]]
+) -> None:
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
+    again = ("--load", str(root), "--ckpt-step", "2", "--save-interval", "0")
+    assert losses(run_here(tmp_path / "b", *again, **restart)) == {n: saved[1][n] for n in (3, 4, 5, 6)}
+
+
+def test_a_restart_goes_on_with_its_moments_where_it_loads_from_where_it_saves(
+    root: Path, saved: tuple[Path, dict[int, float]]
+) -> None:
+    line = ("--load", str(root), "--finetune", "--exit-interval", "3")
+    first = losses(run_here(root, *line, TORCHELASTIC_RUN_ID="job-a"))
+    assert sorted(first) == [1, 2, 3]
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
+    (root / "latest").write_text("iter_0000003\n")
+    assert sorted(losses(run_here(root, *line, **restart))) == [4, 5, 6]
+
+
+def test_a_run_with_nothing_left_to_do_still_saves(root: Path, tmp_path: Path) -> None:
+    outcome = run_here(tmp_path / "b", "--load", str(root))
+    assert outcome.records == ()
+    assert folders.latest(tmp_path / "b") == tmp_path / "b" / "iter_0000006"
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    run_here(root, "--load", str(root))  # there it is
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_a_block_that_the_checkpoint_lacks_starts_anew(root: Path, tmp_path: Path, told: list[str]) -> None:
+    line = ("--load", str(root), "--mtp-depth", "1", "--exit-interval", "1")
+    assert run_here(tmp_path / "b", *line, "--finetune").iteration == 1
+    assert any(line.endswith("has no multi-token prediction block; it starts anew") for line in told)
+    with pytest.raises(CheckpointError, match="mtp_depth is 0 there and 1 here"):
+        run_here(tmp_path / "c", *line)
+    back = ("--load", str(tmp_path / "b"), "--finetune", "--exit-interval", "1")
+    assert run_here(tmp_path / "d", *back).iteration == 1  # and one that only it has is left
+
+
+def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path: Path, told: list[str]) -> None:
+    write, failures = shard_file._write_tensor, iter([OSError(28, "No space left on device")])
+
+    def once(*args: Any) -> int:
+        for failure in failures:
+            raise failure
+        return write(*args)
+
+    save = Checkpoints.save
+
+    def in_the_background_first(self: Checkpoints, iteration: int, scalars: Mapping[str, Any], *, final: bool) -> None:
+        for last in (False, True):
+            save(self, iteration, scalars, final=last)
+
+    with (
+        patch.object(shard_file, "_write_tensor", once),
+        patch.object(Checkpoints, "save", in_the_background_first),
+    ):
+        outcome = run_here(tmp_path, "--exit-interval", "2")
+    assert any("iter_0000002 was not saved" in line for line in told)
+    assert outcome.checkpoint == folders.latest(tmp_path) == tmp_path / "iter_0000002"
 
 
 def test_planned_exits_save_and_go_on(tmp_path: Path, saved: tuple[Path, dict[int, float]]) -> None:

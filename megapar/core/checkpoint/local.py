@@ -82,7 +82,8 @@ class Local:
     def save(self, iteration: int, state: Mapping[str, Shard], scalars: Facts) -> None:
         """Write this rank's state and copy it to the neighbour; every rank calls it, from one thread.
 
-        Raises OSError where the memory is full, after the neighbour has been told of it by an empty copy.
+        Raises OSError where the memory is full, after the neighbour has been told of it by an empty copy. A checkpoint
+        that one rank could not write is removed on all of them, and no older one for it.
         """
         place = self._folder / f"iter_{iteration:07d}"
         place.mkdir(exist_ok=True)
@@ -95,7 +96,10 @@ class Local:
             to, source = self._neighbour
             for name_of in (_data, _head):  # the header last: it makes the copy count
                 self._swap(place / name_of(self._rank), place / name_of(source), to, source)
-        for old in sorted(self._folder.glob("iter_*"))[:-KEPT]:
+        whole = self._everywhere(failure is None)
+        # What one rank lacks nobody can go back to; the ones before it stay then.
+        useless = sorted(self._folder.glob("iter_*"))[:-KEPT] if whole else [place]
+        for old in useless:
             _remove_files(old, [self._rank] + ([self._neighbour[1]] if self._neighbour else []))
         if failure is not None:
             raise failure
@@ -114,6 +118,13 @@ class Local:
         aside = place / f"{_head(self._rank)}.tmp-{uuid.uuid4().hex[:12]}"
         write_bytes(aside, seal(json.dumps(head).encode()[1:]))
         aside.rename(place / _head(self._rank))
+
+    def _everywhere(self, done: bool) -> bool:
+        """Whether it is done on every rank."""
+        votes = torch.tensor([int(done)])
+        if self._group is not None:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
+        return bool(votes.item())
 
     def _swap(self, sent: Path | None, received: Path | None, to: int | None, source: int | None) -> None:
         """Send a file (an empty one where it is missing) to one rank and take one from another; None: not."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.checkpoint import local as local_module
 from megapar.core.checkpoint.local import Local
 from megapar.core.checkpoint.shard import Shard
 from tests.support.ranks import run_ranks
@@ -68,6 +71,32 @@ def test_what_is_damaged_is_passed_over(tmp_path: Path) -> None:
     found = local.find()
     assert found is not None
     assert found.iteration == 5
+
+
+def fill_the_memory(rank: int, world: int, root: Path) -> tuple[int, list[list[str]]]:
+    local = local_of(rank, world, root)
+    for iteration in (5, 10):
+        local.save(iteration, state(rank, float(iteration)), {})
+    for iteration in (15, 20, 25):
+        with contextlib.ExitStack() as stack:
+            if rank == 1:
+                stack.enter_context(patch.object(local_module, "write_bytes", side_effect=OSError(28, "full")))
+                stack.enter_context(pytest.raises(OSError, match="full"))
+            local.save(iteration, state(rank, float(iteration)), {})
+    found = local.find()
+    assert found is not None
+    kept = [
+        sorted(path.name for path in node.rglob("*") if path.is_file())
+        for node in sorted(root.glob("node*/job/iter_*"))
+    ]
+    return found.iteration, kept
+
+
+def test_memory_that_is_full_costs_no_older_checkpoint(tmp_path: Path) -> None:
+    for iteration, kept in run_ranks(2, fill_the_memory, tmp_path):
+        assert iteration == 10
+        files = [f"rank-0000{n}.{suffix}" for n in (0, 1) for suffix in ("json", "safetensors")]
+        assert kept == [files] * 4
 
 
 @pytest.mark.parametrize("header", [b"", b"{", b"[1]", b'{"file": 3}', b"\xff" * 9])
