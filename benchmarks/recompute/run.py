@@ -1,4 +1,4 @@
-"""The table of seed 002: memory and speed without recompute, with it, and with what units keep offloaded and cut.
+"""The table of PaddlePaddle's recompute for pipelines: memory and speed without it, with it, and with its places.
 
     python -m benchmarks.recompute.run [--device cpu|cuda] [--mp 4] [--pp 2] [--rounds N]
 

@@ -41,7 +41,7 @@ def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:
 
 
 def _overlap(ampipe_degree: int, strict: bool) -> str:
-    # A row of the seed keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
+    # MindSpeed keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
     return "off" if strict and ampipe_degree != 1 else "on"
 
 

@@ -176,6 +176,6 @@ class Runtime:
     world_size: int = flag(
         None, "ranks of the run", unit="ranks", low=1, high=10_000_000, derived="WORLD_SIZE of the environment, or 1"
     )
-    strict_seed_rules: bool = flag(False, "turn rules of the seed documents that megapar lifts back on")
+    strict_seed_rules: bool = flag(False, "turn restrictions of published documents that megapar lifts back on")
     config: str | None = flag(None, "YAML file with the same names; a flag on the line wins over it", meta=True)
     data_ranks: int = fact("positions that read data of their own: dp x sharding")

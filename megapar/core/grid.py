@@ -1,4 +1,4 @@
-"""Ranks as arithmetic over named axes (DESIGN: axes and ranks). Standard library only.
+"""Ranks as arithmetic over named axes. Standard library only.
 
 The same ranks are factorised twice. The dense view orders dp, pp, sharding, cp, mp (outermost first; the order is
 data). The expert view, inside every pipeline stage, flattens (dp, sharding, cp, mp), in this order whatever the dense

@@ -1,4 +1,4 @@
-"""A grid's process groups; the only place that creates groups.
+"""A grid's process groups; the only place where a run makes groups.
 
 Every group is made eagerly, in one order on every rank, and is followed by a roll call and a collective, so that a bad
 network or a missing rank shows at start-up with the group's name and the ranks that did not answer. An axis of size 1

@@ -1,4 +1,4 @@
-"""Rows of seed 001: AMPipe, pipe-experts, and what they go with. d: ampipe degree, N: --pipe-experts-multi-data."""
+"""AMPipe, pipe-experts, and what they go with. d: --ampipe-degree, N: --pipe-experts-multi-data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megapar.rules.pipeline import zero_bubble
-from megapar.rules.rule import DOWNGRADE, LIFTED, Facts, Rule, Test, near_multiples
+from megapar.rules.rule import DOWNGRADE, LIFTED, MINDSPEED_AMPIPE, NO_EFFECT, Facts, Rule, Test, near_multiples
 
 MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
@@ -22,17 +22,16 @@ def _capacity(f: Facts) -> int:
     return int(max(even, f.moe_min_capacity))
 
 
-def _row(number: int, id: str, reads: tuple[str, ...], **more: Any) -> Rule:
+def _row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
     return Rule(
         id=id,
         reads=reads,
-        **{"source": f"seed 001; compatibility {number}", "models": MOE, **more},
+        **{"source": MINDSPEED_AMPIPE, "models": MOE, **more},
     )
 
 
 def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: str, **more: Any) -> Rule:
     return _row(
-        5,
         id,
         ("ampipe_degree", *reads),
         when=_sliced,
@@ -46,7 +45,6 @@ def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: s
 
 RULES: tuple[Rule, ...] = (
     _row(
-        1,
         "ampipe-kind",
         ("ampipe_degree", "moe_model_type", "num_experts"),
         when=_sliced,
@@ -58,7 +56,6 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-degree 2 --moe-model-type megatron_moe",
     ),
     _row(
-        1,
         "ampipe-experts",
         ("ampipe_degree", "num_experts"),
         when=_sliced,
@@ -68,7 +65,6 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-degree 2 --num-experts 0",
     ),
     _row(
-        1,
         "ampipe-flash",
         ("ampipe_degree", "use_flash_attn"),
         when=_sliced,
@@ -78,18 +74,16 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-degree 2 --no-use-flash-attn",
     ),
     _row(
-        1,
         "ampipe-ep",
         ("ampipe_degree", "ep_degree"),
         when=_sliced,
         requires=lambda f: f.ep_degree > 1,
         message="--ampipe-degree > 1 hides the all-to-all of expert parallelism: --ep-degree > 1",
-        source="MindSpeed; compatibility 1",
+        source="AMPipe",
         passing="--world-size 2 --ep-degree 2 --ampipe-degree 2",
         failing="--ampipe-degree 2",
     ),
     _row(
-        2,
         "ampipe-length",
         ("ampipe_degree", "seq_length"),
         when=_sliced,
@@ -102,7 +96,6 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-degree 2 --seq-length 255",
     ),
     _row(
-        2,
         "ampipe-length-mp",
         ("ampipe_degree", "seq_length", "sequence_parallel", "mp_degree"),
         when=lambda f: _sliced(f) and f.sequence_parallel,
@@ -111,12 +104,11 @@ RULES: tuple[Rule, ...] = (
         fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree * f.mp_degree, f.seq_length)}.",
         kind=LIFTED,
         reason="slices may differ by a position of every mp rank",
-        source="MindSpeed; compatibility 2",
+        source="AMPipe",
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 256",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 254",
     ),
     _row(
-        2,
         "ampipe-short",
         ("ampipe_degree", "seq_length", "sequence_parallel", "mp_degree", "cp_degree"),
         when=_sliced,
@@ -127,7 +119,6 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-degree 16 --seq-length 8",
     ),
     _row(
-        2,
         "ampipe-length-ring",
         ("ampipe_degree", "seq_length", "cp_degree", "context_parallel_algo"),
         when=lambda f: _sliced(f) and f.cp_degree > 1 and f.context_parallel_algo == "megatron_cp_algo",
@@ -136,12 +127,11 @@ RULES: tuple[Rule, ...] = (
         fix=lambda f: f"Choose --seq-length {near_multiples(2 * f.ampipe_degree * f.cp_degree, f.seq_length)}.",
         kind=LIFTED,
         reason="slices may differ by a position of every cp rank",
-        source="MindSpeed; compatibility 2",
+        source="AMPipe",
         passing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --seq-length 256",
         failing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --seq-length 252",
     ),
     _row(
-        3,
         "ampipe-cp",
         ("ampipe_degree", "cp_degree"),
         when=lambda f: _sliced(f) and f.cp_degree > 1,
@@ -154,7 +144,6 @@ RULES: tuple[Rule, ...] = (
         failing="--world-size 2 --cp-degree 2 --ampipe-degree 4",
     ),
     _row(
-        3,
         "ampipe-cp-algo",
         ("ampipe_degree", "cp_degree", "context_parallel_algo"),
         when=lambda f: _sliced(f) and f.cp_degree > 1,
@@ -162,12 +151,11 @@ RULES: tuple[Rule, ...] = (
         message="with --cp-degree > 1, --ampipe-degree > 1 needs --context-parallel-algo megatron_cp_algo",
         kind=LIFTED,
         reason="gathered keys and dealt heads go slice by slice as well",
-        source="MindSpeed; compatibility 3",
+        source="AMPipe",
         passing="--world-size 2 --cp-degree 2 --ampipe-degree 2",
         failing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --context-parallel-algo allgather_cp_algo",
     ),
     _row(
-        4,
         "ampipe-pipe-experts",
         ("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
         when=lambda f: _sliced(f) and f.use_pipe_experts,
@@ -226,7 +214,6 @@ RULES: tuple[Rule, ...] = (
         "--adaptive-recompute-device-size 32",
     ),
     _row(
-        6,
         "pipe-experts-kind",
         ("use_pipe_experts", "moe_model_type", "num_experts"),
         when=lambda f: f.use_pipe_experts,
@@ -236,7 +223,6 @@ RULES: tuple[Rule, ...] = (
         failing="--use-pipe-experts --moe-model-type megatron_moe",
     ),
     _row(
-        6,
         "pipe-experts-stream",
         ("pipe_experts_multi_stream", "sequence_parallel"),
         when=lambda f: f.pipe_experts_multi_stream,
@@ -246,7 +232,6 @@ RULES: tuple[Rule, ...] = (
         failing="--use-pipe-experts --pipe-experts-multi-stream",
     ),
     _row(
-        6,
         "pipe-experts-nothing",
         ("use_pipe_experts", "num_experts", "ep_degree", "pipe_experts_multi_data"),
         when=lambda f: f.use_pipe_experts and f.num_experts > 0,
@@ -258,7 +243,6 @@ RULES: tuple[Rule, ...] = (
         failing="--use-pipe-experts --num-experts 4 --ep-degree 4 --world-size 4",
     ),
     _row(
-        6,
         "pipe-experts-pieces",
         (
             "use_pipe_experts",
@@ -278,7 +262,6 @@ RULES: tuple[Rule, ...] = (
         failing="--use-pipe-experts --pipe-experts-multi-data 100000",
     ),
     _row(
-        7,
         "ampipe-fine",
         ("ampipe_degree",),
         requires=lambda f: f.ampipe_degree <= 2,
@@ -288,27 +271,26 @@ RULES: tuple[Rule, ...] = (
         failing="--ampipe-degree 4",
     ),
     _row(
-        8,
         "pipe-experts-unused",
         ("use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
         when=lambda f: not f.use_pipe_experts,
         requires=lambda f: f.pipe_experts_multi_data == 1 and not f.pipe_experts_multi_stream,
+        source=NO_EFFECT,
         message="--pipe-experts-multi-data and --pipe-experts-multi-stream would do nothing without --use-pipe-experts",
         passing="--use-pipe-experts --pipe-experts-multi-data 2",
         failing="--pipe-experts-multi-data 2",
     ),
     _row(
-        8,
         "ampipe-overlap-unused",
         ("ampipe_tp_sp_comm_overlap", "ampipe_degree", "mp_degree"),
         when=lambda f: f.ampipe_tp_sp_comm_overlap,
         requires=lambda f: f.ampipe_degree != 1 and f.mp_degree > 1,
+        source=NO_EFFECT,
         message="--ampipe-tp-sp-comm-overlap would do nothing with --ampipe-degree 1 or --mp-degree 1",
         passing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2",
         failing="--ampipe-tp-sp-comm-overlap",
     ),
     _row(
-        8,
         "pipe-experts-alone",
         ("use_pipe_experts", "ep_degree", "expert_mp_degree"),
         when=lambda f: f.use_pipe_experts,
@@ -320,29 +302,27 @@ RULES: tuple[Rule, ...] = (
         failing="--use-pipe-experts",
     ),
     _row(
-        8,
         "ampipe-options-unused",
         ("ampipe_degree", "changed"),
         when=lambda f: f.ampipe_degree == 1,
         requires=lambda f: not f.changed & {"ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"},
+        source=NO_EFFECT,
         message="--ampipe-capacity, --ampipe-slicing and --ampipe-cross-layer would do nothing with --ampipe-degree 1",
         passing="--ampipe-degree 2 --ampipe-cross-layer",
         failing="--ampipe-cross-layer",
     ),
     _row(
-        8,
         "ampipe-capacity-unused",
         ("ampipe_capacity", "moe_model_type"),
         when=lambda f: f.moe_model_type != "deepspeed_moe",
         requires=lambda f: f.ampipe_capacity == "global",
         message="--ampipe-capacity slice would do nothing in dropless megatron_moe",
         fix="Leave it out, or choose --moe-model-type deepspeed_moe.",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="--ampipe-degree 2 --ampipe-capacity slice --moe-model-type deepspeed_moe",
         failing="--ampipe-degree 2 --ampipe-capacity slice --moe-model-type megatron_moe",
     ),
     _row(
-        9,
         "ampipe-drop-policy",
         ("ampipe_degree", "moe_model_type", "moe_drop_policy", "ampipe_capacity"),
         when=lambda f: _sliced(f) and f.moe_model_type == "deepspeed_moe" and f.ampipe_capacity == "global",

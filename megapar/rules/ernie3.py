@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import Facts, Rule, divisors, either
+from megapar.rules.rule import NO_EFFECT, Facts, Rule, divisors, either
 from megapar.rules.tasks import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
 
 ERNIE = ("ernie",)
@@ -77,7 +77,7 @@ def _needs(id: str, flags: tuple[str, ...], task: str, failing: str) -> Rule:
         requires=lambda f: task in _tasks(f),
         message=f"{spelled} would do nothing without {task} in --ernie-tasks",
         fix=f"Add {task}:1.0 to --ernie-tasks, or leave the flag out.",
-        source="compatibility 8",
+        source=NO_EFFECT,
     )
 
 
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not f.changed & set(_ONLY),
         message="tasks, branches and segments belong to ERNIE 3.0",
         fix="Add --ernie-model ernie3, or leave them out.",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="",
         failing="--ernie-tasks document_lm:1.0",
         models=ERNIE,
@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         "--sop-loss-weight 0.5",
         requires=lambda f: "sop_loss_weight" not in f.changed,
         message="--sop-loss-weight would do nothing: sentence_reorder has its weight in --ernie-tasks",
-        source="compatibility 8",
+        source=NO_EFFECT,
     ),
     _row(
         "triples",
@@ -182,7 +182,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: "memory_length" not in f.changed,
         message="--memory-length would do nothing with one segment",
         fix="Choose --generation-segments 2, or leave it out.",
-        source="compatibility 8",
+        source=NO_EFFECT,
     ),
     _row(
         "task-heads",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import LIFTED, Facts, Rule, either, near_divisors, near_multiples
+from megapar.rules.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
 SOURCE = "models"
 MOE = ("moe",)
@@ -149,7 +149,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
         message="choices from all groups are not limited: --moe-router-num-groups would do nothing",
         fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave both out.",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 2",
         models=MOE,
@@ -176,7 +176,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.mtp_depth == 0,
         requires=lambda f: "mtp_loss_weight" not in f.changed,
         message="--mtp-loss-weight would do nothing without --mtp-depth 1",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="--mtp-depth 1 --mtp-loss-weight 0.1",
         failing="--mtp-loss-weight 0.1",
         models=MOE,
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not any(name.startswith(("moe_", "first_k_dense")) for name in f.changed),
         message="--moe-... and --first-k-dense would do nothing in a dense decoder",
         fix=lambda f: f"Leave out {either(_spelled(f, ('moe_', 'first_k_dense')))}, or give --num-experts.",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="--num-experts 0",
         failing="--num-experts 0 --moe-shared-experts 1",
         models=MOE,
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not f.changed & set(_CAPACITY),
         message="capacity and drop flags would do nothing in dropless megatron_moe",
         fix=lambda f: f"Leave out {either(_spelled(f, _CAPACITY))}, or choose --moe-model-type deepspeed_moe.",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="--moe-model-type deepspeed_moe --moe-capacity-factor 1.5",
         failing="--moe-model-type megatron_moe --moe-capacity-factor 1.5",
         models=MOE,
@@ -222,7 +222,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.position_embedding_type != "rope",
         requires=lambda f: "rope_theta" not in f.changed,
         message="--rope-theta would do nothing with learned positions",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="--rope-theta 500000",
         failing="--position-embedding-type learned --rope-theta 500000",
         models=MOE,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import DOWNGRADE, Facts, Rule
+from megapar.rules.rule import DOWNGRADE, NO_EFFECT, PADDLE_RECOMPUTE, Facts, Rule
 
-EIGHT = "compatibility 8"
 RECOMPUTE = "recompute"
 _FLAGS = (
     "recompute_interval",
@@ -76,7 +75,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not f.changed & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
         message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method would do nothing with --pp-degree 1",
         fix="Leave them out, or choose --pp-degree 2.",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule gpipe",
         failing="--pp-schedule gpipe",
     ),
@@ -87,7 +86,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.vpp_degree == 1,
         message="1f1b and gpipe have one chunk per stage",
         fix="Choose --pp-schedule interleaved, or --vpp-degree 1.",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2",
         failing="--world-size 2 --pp-degree 2 --pp-schedule gpipe --vpp-degree 2",
     ),
@@ -98,7 +97,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.vpp_degree > 1,
         message="interleaved needs --vpp-degree > 1",
         fix="Choose --vpp-degree 2, or --pp-schedule 1f1b.",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2",
         failing="--world-size 2 --pp-degree 2 --pp-schedule interleaved",
     ),
@@ -175,7 +174,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_interval",),
         requires=lambda f: f.recompute_interval >= 0,
         message="--recompute-interval is 0 (off) or a number of layers",
-        source="seed 002",
+        source=PADDLE_RECOMPUTE,
         passing="--recompute-interval 1",
         failing="--recompute-interval -1",
     ),
@@ -216,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         requires=recomputes,
         message="--recompute-offload and --recompute-partition would do nothing without recompute",
         fix="Add --recompute-interval 1.",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--recompute-interval 1 --recompute-offload",
         failing="--recompute-offload",
     ),
@@ -240,7 +239,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.recompute_partition,
         requires=lambda f: f.mp_degree > 1,
         message="--recompute-partition splits between mp ranks and would do nothing with --mp-degree 1",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
         failing="--recompute-partition --recompute-interval 1",
     ),
@@ -262,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_in_advance", "recompute_in_bubble"),
         requires=lambda f: not (f.recompute_in_advance and f.recompute_in_bubble),
         message="--recompute-in-advance and --recompute-in-bubble exclude each other",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--recompute-in-bubble",
         failing="--recompute-in-advance --recompute-in-bubble",
     ),
@@ -272,7 +271,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.recompute_in_advance or f.recompute_in_bubble,
         requires=lambda f: f.vpp_degree > 1,
         message="--recompute-in-advance and --recompute-in-bubble need --vpp-degree > 1",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--recompute-in-bubble --world-size 2 --pp-degree 2 --vpp-degree 2 --pp-schedule interleaved",
         failing="--recompute-in-bubble",
     ),
@@ -295,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: not f.changed & set(_FLAGS),
         message="--adaptive-recompute-device-size chooses by itself and excludes every other recompute flag",
-        source=EIGHT,
+        source=NO_EFFECT,
         passing="--adaptive-recompute-device-size 32",
         failing="--adaptive-recompute-device-size 32 --recompute-interval 1",
     ),

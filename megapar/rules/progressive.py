@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import Facts, Rule
+from megapar.rules.rule import NO_EFFECT, Facts, Rule
 
 ERNIE = ("ernie",)
 SOURCE = "ERNIE 3.0"
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not f.changed & set(_SHAPE),
         message="--progressive-batch-multiple and --progressive-length-multiple would do nothing: nothing grows",
         fix="Give --progressive-iters, or leave them out.",
-        source="compatibility 8",
+        source=NO_EFFECT,
         passing="",
         failing="--progressive-batch-multiple 2",
         models=ERNIE,

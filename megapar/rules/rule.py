@@ -13,6 +13,13 @@ NOT_BUILT = "not-built"
 
 MODELS = ("moe", "ernie")
 
+# Where rows are from that others have published, beside the topics of docs/.
+PADDLE_SHARDING = "PaddlePaddle PR 31884"
+PADDLE_RECOMPUTE = "PaddlePaddle's recompute for pipelines"
+MINDSPEED_AMPIPE = "MindSpeed's AMPipe document"
+DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
+NO_EFFECT = "no effect"  # against flags that would change nothing
+
 # What a row may read besides flags; everything else is a flag's field name.
 FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size", "published")
 _SILENT = ("kind", "changed", "asked", "published")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import Facts, Rule, Test, either, near_multiples
+from megapar.rules.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples
 
 SOURCE = "training"
 SHARDING = "sharding"
-NOTHING = "compatibility 8"
 ERNIE = ("ernie",)
 
 
@@ -22,7 +21,7 @@ def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: T
         requires=lambda f: not f.changed & set(names),
         message=f"{spelled} would do nothing {what}",
         fix=lambda f: f"Leave out {either('--' + n.replace('_', '-') for n in names if n in f.changed)}.",
-        source=NOTHING,
+        source=NO_EFFECT,
         **more,
     )
 
@@ -173,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         reads=("sharding_segment_strategy", "segment_anchors"),
         requires=lambda f: (f.sharding_segment_strategy == "segment_anchors") == bool(f.segment_anchors),
         message="--segment-anchors and --sharding-segment-strategy segment_anchors go together",
-        source="seed 000",
+        source=PADDLE_SHARDING,
         passing="--sharding-segment-strategy segment_anchors --segment-anchors layers.1 layers.3",
         failing="--sharding-segment-strategy segment_anchors",
     ),

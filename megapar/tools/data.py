@@ -14,7 +14,7 @@ from megapar.tools.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of prepare, check, train-tokenizer; the exit status: 0 done, 1 failed."""
+    """Run one of prepare, check, train-tokenizer; the exit status: 0 done, 1 failed, 130 interrupted."""
     parser = Parser(prog="megapar data", description="Files of tokens, and tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _prepare_flags(commands.add_parser("prepare", help="tokenise documents to PREFIX.bin and PREFIX.idx"))

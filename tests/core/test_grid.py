@@ -1,4 +1,4 @@
-"""The four 32-GPU examples of seed 000, and what every grid must hold."""
+"""The four 32-GPU examples of PaddlePaddle PR 31884, and what every grid must hold."""
 
 from __future__ import annotations
 
