@@ -19,10 +19,10 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
 from megapar.core.recompute import Span
+from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
 
 MEASURED_STEPS = 2
-GIBIBYTE = 1 << 30
 
 
 class Chosen(NamedTuple):

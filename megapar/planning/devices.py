@@ -10,9 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
 
-GIGA, TERA, GIBIBYTE = 10**9, 10**12, 2**30
+GIGA, TERA = 10**9, 10**12
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {"h800": "h800-80g", "h100": "h100-80g", "h200": "h200-141g", "a100": "a100-80g", "v100": "v100-32g"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megapar.arguments import Config
+from megapar.core.units import GIBIBYTE
 from megapar.errors import ConfigError
-from megapar.planning.devices import GIBIBYTE, DeviceKind, kinds
+from megapar.planning.devices import DeviceKind, kinds
 from megapar.planning.memory import StageMemory
 from megapar.planning.plan import Plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapar.config.report import group_lines
-from megapar.planning.devices import GIBIBYTE
+from megapar.core.units import GIBIBYTE
 from megapar.planning.plan import Plan
 
 SHOWN_STAGES = 16

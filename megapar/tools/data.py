@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megapar.errors import MegaparError
-from megapar.tools.parser import Parser
+from megapar.tools.environment import cores
+from megapar.tools.parser import Parser, count
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,21 +50,10 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
-    parser.add_argument("--workers", type=_count, default=_cores(), help="processes (default: all cores)")
+    parser.add_argument("--workers", type=count, default=cores(), help="processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="no end token behind each document")
     parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx")
     parser.set_defaults(run=_prepare)
-
-
-def _count(text: str) -> int:
-    """A whole number from 1 on, as argparse wants it said."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -132,7 +122,7 @@ class _Progress:
 def _check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--vocab-size", type=_count, help="refuse ids at or above it")
+    known.add_argument("--vocab-size", type=count, help="refuse ids at or above it")
     known.add_argument("--tokenizer-model", help="refuse ids that this tokenizer does not have")
     parser.set_defaults(run=_check)
 
@@ -161,7 +151,7 @@ def _check(args: argparse.Namespace) -> int:
 def _train_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="sentencepiece model to write")
-    parser.add_argument("--vocab-size", type=_count, required=True, help="ids, the seven special ones among them")
+    parser.add_argument("--vocab-size", type=count, required=True, help="ids, the seven special ones among them")
     parser.add_argument("--hf", metavar="FOLDER", help="write it in Hugging Face's form too")
     parser.set_defaults(run=_train)
 

@@ -23,7 +23,7 @@ from megapar.config.flag import SCRIPTS
 from megapar.config.hints import near_path
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
-from megapar.tools.parser import Parser
+from megapar.tools.parser import Parser, count
 
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nproc-per-node", type=_count, default=1, metavar="N", help="ranks on this node (default: 1)")
+    add("--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this node (default: 1)")
     add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="nodes (default: 1), or MIN:MAX of them")
     add(
         "--max-restarts",
@@ -163,16 +163,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _nodes(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
-    low, high = _count(least), _count(most or least)
+    low, high = count(least), count(most or least)
     if low > high:
         raise argparse.ArgumentTypeError(f"MIN:MAX with MIN <= MAX, got {text}")
     return low, high
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _launch(options: argparse.Namespace) -> Launch:

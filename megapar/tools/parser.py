@@ -26,3 +26,10 @@ class Parser(argparse.ArgumentParser):
         known = sorted({name for parser in parsers for name in parser._option_string_actions if name.startswith("--")})
         longer = [name for name in known if name.startswith(word)][:1]
         return longer or get_close_matches(word, known, 1, 0.6)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on, as argparse wants it said."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)

@@ -16,12 +16,12 @@ from typing import Any
 
 from megapar.config.report import refusal
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.planning.change import line_of
 from megapar.tools import chart
 from megapar.tools.parser import Parser
 
-GIBIBYTE = 2**30
 COLUMNS = 80
 _SAID = '<tr class="flag">'
 SHOWN_RANKS = 512

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from megapar.arguments import Config
 from megapar.core.memory import MemoryTracker
+from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
-from megapar.planning.devices import GIBIBYTE
 from megapar.tools.pretend import pretend
 from megapar.trainer import Trainer
 

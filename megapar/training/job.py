@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megapar.arguments import Config
-from megapar.core.adaptive import GIBIBYTE, Adaptive
+from megapar.core.adaptive import Adaptive
 from megapar.core.axis import Axis
 from megapar.core.compiled import Compiled, run_functions
 from megapar.core.context_parallel.method import ContextParallel
@@ -33,6 +33,7 @@ from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.traffic import Traffic
+from megapar.core.units import GIBIBYTE
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError

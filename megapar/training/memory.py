@@ -10,10 +10,10 @@ import torch
 
 from megapar.arguments import Config
 from megapar.core.device.base import Device
+from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
 from megapar.moe.sizes import MEGATRON_MOE
 
-GIBIBYTE = 2**30
 Planned = Callable[[Config, str], str]
 
 

@@ -10,7 +10,8 @@ from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
 from megapar.core.checkpoint.facts import differences, stored_facts
 from megapar.core.sharding.cut import Described, local_box
-from megapar.core.sharding.plan import MEGABYTE, PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
+from megapar.core.sharding.plan import PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
+from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.model.table import parameter_counts, table_of

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megapar.arguments import parse
-from megapar.core.adaptive import GIBIBYTE, Adaptive
+from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Device
 from megapar.core.memory import MemoryTracker
+from megapar.core.units import GIBIBYTE
 from megapar.core.world import World
 from megapar.errors import TrainingError
 from megapar.model.context import Context

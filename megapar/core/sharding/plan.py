@@ -14,8 +14,6 @@ from fnmatch import fnmatchcase
 
 from megapar.core.sharding.cut import Described
 
-MEGABYTE = 2**20
-
 
 class PlanError(ValueError):
     """An anchor names no module, or one that another anchor names too."""

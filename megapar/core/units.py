@@ -1,0 +1,4 @@
+"""Units of bytes."""
+
+MEGABYTE = 2**20
+GIBIBYTE = 2**30
