@@ -106,11 +106,14 @@ def make_segments(config: Config, sizes: Sizes) -> list[PlannedSegment]:
         return local_box(row, config.grid, 0).numel * (max(4, item) if row.fp32 else item)
 
     sharding = config.sharding
+    # At stage 3 a part of a layer is gathered by its call. ERNIE 3.0 calls the parts of a layer as often as a rank's
+    # samples ask for, and hidden gathers of mp take the attention's weights without a call.
+    whole = sharding.sharding_stage == 3 and (isinstance(sizes, Ernie3Sizes) or config.ampipe.ampipe_tp_sp_comm_overlap)
     if sharding.sharding_segment_strategy == "segment_broadcast_MB":
-        return by_bytes(rows, cost, sharding.segment_broadcast_mb * MEGABYTE)
+        return by_bytes(rows, cost, sharding.segment_broadcast_mb * MEGABYTE, whole=whole)
     if sharding.sharding_segment_strategy == "segment_anchors":
         try:
-            return by_anchors(rows, cost, sharding.segment_anchors)
+            return by_anchors(rows, cost, sharding.segment_anchors, whole=whole)
         except PlanError as error:
             raise ConfigError([Complaint("segment-anchors", str(error))]) from error
     return by_unit(rows, cost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from tests.fuzz.case import Case, Pair, cases
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check
 from tests.fuzz.pairs import Directed, Pairs
+from tests.fuzz.table import OPTIONS
 
 BATCH = 20  # cases of one hypothesis run: a failure ends it, the next ones look for others
 
@@ -110,18 +112,31 @@ class PairFuzzer:
 
 
 def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: float) -> tuple[Case, str]:
-    """The case with every setting left out that it fails without, and what is wrong with it then."""
-    deadline = time.monotonic() + seconds
+    """The case with every setting left out that it fails in the same way without, and what is wrong with it then.
+
+    Sizes stay, whose defaults are large, and so does the loss scale of fp16, whose default overflows.
+    """
+    deadline, kept = time.monotonic() + seconds, {row.name for row in OPTIONS if row.size} | {"initial_loss_scale"}
     for setting in reversed(case.settings):
         if time.monotonic() > deadline:
             break
+        if setting[0] in kept:
+            continue
         left = tuple(other for other in case.settings if other != setting)
         # What is left may break a row, which then is no failure.
         tried = replace(case, settings=left, wild=case.wild or ("left out",))
         outcome = check(tried)
-        if outcome.kind == FAILED:
+        if outcome.kind == FAILED and _symptom(outcome.text) == _symptom(text):
             case, text = tried, outcome.text
     return case, text
+
+
+def _symptom(text: str) -> str:
+    """What kind of failure it is: a hang, the error that is raised, or numbers that differ."""
+    if "did not finish" in text:
+        return "hang"
+    found = re.findall(r"^\S*(?:Error|Exception)\b.*", text, re.MULTILINE)
+    return re.sub(r"[0-9.]+", "N", found[-1])[:60] if found else "numbers"
 
 
 class _Batch:

@@ -19,6 +19,8 @@ from megapar.core.sharding.part import Part, View
 from megapar.core.sharding.plan import PlannedSegment
 from megapar.core.world import World
 
+_READ_BY_ATTENTION = (".q_norm", ".k_norm")
+
 
 class FullSharding:
     """Parameters, gradients and optimizer state cut over the shard axis, replicated over dp.
@@ -58,7 +60,7 @@ class FullSharding:
         left = whole_experts(world, specs)
         self._ignored = {model.get_parameter(spec.name) for spec in left}
         self._wrap_apart(world, model, specs)
-        groups = _by_units(units, together) if plan is None else _by_plan(model, units, together, plan)
+        groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
         # What the forward uses last (tied, also first) the backward uses at once: it stays gathered in between.
         last = groups[0] if "head" in together else groups[-1]
         for modules in groups:
@@ -212,16 +214,19 @@ def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str])
 def _by_plan(
     model: nn.Module,
     units: Mapping[str, Sequence[nn.Module]],
+    specs: Sequence[Described],
     together: Sequence[str],
     plan: Sequence[PlannedSegment],
 ) -> list[list[nn.Module]]:
-    """The modules that own each segment's parameters; segments of units that share parameters become one group."""
+    """The modules whose calls need each segment's parameters: whole units, and what owns the rest of them.
+
+    Segments of units that share parameters become one group.
+    """
     shared = {id(m) for name in together for unit in units[name] for m in unit.modules()}
     joint = [module for name in units if name in together for module in units[name]]
     groups: list[list[nn.Module]] = []
     for planned in plan:
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in planned.names)
-        modules = [model.get_submodule(path) for path in paths]
+        modules = _called(model, units, specs, planned)
         modules = [module for module in modules if not isinstance(module, FSDPModule)]  # those kept apart
         others = [module for module in modules if id(module) not in shared]
         if len(others) < len(modules):
@@ -229,6 +234,23 @@ def _by_plan(
         else:
             groups.append(others)
     return [modules for modules in (joint, *groups) if modules]
+
+
+def _called(
+    model: nn.Module, units: Mapping[str, Sequence[nn.Module]], specs: Sequence[Described], planned: PlannedSegment
+) -> list[nn.Module]:
+    """A unit that the segment has whole is called as such. Of a part of one each module is called, but the norms of
+    queries and keys, which the attention reads: they are left to the root, which is gathered all the time."""
+    names = set(planned.names)
+    modules: dict[int, nn.Module] = {}
+    for spec in specs:
+        if spec.name in names:
+            rest = {other.name for other in specs if other.unit == spec.unit} - names
+            path = spec.name.rpartition(".")[0]
+            owners = [model.get_submodule(path)] if rest else units[spec.unit]
+            if not (rest and path.endswith(_READ_BY_ATTENTION)):
+                modules |= {id(owner): owner for owner in owners}
+    return list(modules.values())
 
 
 def _prefetch(groups: Sequence[Sequence[nn.Module]], depth: int) -> None:

@@ -2,7 +2,7 @@
 
 Sources: the two segment strategies of Paddle's sharding for ERNIE 3.0 (PaddlePaddle PR 31884), where a segment is what
 communication and computation overlap by. Here a segment is planned from the parameter table, in forward order; it may
-span several layers or be a part of one.
+span several layers or be a part of one. An attention is never cut: it reads weights of its parts beside their calls.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megapar.core.sharding.cut import Described
+
+_ATTENTION = "attention"
 
 
 class PlanError(ValueError):
@@ -41,14 +43,29 @@ def by_unit(rows: Sequence[Described], cost: Cost) -> list[PlannedSegment]:
     return _cut(rows, cost, lambda before, row, _: row.unit != before.unit)
 
 
-def by_bytes(rows: Sequence[Described], cost: Cost, limit_bytes: float) -> list[PlannedSegment]:
-    """A new segment where the bytes to gather have reached ``limit_bytes``; only whole modules are kept together."""
-    return _cut(rows, cost, lambda before, row, size: size >= limit_bytes and _owner(row) != _owner(before))
+def by_bytes(rows: Sequence[Described], cost: Cost, limit_bytes: float, *, whole: bool = False) -> list[PlannedSegment]:
+    """A new segment where the bytes to gather have reached ``limit_bytes``; only whole modules are kept together.
+
+    whole: whole layers are.
+    """
+
+    def owner(row: Described) -> str:
+        return row.unit if whole else _modules(row)[-1]
+
+    return _cut(rows, cost, lambda before, row, size: size >= limit_bytes and owner(row) != owner(before))
 
 
-def by_anchors(rows: Sequence[Described], cost: Cost, anchors: Sequence[str]) -> list[PlannedSegment]:
-    """A new segment at each module that an anchor, a path or a pattern of one, names. Raises PlanError."""
+def by_anchors(
+    rows: Sequence[Described], cost: Cost, anchors: Sequence[str], *, whole: bool = False
+) -> list[PlannedSegment]:
+    """A new segment at each module that an anchor, a path or a pattern of one, names. Raises PlanError.
+
+    whole: layers are kept whole; what would begin inside one begins before it.
+    """
     starts = _starts(rows, anchors)
+    if whole:
+        units = {row.unit for row in rows if starts.intersection(_modules(row))}
+        return _cut(rows, cost, lambda before, row, _: row.unit != before.unit and row.unit in units)
     seen: set[str] = set()
 
     def cut(before: Described, row: Described, size: int) -> bool:
@@ -76,13 +93,11 @@ def _cut(
     return segments
 
 
-def _owner(row: Described) -> str:
-    return row.name.rpartition(".")[0]
-
-
 def _modules(row: Described) -> list[str]:
-    """Paths of all modules that the parameter lies in, outermost first."""
+    """Paths of all modules that the parameter lies in, outermost first; an attention's parts are none."""
     parts = row.name.split(".")[:-1]
+    if _ATTENTION in parts:
+        parts = parts[: parts.index(_ATTENTION) + 1]
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
