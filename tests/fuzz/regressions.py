@@ -29,6 +29,11 @@ MOE = "--num-layers 1 --num-attention-heads 4 --hidden-size 16 --ffn-hidden-size
 DENSE = f"{MOE} --num-experts 0"
 FOUR_EXPERTS = f"{MOE} --vocab-size 101 --num-experts 4"
 ERNIE = f"{MOE} --vocab-size 101 --attention-dropout 0 --hidden-dropout 0"
+BRANCHES = (
+    "--ernie-model ernie3 --task-type-vocab-size 5 --task-num-layers 1 --task-num-attention-heads 2 "
+    "--task-hidden-size 8 --task-ffn-hidden-size 16"
+)
+IN_MODULES = "--sharding-segment-strategy segment_broadcast_MB --segment-broadcast-MB 0.001"
 
 REGRESSIONS: tuple[Regression, ...] = (
     Regression(
@@ -77,5 +82,24 @@ REGRESSIONS: tuple[Regression, ...] = (
         2,
         f"{FOUR_EXPERTS} --cp-degree 2 --ep-degree 2 --ampipe-degree 4 --ampipe-capacity slice --moe-drop-policy probs "
         "--moe-model-type deepspeed_moe --moe-capacity-factor 0.5 --moe-min-capacity 1",
+    ),
+    Regression(
+        "the norms of queries and keys began a segment that only a call of theirs would have gathered",
+        "moe",
+        2,
+        f"{FOUR_EXPERTS} --qk-norm --sharding-stage 3 {IN_MODULES}",
+    ),
+    Regression(
+        "what an encoder remembers was projected by weights whose segment had been let go",
+        "ernie",
+        2,
+        f"{ERNIE} {BRANCHES} --seq-length 24 --generation-segments 2 --memory-length 4 --sharding-stage 3 {IN_MODULES}",
+    ),
+    Regression(
+        "gathers of mp that slices hide took the attention's weights before a call had gathered them",
+        "moe",
+        4,
+        f"{FOUR_EXPERTS} --mp-degree 2 --sequence-parallel --ep-degree 2 --ampipe-degree 2 --ampipe-tp-sp-comm-overlap "
+        f"--sharding-stage 3 {IN_MODULES}",
     ),
 )
