@@ -49,3 +49,19 @@ def test_anchors_start_segments_and_may_be_patterns() -> None:
 def test_anchors_that_do_not_fit_are_refused(anchors: list[str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         by_anchors(ROWS, cost, anchors)
+
+
+def test_an_attention_is_never_cut() -> None:
+    for segment in by_bytes(ROWS, cost, 1):
+        if ".attention." in segment.names[0]:
+            assert [name.rpartition(".")[0].rpartition(".")[2] for name in segment.names] == ["qkv", "proj"]
+    with pytest.raises(PlanError, match=r"names no module of this model"):
+        by_anchors(ROWS, cost, ["layers.1.attention.proj"])
+
+
+@pytest.mark.parametrize("limit", [1, 5000, 20000])
+def test_layers_may_be_kept_whole(limit: int) -> None:
+    for plan in (by_bytes(ROWS, cost, limit, whole=True), by_anchors(ROWS, cost, ["layers.*.mlp"], whole=True)):
+        held = [{row.unit for row in ROWS if row.name in segment.names} for segment in plan]
+        assert sum(map(len, held)) == len({row.unit for row in ROWS}) == 5
+    assert [segment.names[0] for segment in plan[1:]] == [f"layers.{n}.attention_norm.weight" for n in range(3)]
