@@ -24,6 +24,7 @@ from megapar.core.collectives import gather
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import SEQUENCE_DIM, local
+from megapar.core.weight_gradients import linear
 from megapar.model.attention import Attention
 from megapar.model.block import ErnieBlock
 from megapar.model.context import Context
@@ -121,10 +122,13 @@ def _plain(
 def _remembered(attention: Attention, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [B, M, N/mp, D] of a memory [B, M, H] that is whole on every rank and needs no gradient."""
     qkv = attention.qkv
-    weight = local(qkv.weight)[:, 1:]
-    bias = None if qkv.bias is None else local(qkv.bias)[:, 1:].flatten()
-    both = F.linear(memory, weight.flatten(0, -2), bias).unflatten(-1, weight.shape[:-1])
-    return both[..., 0, :], both[..., 1, :]
+    # A product that waits for its turn (zero-bubble) is that of a whole weight, queries' part and all.
+    later = None if qkv.weight_gradients is None else qkv.weight_gradients.of(qkv.weight)
+    first = 1 if later is None else 0
+    weight = local(qkv.weight)[:, first:]
+    bias = None if qkv.bias is None else local(qkv.bias)[:, first:].flatten()
+    both = linear(memory, weight.flatten(0, -2), bias, later).unflatten(-1, weight.shape[:-1])
+    return both[..., -2, :], both[..., -1, :]
 
 
 def _mask(memory: int, place: slice, valid: Tensor | None, device: torch.device) -> Tensor:

@@ -437,6 +437,7 @@ ERNIE3_ROWS: tuple[Row, ...] = (
     Row("ernie", 4, ("--cp-degree", "2", "--context-parallel-algo", "ulysses_cp_algo", *MP2, *SP), GROWING),
     Row("ernie3", 2, ("--pp-degree", "2", *ZERO_BUBBLE), (), 1, 4),
     Row("ernie3", 4, ("--pp-degree", "2", *ZBV, *MP2, *SP), FOUR_LAYERS, 2, 4),
+    Row("ernie3", 4, ("--pp-degree", "2", *ZBV, *_stages(2)[0]), FOUR_LAYERS, 1, 4),
 )
 
 ROUTING_ROWS: tuple[Row, ...] = (

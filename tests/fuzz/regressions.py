@@ -96,6 +96,13 @@ REGRESSIONS: tuple[Regression, ...] = (
         f"{ERNIE} {BRANCHES} --seq-length 24 --generation-segments 2 --memory-length 4 --sharding-stage 3 {IN_MODULES}",
     ),
     Regression(
+        "weights that an encoder remembers by had a gradient before their turn, and their segment left early",
+        "ernie",
+        4,
+        f"{ERNIE} {BRANCHES} --num-layers 2 --seq-length 24 --generation-segments 2 --memory-length 4 --pp-degree 2 "
+        "--use-nanopipe --sharding-degree 2 --gradient-merge-acc-step 4",
+    ),
+    Regression(
         "gathers of mp that slices hide took the attention's weights before a call had gathered them",
         "moe",
         4,
