@@ -46,10 +46,10 @@ class Diary(Traffic):
         self.events: list[dict[str, object]] | None = None
         self._launched: dict[int, float] = {}
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
         """As it is, with the time."""
         now = time.perf_counter()
-        flight = super().launch(exchange, x, aside)
+        flight = super().launch(exchange, x, aside, owned)
         self._launched[id(flight)] = now
         return flight
 

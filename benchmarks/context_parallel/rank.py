@@ -32,9 +32,9 @@ HEADS, GROUPS, SIZE = 8, 4, 64
 class WaitingTraffic(Traffic):
     """Nothing flies while anything is computed."""
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
         """Launch, and wait at once."""
-        flight = super().launch(exchange, x, aside)
+        flight = super().launch(exchange, x, aside, owned)
         if flight.work is not None:
             self.meter.wait(flight.work, flight.kind)
         return flight

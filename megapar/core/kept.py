@@ -145,7 +145,7 @@ class KeptTensor:
         if self._host is None:
             assert self._piece is not None
             own[: self._piece.numel()].copy_(self._piece)
-            self._flight = keeper.traffic.launch(AllGather(keeper.mp, buffer), own)
+            self._flight = keeper.traffic.launch(AllGather(keeper.mp, buffer), own, owned=True)
             return
         keeper.coming.wait_stream(keeper.device.current_stream())
         with keeper.coming:
@@ -153,7 +153,7 @@ class KeptTensor:
             own[: self._host.numel()].copy_(self._host, non_blocking=True)
             self._back = keeper.coming.record_event()
             if size > 1:
-                self._flight = keeper.traffic.launch(AllGather(keeper.mp, buffer), own)
+                self._flight = keeper.traffic.launch(AllGather(keeper.mp, buffer), own, owned=True)
 
     def whole(self) -> Tensor:
         """The tensor as it was; the current stream waits for it."""

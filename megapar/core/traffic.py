@@ -53,13 +53,16 @@ class Traffic:
         return tuple(self._open.values())
 
     def land_since(self, mark: tuple[Flight, ...]) -> None:
-        """Wait for everything launched since ``mark`` was taken."""
+        """Wait for everything launched since ``mark`` was taken, but for what its owner waits for."""
         before = {id(flight) for flight in mark}
-        for flight in [flight for key, flight in self._open.items() if key not in before]:
+        for flight in [flight for key, flight in self._open.items() if key not in before and not flight.owned]:
             self.land(flight)
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False) -> Flight:
-        """Launch one collective; the flight keeps its input. aside: the current stream is not where it will be used."""
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
+        """Launch one collective; the flight keeps its input.
+
+        aside: the current stream is not where it will be used. owned: whoever launches it waits for it, nobody else.
+        """
         x = x.contiguous()
         if exchange.axis.size == 1:
             output, work = x, None
@@ -68,7 +71,7 @@ class Traffic:
             aside = True
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
-        flight = Flight(exchange, x, output, work, aside)
+        flight = Flight(exchange, x, output, work, aside, owned)
         if work is not None:
             self.launched[exchange.kind] += 1
         self._open[id(flight)] = flight
@@ -114,6 +117,7 @@ class Flight(NamedTuple):
     output: Tensor
     work: dist.Work | None
     aside: bool = False
+    owned: bool = False
 
     @property
     def kind(self) -> str:

@@ -149,9 +149,9 @@ class Noted(Traffic):
         super().__init__()
         self.events = events
 
-    def launch(self, exchange, x):
+    def launch(self, exchange, x, *rest):
         self.events.append(f"{exchange.kind[0]}{exchange.kind[4] if exchange.kind[0] == 'a' else ''}^")
-        return super().launch(exchange, x)
+        return super().launch(exchange, x, *rest)
 
     def land(self, flight):
         kind = flight.exchange.kind

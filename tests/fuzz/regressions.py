@@ -103,6 +103,14 @@ REGRESSIONS: tuple[Regression, ...] = (
         "--use-nanopipe --sharding-degree 2 --gradient-merge-acc-step 4",
     ),
     Regression(
+        "what one recomputed unit kept was waited for by another one, and once more by its own",
+        "moe",
+        6,
+        "--num-layers 3 --num-attention-heads 6 --hidden-size 24 --ffn-hidden-size 15 --init-std 0.1 --vocab-size 101 "
+        "--seq-length 24 --num-experts 6 --ep-degree 2 --mp-degree 3 --recompute-interval 1 --recompute-partition "
+        "--ampipe-degree 4 --ampipe-cross-layer --mtp-depth 1",
+    ),
+    Regression(
         "gathers of mp that slices hide took the attention's weights before a call had gathered them",
         "moe",
         4,

@@ -94,11 +94,11 @@ class _Deferred(TorchFunctionMode):
 class LateTraffic(Traffic):
     """Collectives wait for what is enqueued on the stream they are launched from, as on an accelerator."""
 
-    def launch(self, exchange: Exchange, x: Tensor) -> Flight:
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
         """See ``Traffic``."""
         if LateStream.current is not None:
             LateStream.current.run(LateStream.current.record_event()[1])
-        return super().launch(exchange, x)
+        return super().launch(exchange, x, aside, owned)
 
 
 class LateDevice(Device):
