@@ -239,8 +239,11 @@ def _by_plan(
 def _called(
     model: nn.Module, units: Mapping[str, Sequence[nn.Module]], specs: Sequence[Described], planned: PlannedSegment
 ) -> list[nn.Module]:
-    """A unit that the segment has whole is called as such. Of a part of one each module is called, but the norms of
-    queries and keys, which the attention reads: they are left to the root, which is gathered all the time."""
+    """What is called for a segment's parameters: the unit where the segment has it whole, else each owner.
+
+    Nobody calls the norms of queries and keys, which the attention reads: in a part of a unit they are left to the
+    root, which is gathered through the whole forward and backward.
+    """
     names = set(planned.names)
     modules: dict[int, nn.Module] = {}
     for spec in specs:
