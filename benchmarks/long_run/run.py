@@ -3,8 +3,8 @@
     python -m benchmarks.long_run.run [--steps 2000] [--restarts 3] [--only NAME ..] [--results FOLDER]
 
 Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with
-a process killed at equal distances, after which the launcher starts all again from the last checkpoint. A look every
-two seconds at what each process holds. Status 1 where a run did not end, the killed run's losses differ in a bit, or
+a process killed in its first part, after which the launcher starts all again from the last checkpoint. A look every two
+seconds at what each process holds. Status 1 where a run did not end, the killed run's losses differ in a bit, or
 what was late in a run is more than early by LIMITS.
 """
 
@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 2.0
 SHORTEST = 100  # steps of a start, below which there is nothing to compare
 EARLY, LATE = (0.1, 0.3), (0.8, 1.0)  # parts of a run, or of its last start, that are compared
+# Kills lie in the first part of a run, so that what the last start holds is seen over most of the steps.
+KILLS_UNTIL = 0.375
 # Late over early. Seconds have the weather of the machine in them, memory what an allocator keeps; files may not grow.
 LIMITS = {"step_seconds": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0}
 EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"
@@ -179,10 +181,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    if options.steps < SHORTEST * (options.restarts + 1):
+    if options.steps * KILLS_UNTIL < SHORTEST * options.restarts:
         parser.error(f"a look every {LOOK_SECONDS:g} s needs {SHORTEST} steps and more of every start")
-    parts = options.restarts + 1
-    kills = [options.steps * part // parts for part in range(1, parts)]
+    kills = [round(options.steps * KILLS_UNTIL * part / options.restarts) for part in range(1, options.restarts + 1)]
     runs: dict[str, Run] = {}
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
