@@ -110,8 +110,9 @@ def train(
         trainer = Trainer(config, world, corpus, stop_signal)
         outcome = trainer.run()
     except torch.OutOfMemoryError as error:
+        failure = out_of_memory(config, device, error, planned)
         world.abandon()
-        raise out_of_memory(config, device, error, planned) from error
+        raise failure from error
     except BaseException:
         # The other ranks may be gone: nobody waits for anybody on this way out.
         world.abandon()
@@ -211,7 +212,8 @@ class Trainer:
         if (self.control.save or self.checkpoints.due(iteration)) and not self._done:
             self._save(final=False)
         if self.local_saves is not None and self.local_saves.due(iteration) and not self._done:
-            self._settle()
+            self._flush()
+            self._wait_for_offloaded()
             self.local_saves.save(iteration, self._scalars())
 
     def _finish(self) -> Path | None:
@@ -221,7 +223,8 @@ class Trainer:
         if self.local_saves is not None:
             self.local_saves.remove()
         self.job.sharding.wait()
-        return None if self.control.stop else self._export()
+        done = self.progress.iteration >= self.config.training.train_iters  # asked to stop or not
+        return self._export() if done else None
 
     def _flush(self) -> None:
         self._settle()
@@ -243,7 +246,13 @@ class Trainer:
         """Raise TrainingError where ranks that should hold the same hold something else."""
         self._settle()
         self.job.sharding.wait()
+        self._wait_for_offloaded()
         replicas.check(copies(self.job), self.world, f"iteration {self.progress.iteration}")
+
+    def _wait_for_offloaded(self) -> None:
+        """Masters and moments in host memory are written by the device, behind the host that is about to read them."""
+        if self.config.sharding.optimizer_offload:
+            self.world.device.synchronize()
 
     def _say(self, text: str) -> None:
         if self.terminal is not None:
@@ -325,6 +334,7 @@ class Trainer:
         if rate and isinstance(self.job.model, Decoder):
             total = load.clone()
             if self.data.group is not None:
+                self.data.note("load")
                 dist.all_reduce(total, group=self.data.group)
             rows = total if self.job.pipeline is None else total[self.job.model.load_rows]
             self.job.model.update_router_bias(rows, rate if bad is None else rate * (1 - bad.double()))
@@ -397,13 +407,13 @@ class Trainer:
         self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
         if "spikes" in loaded.scalars:
-            self.numbers.spikes.restore(loaded.scalars["spikes"])
+            self.numbers.restore(loaded.scalars["spikes"])
         self._notes += tuple(self.checkpoints.notes)
         if self.progress.iteration == 0:  # --finetune, or a checkpoint of weights alone
             self._notes += (f"weights: {self.checkpoints.resumed_from}; the run starts at iteration 0",)
 
     def _save(self, *, final: bool) -> None:
-        self._settle()
+        self._flush()  # what a resumed run does not do again has to be in its log and its history of losses
         with self.monitor.paused():
             self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()
@@ -411,7 +421,7 @@ class Trainer:
     def _scalars(self) -> dict[str, Any]:
         scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
-        scalars["spikes"] = self.numbers.spikes.state()
+        scalars["spikes"] = self.numbers.state()
         return scalars
 
     def _export(self) -> Path | None:

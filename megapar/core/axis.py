@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,17 @@ from megapar.core.journal import Journal
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megapar.core.meter import WaitMeter
+
 
 class Ledger(Counter[tuple[str, str]]):
-    """(axis, kind of collective) -> bytes that this rank sent. closed: nothing is added."""
+    """(axis, kind of collective) -> bytes that this rank sent. closed: nothing is added.
+
+    meter: of the waits for collectives that are launched and waited for at once; None: nobody asks.
+    """
 
     closed = False
+    meter: WaitMeter | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +61,11 @@ class Axis:
     def note(self, kind: str) -> None:
         """A collective is about to be launched here."""
         self.ledger.journal.note(self.name, kind)
+
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Around a collective over this axis that is launched and waited for at once."""
+        meter = self.ledger.meter
+        return nullcontext() if meter is None else meter.around(f"{self.name}/{kind}")
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:

@@ -58,7 +58,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce in place, outside autograd; returns its argument."""
     if axis.size > 1:
-        transport.all_reduce(x, axis, op)
+        with axis.waiting("all_reduce"):
+            transport.all_reduce(x, axis, op)
     return x
 
 
@@ -89,7 +90,8 @@ def _join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All ranks' pieces, concatenated along ``dim`` in rank order."""
     piece = x.movedim(dim, 0).contiguous()
     whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
-    transport.all_gather(whole, piece, axis)
+    with axis.waiting("all_gather"):
+        transport.all_gather(whole, piece, axis)
     return whole.movedim(0, dim).contiguous()
 
 
@@ -102,7 +104,8 @@ def _sum_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
     length = _piece_length(x, axis, dim)
     whole = x.movedim(dim, 0).contiguous()
     piece = whole.new_empty((length, *whole.shape[1:]))
-    transport.reduce_scatter(piece, whole, axis)
+    with axis.waiting("reduce_scatter"):
+        transport.reduce_scatter(piece, whole, axis)
     return piece.movedim(0, dim).contiguous()
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,18 @@ class WaitMeter:
             return
         start = time.perf_counter()
         work.wait()
+        self._waits.host[kind] += time.perf_counter() - start
+
+    @contextmanager
+    def around(self, kind: str) -> Iterator[None]:
+        """A collective that is launched and waited for in here. kind: as for ``wait``."""
+        if self._mark is not None:
+            before = self._mark()
+            yield
+            self._waits.stalls.append((kind, before, self._mark()))
+            return
+        start = time.perf_counter()
+        yield
         self._waits.host[kind] += time.perf_counter() - start
 
     def take(self) -> Waits:

@@ -26,7 +26,10 @@ def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int] = ())
     """
     grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
     device, dtype = parts[0].master.device, parts[0].master.dtype
-    total = torch.tensor([0.0, *besides], dtype=widest(device), device=device)
+    total = torch.zeros(1 + len(besides), dtype=widest(device), device=device)
+    for i, number in enumerate(besides, start=1):
+        if number:
+            total[i].fill_(number)  # a copy from the host would wait for the device
     if grads:
         total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()
     if world.group is not None:

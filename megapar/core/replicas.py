@@ -65,9 +65,10 @@ def check(copies: Iterable[Copy], world: World, when: str) -> None:
     by_axis: dict[tuple[int, ...], list[Copy]] = {}
     for copy in copies:
         by_axis.setdefault(copy.axis.ranks, []).append(copy)
-    found = [problem for same in by_axis.values() for problem in _compare(same)]
+    device = world.device.torch_device
+    found = [problem for same in by_axis.values() for problem in _compare(same, device)]
     everyone = world.axis("world")
-    bad = torch.tensor(len(found), dtype=torch.int64, device=world.device.torch_device)
+    bad = torch.tensor(len(found), dtype=torch.int64, device=device)
     if everyone.group is not None:
         dist.all_reduce(bad, group=everyone.group)
     if bad.item():
@@ -82,9 +83,10 @@ def check(copies: Iterable[Copy], world: World, when: str) -> None:
         )
 
 
-def _compare(copies: Sequence[Copy]) -> list[str]:
+def _compare(copies: Sequence[Copy], device: torch.device) -> list[str]:
     axis = copies[0].axis
-    digests = torch.stack([digest(copy.tensor) for copy in copies])
+    # Offloaded masters lie in host memory, and the group may reach the device alone.
+    digests = torch.stack([digest(copy.tensor).to(device) for copy in copies])
     extremes = torch.cat([digests, ~digests])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.group)
     greatest, least = extremes[: len(copies)], ~extremes[len(copies) :]

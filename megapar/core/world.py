@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
 
 GRACE = timedelta(seconds=3)
@@ -157,9 +159,17 @@ class World:
             dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """Leave after a failure, without waiting for ranks that may be gone."""
-        if self.grid.world_size > 1 and dist.is_initialized():
+        """Leave after a failure, without waiting for ranks that may be gone.
+
+        Groups on an accelerator are aborted: to destroy them would wait for what they have launched.
+        """
+        if self.grid.world_size == 1 or not dist.is_initialized():
+            return
+        if self.device.type == "cpu":
             dist.destroy_process_group()
+            return
+        with suppress(RuntimeError):  # where the vendor's library knows no abort, they end with the process
+            abort_process_groups()
 
     def _make_axis(self, name: str) -> Axis:
         ranks = axis_ranks(self.grid, name, self.rank)

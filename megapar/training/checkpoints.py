@@ -63,6 +63,7 @@ class Checkpoints:
         self.notes: list[str] = []
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
+        self._resumed_whole: Path | None = None  # the same, unless its weights alone were taken
 
     # Loading
 
@@ -131,6 +132,7 @@ class Checkpoints:
 
     def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
         self.resumed_from = folder
+        self._resumed_whole = folder.resolve() if loaded.scalars else None
         self.notes += [f"{folder} has no {what}; it starts anew" for what in loaded.initial]
         return loaded
 
@@ -171,8 +173,7 @@ class Checkpoints:
 
         in_background = self._background is not None and not final
         self.settle()
-        loaded = self.resumed_from is not None and folder.resolve() == self.resumed_from.resolve()
-        if loaded or iteration == self._saved_at:
+        if iteration == self._saved_at or folder.resolve() == self._resumed_whole:
             return
         self._saved_at = iteration
         shards = {**state.weights(self._job), **state.moments(self._job)}

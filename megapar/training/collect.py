@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
-from megapar.core.sharding.part import View
+from megapar.core.sharding.part import Sharding, View
 from megapar.core.world import World
 from megapar.model.table import ParameterSpec
 
 
-def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.dtype) -> Tensor | None:
+def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.dtype, *, full: bool) -> Tensor | None:
     """The whole tensor on the CPU of rank 0, None elsewhere; every rank must call it with the same parameter.
 
     Each rank that answers for its piece sends it; which rank holds what is arithmetic over the grid. view: None on
-    ranks whose pipeline stage does not have the parameter.
+    ranks whose pipeline stage does not have the parameter. full: of the sharding.
     """
     grid = world.grid
     if grid.world_size == 1:
@@ -31,8 +31,6 @@ def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.d
             dist.send(mine, 0)
         return None
     whole = torch.empty(spec.shape, dtype=dtype)
-    # Stage 3 cuts what does not divide evenly along another dim; there is no pipeline then, so rank 0 has a piece too.
-    full = view is not None and view.box != master_box(spec, grid, 0)
     for rank in owners:
         box = master_box(spec, grid, rank, full=full)
         if rank == 0:
@@ -45,16 +43,18 @@ def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.d
     return whole
 
 
-def collect_all(world: World, table: Iterable[ParameterSpec], views: Iterable[View]) -> Iterator[tuple[str, Tensor]]:
+def collect_all(
+    world: World, table: Iterable[ParameterSpec], sharding: Sharding, tensors: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) one after the other on rank 0; other ranks yield nothing but must be run to the end.
 
-    table: of the whole model; its trainable parameters are collected in its order. views: what this rank has of them.
+    table: of the whole model; its trainable parameters are collected in its order. tensors: beside this rank's parts.
     """
-    mine = {view.spec.name: view for view in views}
+    mine = {view.spec.name: view for view in sharding.views(tensors)}
     dtype = next(iter(mine.values())).tensor.dtype
     for spec in table:
         if spec.trainable:
-            whole = collect(world, spec, mine.get(spec.name), dtype)
+            whole = collect(world, spec, mine.get(spec.name), dtype, full=sharding.full)
             if whole is not None:
                 yield spec.name, whole
 

@@ -30,6 +30,7 @@ class Denominators:
         self._counts = torch.tensor([*own, sum(batch.tokens for batch in batches)], dtype=torch.int64)
         self._work: dist.Work | None = None
         if data.group is not None:
+            data.note("counts")
             self._work = dist.all_reduce(self._counts, group=data.group, async_op=True)
 
     @property

@@ -39,5 +39,5 @@ def save_hf(
 
 def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
     masters = [part.master for part in job.sharding.parts]
-    yield from collect_all(job.world, job.table, job.sharding.views(masters))
+    yield from collect_all(job.world, job.table, job.sharding, masters)
     yield from collect_buffers(job.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)

@@ -114,8 +114,8 @@ class Gradients:
     def _loss_factor(self, denominators: Denominators) -> float:
         """What the loss is multiplied by, and its gradients divided by in fp32 after the reduction.
 
-        fp16: a loss per token of the global batch has gradients too small to represent; a mean over the micro-batch
-        has not.
+        fp16: a loss per token of the global batch has gradients too small to represent; times the tokens of a
+        micro-batch they are not.
         """
         if self._loss_scale is None:
             return 1.0

@@ -83,7 +83,7 @@ def make_job(config: Config, world: World) -> Job:
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
-    meter = WaitMeter(world.device.timed_event())
+    world.ledger.meter = meter = WaitMeter(world.device.timed_event())
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
     traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
@@ -311,6 +311,6 @@ def copies(job: Job) -> Iterator[Copy]:
                 yield Copy(name, parameter, axis)
     for name, buffer in job.model.named_buffers():
         if name in rows:
-            for axis in (job.world.axis("data"), job.world.axis("mp")):
+            for axis in map(job.world.axis, ("data", "cp", "mp")):
                 if axis.group is not None:
                     yield Copy(name, buffer, axis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Spikes:
         """What a checkpoint keeps."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
-    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's state."""
         self.losses.extend(state["losses"])
         self.norms.extend(state["norms"])
@@ -67,6 +67,15 @@ class Numbers:
         self.spikes = spikes
         self.in_a_row = 0
         self.news: list[str] = []
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**self.spikes.state(), "in_a_row": self.in_a_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's state; older ones have no count of bad steps."""
+        self.spikes.restore(state)
+        self.in_a_row = state.get("in_a_row", 0)
 
     def good(self) -> None:
         """A step changed the model."""

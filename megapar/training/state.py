@@ -130,7 +130,8 @@ def load(
     progress: where this run stands without it. Raises CheckpointError where it is missing or damaged, and
     CheckpointMismatchError where it is of another model or was trained on another schedule.
     """
-    layout, targets = store.read_layout(folder), weights(job)
+    group = job.world.axis("world").group
+    layout, targets = store.first_read_layout(folder, group), weights(job)
     if not any(name.startswith("optimizer/") for name in layout.tensors):
         options = replace(options, finetune=True)
     fit = fitted(layout.model, model_facts(job), alone=options.finetune)
@@ -145,7 +146,7 @@ def load(
         expect_model=fit.facts,
         ignore=() if with_moments else ("optimizer/", *_stored_names(fit.left)),
         verify=options.verify,
-        group=job.world.axis("world").group,
+        group=group,
     )
     loaded = take(folder, saved, job, progress, schedule, options, loss_scale)
     return replace(loaded, initial=tuple(block.name for block in fit.initial))

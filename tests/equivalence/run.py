@@ -128,11 +128,10 @@ def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         if sum(piece.numel() for piece in mine.values()):
             dist.send(torch.cat([piece.flatten() for piece in mine.values()]), 0)
         return {}
-    full = {name for name, view in views.items() if view.box != master_box(view.spec, grid, 0)}
     dtype = next(iter(views.values())).tensor.dtype
     found = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in table}
     for rank, specs in enumerate(owned):
-        boxes = {spec.name: master_box(spec, grid, rank, full=spec.name in full) for spec in specs}
+        boxes = {spec.name: master_box(spec, grid, rank, full=trainer.job.sharding.full) for spec in specs}
         pieces = list(mine.values())
         if rank:
             sent = torch.empty(sum(box.numel for box in boxes.values()), dtype=dtype)

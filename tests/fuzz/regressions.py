@@ -117,4 +117,11 @@ REGRESSIONS: tuple[Regression, ...] = (
         f"{FOUR_EXPERTS} --mp-degree 2 --sequence-parallel --ep-degree 2 --ampipe-degree 2 --ampipe-tp-sp-comm-overlap "
         f"--sharding-stage 3 {IN_MODULES}",
     ),
+    Regression(
+        "rank 0 told from its own piece of an unevenly cut vocabulary how stage 3 cuts the others'",
+        "moe",
+        6,
+        "--mp-degree 2 --sharding-stage 3 --num-layers 1 --num-attention-heads 8 --num-query-groups 4 --hidden-size 64 "
+        "--seq-length 16 --vocab-size 17 --num-experts 2 --moe-ffn-hidden-size 6",
+    ),
 )

@@ -59,8 +59,7 @@ def train(
     trainer.job.sharding.wait()
     parts = trainer.job.sharding.parts
     masters = {
-        n: t.clone()
-        for n, t in collect_all(world, trainer.job.table, trainer.job.sharding.views([p.master for p in parts]))
+        n: t.clone() for n, t in collect_all(world, trainer.job.table, trainer.job.sharding, [p.master for p in parts])
     }
     world.close()
     return records, masters

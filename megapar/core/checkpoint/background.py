@@ -4,7 +4,8 @@
     thread      |   copy to host memory ......................|..| hash, write, fsync, rename
 
 What is saved changes in the update only, so that the copy is taken under the forward and backward that follow, and the
-step waits for nothing but what is left of it when the update is due.
+step waits for nothing but what is left of it when the update is due. Of state in host memory that a device
+writes (offloaded moments) the caller waits for the device first.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 root/job/iter_0000120/
   rank-00003.safetensors      all shards that rank 3 holds
-  rank-00003.json             {"sha256": of all below it, facts, scalars, the file's size and SHA-256}; written last
+  rank-00003.json             {"sha256": of all below, facts, start, scalars, the file's size and SHA-256}; written last
 root/job/owner-4711           of the process that started the ranks here; a job whose owners are gone is removed
 
-They fit the layout that wrote them and no other. What survives a death: of a process, everything; of a node, the copies
-on the node behind it.
+They fit the layout that wrote them and no other, and what is put together was written by one start of the job: another
+start may have gone another way to the same iteration. What survives a death: of a process, everything; of a node, the
+copies on the node behind it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Found:
-    """A whole local checkpoint. holders: rank -> the rank whose node has its files."""
+    """A whole local checkpoint. start: that wrote it. holders: rank -> the rank whose node has its files."""
 
     iteration: int
+    start: str
     holders: Mapping[int, int]
 
 
@@ -76,6 +78,13 @@ class Local:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self._folder / f"owner-{os.getppid()}").touch()
         _remove_orphans(root)
+        for path in self._folder.glob("iter_*/rank-*"):
+            if path.name >= f"rank-{world_size:05d}":  # of a larger start: nobody would ever write over it
+                path.unlink(missing_ok=True)
+        name = [uuid.uuid4().hex]
+        if group is not None:
+            dist.broadcast_object_list(name, group=group, group_src=0)
+        self._start = name[0]
 
     # Saving
 
@@ -86,9 +95,9 @@ class Local:
         that one rank could not write is removed on all of them, and no older one for it.
         """
         place = self._folder / f"iter_{iteration:07d}"
-        place.mkdir(exist_ok=True)
         failure: OSError | None = None
         try:
+            place.mkdir(exist_ok=True)
             self._write(place, iteration, state, scalars)
         except OSError as error:
             failure = error
@@ -112,6 +121,7 @@ class Local:
         head = {
             "facts": self._facts,
             "iteration": iteration,
+            "start": self._start,
             "scalars": scalars,
             "file": [_data(self._rank), entry.size, entry.sha256],
         }
@@ -134,8 +144,11 @@ class Local:
         sizes = int(out.item()), int(back.item())
         aside = received.with_name(f"{received.name}.tmp-{uuid.uuid4().hex[:12]}") if received else None
         reader = sent.open("rb") if sent and sizes[0] else None
-        writer = aside.open("xb", buffering=0) if aside else None
-        full = False
+        writer, full = None, False
+        try:
+            writer = aside.open("xb", buffering=0) if aside else None
+        except OSError:
+            full = True  # the other rank sends all the same
         try:
             for start in range(0, max(sizes), CHUNK_BYTES):
                 here, there = (max(0, min(CHUNK_BYTES, size - start)) for size in sizes)
@@ -149,7 +162,7 @@ class Local:
                 if file is not None:
                     file.close()
         if aside is not None and received is not None:
-            aside.unlink() if full else aside.rename(received)
+            aside.unlink(missing_ok=True) if full else aside.rename(received)
 
     def _exchange(
         self, out: torch.Tensor | None, back: torch.Tensor | None, to: int | None, source: int | None
@@ -168,23 +181,23 @@ class Local:
     def find(self) -> Found | None:
         """The newest local checkpoint that all ranks together still have whole; every rank calls it."""
         held = {
-            (iteration, rank)
+            (iteration, str(head["start"]), rank)
             for iteration, place in self._iterations().items()
             for rank in range(self._world_size)
-            if self._head(place, rank) is not None
+            if (head := self._head(place, rank)) is not None
         }
         everyone: list[Any] = [held]
         if self._group is not None:
             everyone = [None] * self._world_size
             dist.all_gather_object(everyone, held, group=self._group)
-        for iteration in sorted({iteration for part in everyone for iteration, _ in part}, reverse=True):
+        for iteration, start in sorted({one[:2] for part in everyone for one in part}, reverse=True):
             holders = {}
             for rank in range(self._world_size):
-                having = [holder for holder, part in enumerate(everyone) if (iteration, rank) in part]
+                having = [holder for holder, part in enumerate(everyone) if (iteration, start, rank) in part]
                 if having:
                     holders[rank] = rank if rank in having else having[0]
             if len(holders) == self._world_size:
-                return Found(iteration, holders)
+                return Found(iteration, start, holders)
         return None
 
     def load(self, found: Found, targets: Mapping[str, Shard]) -> dict[str, Any]:
@@ -200,7 +213,7 @@ class Local:
                 else:
                     self._swap(None, place / name, None, holder)
         head = self._head(place, self._rank)
-        if head is None:
+        if head is None or head["start"] != found.start:
             raise CheckpointError(f"{place / _data(self._rank)} is damaged")
         with ShardFile(place / _data(self._rank)) as shards:
             if sorted(shards.names()) != sorted(targets):
@@ -229,7 +242,7 @@ class Local:
             content = path.read_bytes()
             head = json.loads(content)
             entry = FileEntry(*head["file"])
-            sound = content == seal(content.partition(b"\n")[2]) and head["facts"] == self._facts
+            sound = content == seal(content.partition(b"\n")[2]) and head["facts"] == self._facts and "start" in head
             sound = sound and entry.name == _data(rank) and not check_file(place, entry, "full")
         except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
             return None

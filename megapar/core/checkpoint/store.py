@@ -25,6 +25,7 @@ __all__ = [
     "Verify",
     "checkpoints",
     "find",
+    "first_read_layout",
     "iteration_folder",
     "latest",
     "load",
@@ -99,6 +100,27 @@ def load(
         group,
     )
     return reader.scalars
+
+
+def first_read_layout(folder: Path, group: dist.ProcessGroup | None) -> Layout:
+    """``read_layout`` as the first rank of ``group`` finds it, on every rank, so that none turns to another folder.
+
+    A shared disk may show ranks different states of it. Raises CheckpointError, on every rank.
+    """
+    if group is None:
+        return read_layout(folder)
+    box: list[Layout | CheckpointError | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            box = [read_layout(folder)]
+        except CheckpointError as error:
+            box = [error]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    found = box[0]
+    if isinstance(found, CheckpointError):
+        raise found
+    assert found is not None
+    return found
 
 
 def _collectively(what: str, call: Callable[[], object], group: dist.ProcessGroup | None) -> None:

@@ -14,6 +14,7 @@ class CombinedSharding:
 
     def __init__(self, members: Sequence[Sharding]) -> None:
         self._members = members
+        self.full = any(member.full for member in members)  # whole experts are the same piece either way
         self.parts: list[Part] = [part for member in members for part in member.parts]
 
     def begin_step(self) -> None:

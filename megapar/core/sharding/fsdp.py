@@ -37,6 +37,8 @@ class FullSharding:
     somebody else.
     """
 
+    full = True
+
     def __init__(
         self,
         world: World,

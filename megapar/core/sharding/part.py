@@ -38,9 +38,13 @@ class View:
 
 
 class Sharding(Protocol):
-    """How parameters, gradients and optimizer state are kept; stages 1 and 2 and stage 3 share this face."""
+    """How parameters, gradients and optimizer state are kept; stages 1 and 2 and stage 3 share this face.
+
+    full: masters are cut as ``master_box`` cuts them with ``full``.
+    """
 
     parts: list[Part]
+    full: bool
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""

@@ -46,8 +46,10 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     own = torch.cat([piece.flatten() for piece in pieces])
     other = torch.empty_like(own)
     peer = pp.size - 1 - pp.rank
-    for work in (transport.send(own, pp, peer), transport.receive(other, pp, peer)):
-        meter.wait(work, f"{pp.name}/send")
+    # As one: where both ranks' queues had a send before the receipt, an accelerator would wait for ever.
+    work = transport.send_receive(other, own, pp, peer, peer)
+    assert work is not None
+    meter.wait(work, f"{pp.name}/send")
     _scatter(own + other, pieces)
 
 

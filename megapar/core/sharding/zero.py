@@ -48,6 +48,8 @@ class ZeroSharding:
     segments ahead of the one in use. offload: masters live in host memory.
     """
 
+    full = False
+
     def __init__(
         self,
         world: World,
