@@ -39,8 +39,8 @@ def drops(d: Drawn) -> bool:
 
 
 def policies(d: Drawn) -> list[str | None]:
-    """Samples that start alike tie in ``probs``, and rounding may break the tie either way: few must start alike."""
-    return [None, "choice", *(["probs"] if d.vocab_size > 100 and exact(d) else [])]
+    """Samples that start alike tie in ``probs``, and rounding may break the tie either way: next to none may."""
+    return [None, "choice", *(["probs"] if d.vocab_size > 1000 and exact(d) else [])]
 
 
 def exact(d: Drawn) -> bool:
@@ -108,7 +108,7 @@ def lengths(d: Drawn) -> list[int]:
 
 def vocabularies(d: Drawn) -> list[int]:
     """A rank's run is ceil(V / mp) tokens; the last rank has at least one."""
-    return [n for n in (101, 64, 33, 17, 9, 257) if (mp(d) - 1) * -(-n // mp(d)) < n]
+    return [n for n in (101, 64, 33, 17, 9, 2503) if (mp(d) - 1) * -(-n // mp(d)) < n]
 
 
 def shared_counts(d: Drawn) -> list[int | None]:
