@@ -258,6 +258,33 @@ def test_planned_exits_save_and_go_on(tmp_path: Path, saved: tuple[Path, dict[in
     assert losses(run_here(tmp_path, "--load", str(tmp_path))) == {step: saved[1][step] for step in (5, 6)}
 
 
+def test_a_stop_in_the_last_step_is_the_end_of_training(tmp_path: Path) -> None:
+    outcome = run_here(tmp_path / "c", "--exit-interval", "6", "--save-hf", str(tmp_path / "hf"))
+    assert outcome.iteration == 6
+    assert outcome.exported == tmp_path / "hf"
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_weights_alone_are_saved_over_the_checkpoint_that_they_are_from(root: Path) -> None:
+    before = shard_of(root, 6).read_bytes()
+    assert run_here(root, "--load", str(root), "--finetune").iteration == 6
+    assert shard_of(root, 6).read_bytes() != before
+
+
+def test_what_is_not_logged_yet_is_logged_before_a_save(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    seen: list[int] = []
+    save = Checkpoints.save
+
+    def look(self: Checkpoints, iteration: int, scalars: Mapping[str, Any], *, final: bool) -> None:
+        seen.append(len(metrics.read_text().splitlines()))
+        save(self, iteration, scalars, final=final)
+
+    with patch.object(Checkpoints, "save", look):
+        run_here(tmp_path / "c", "--log-interval", "100", "--metrics-jsonl", str(metrics))
+    assert seen == [2, 4, 6]
+
+
 def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
     run_here(tmp_path, "--save-interval", "0", "--save-interval-minutes", "1e-9")
     assert list(folders.checkpoints(tmp_path)) == [1, 2, 3, 4, 5, 6]

@@ -214,10 +214,8 @@ def test_a_digest_knows_every_bit_and_the_order(dtype: torch.dtype) -> None:
     assert replicas.digest(x[:, [1, 0, *range(2, 5000)]]) != replicas.digest(x)
 
 
-def diverge(
-    rank: int, world_size: int, rendezvous: str, flags: Sequence[str], name: str, bad_rank: int, kind: str
-) -> None:
-    """Flip one bit of a parameter's master on one rank after step 2."""
+def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], name: str, bad_rank: int) -> None:
+    """Flip one bit of a parameter's master, or of a buffer, on one rank after step 2."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place):
         config = parse("moe", _last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags)), dict(os.environ))
@@ -228,12 +226,15 @@ def diverge(
         trainer.step()
         if step == 1 and rank == bad_rank:
             masters = [part.master for part in trainer.job.sharding.parts]
-            view = next(v for v in trainer.job.sharding.views(masters) if v.spec.name == name)
-            tensor = view.tensor if kind == "master" else dict(trainer.job.model.named_parameters())[name].data
+            view = next((v for v in trainer.job.sharding.views(masters) if v.spec.name == name), None)
+            tensor = view.tensor if view is not None else dict(trainer.job.model.named_buffers())[name]
             tensor.view(-1)[0] += 1e-12
         if step == 0:
             trainer._check_replicas()
     trainer._check_replicas()
+
+
+BIASED = ("--num-experts", "4", "--moe-router-bias-update-rate", "0.01")
 
 
 @pytest.mark.parametrize(
@@ -249,13 +250,26 @@ def diverge(
             "final_norm.weight",
             r"on ranks \[2\], against \[0, 1, 3\] of mp",
         ),
+        (
+            ("--cp-degree", "4", "--seq-length", "16", *BIASED),
+            "layers.1.moe.router.correction_bias",
+            r"on ranks \[2\], against \[0, 1, 3\]",
+        ),
     ],
 )
 def test_a_replica_that_diverges_is_named(flags: tuple[str, ...], name: str, told: str) -> None:
     if "--mp-degree" in flags:
         flags = (*flags, "--num-query-groups", "4")
     with pytest.raises(RanksFailed, match=rf"TrainingError: iteration 3: replicas .* differ: .*{name} .*{told}"):
-        run_ranks(4, diverge, flags, name, 2, "master", group=False)
+        run_ranks(4, diverge, flags, name, 2, group=False)
+
+
+def test_limits_are_counted_over_a_restart() -> None:
+    before, after = Numbers(1, Spikes(0.0), None), Numbers(1, Spikes(0.0), None)
+    before.not_finite(5, float("inf"), "0-7", "first bad: x")
+    after.restore(json.loads(json.dumps(before.state())))
+    with pytest.raises(TrainingError, match="2 steps in a row were bad"):
+        after.not_finite(6, float("inf"), "0-7", "first bad: x")
 
 
 def test_limits_are_counted_in_a_row() -> None:

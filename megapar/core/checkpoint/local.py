@@ -18,6 +18,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Local:
         _remove_orphans(root)
         for path in self._folder.glob("iter_*/rank-*"):
             if path.name >= f"rank-{world_size:05d}":  # of a larger start: nobody would ever write over it
-                path.unlink(missing_ok=True)
+                _remove(path)
         name = [uuid.uuid4().hex]
         if group is not None:
             dist.broadcast_object_list(name, group=group, group_src=0)
@@ -162,7 +163,7 @@ class Local:
                 if file is not None:
                     file.close()
         if aside is not None and received is not None:
-            aside.unlink(missing_ok=True) if full else aside.rename(received)
+            _remove(aside) if full else aside.rename(received)
 
     def _exchange(
         self, out: torch.Tensor | None, back: torch.Tensor | None, to: int | None, source: int | None
@@ -270,13 +271,18 @@ def _head(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # it is gone, or its folder never was one
+        path.unlink()
+
+
 def _remove_files(place: Path, ranks: Sequence[int]) -> None:
     """Remove some ranks' files, the header first, and the folder when it is empty."""
     for rank in ranks:
         for name in (_head(rank), _data(rank)):
-            (place / name).unlink(missing_ok=True)
+            _remove(place / name)
     for left in place.glob("*.tmp-*"):
-        left.unlink(missing_ok=True)
+        _remove(left)
     try:
         place.rmdir()
     except OSError:

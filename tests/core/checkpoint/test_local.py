@@ -107,6 +107,56 @@ def test_any_header_is_sound_or_passed_over(tmp_path: Path, header: bytes) -> No
     assert local.find() is None
 
 
+def write_in_two_starts(rank: int, world: int, root: Path) -> int | None:
+    """Rank 1 writes 10 in the first start, rank 0 only in the second, which its node does not outlive."""
+    first = local_of(rank, world, root)
+    for iteration in (5, 10):
+        first.save(iteration, state(rank, float(iteration)), {})
+    dist.barrier()
+    second = local_of(rank, world, root)
+    if rank == 0:
+        second._write(root / "node0" / "job" / "iter_0000010", 10, state(rank, -10.0), {})
+        shutil.rmtree(root / "node1" / "job" / "iter_0000010")
+        shutil.rmtree(root / "node0" / "job" / "iter_0000005")
+    if rank == 1:
+        (root / "node1" / "job" / "iter_0000005" / "rank-00000.json").unlink()
+    dist.barrier()
+    found = second.find()
+    return None if found is None else found.iteration
+
+
+def test_pieces_of_two_starts_are_not_put_together(tmp_path: Path) -> None:
+    assert run_ranks(2, write_in_two_starts, tmp_path) == [None, None]
+
+
+def test_files_of_ranks_that_are_gone_give_their_memory_back(tmp_path: Path) -> None:
+    local_of(0, 1, tmp_path).save(5, state(0, 1.0), {})
+    place = tmp_path / "node0" / "job" / "iter_0000005"
+    for name in ("rank-00001.json", "rank-00001.safetensors"):
+        (place / name).touch()
+    local_of(0, 1, tmp_path)
+    assert sorted(path.name for path in place.iterdir()) == ["rank-00000.json", "rank-00000.safetensors"]
+
+
+def refuse_the_folder(rank: int, world: int, root: Path) -> int:
+    local = local_of(rank, world, root)
+    local.save(5, state(rank, 5.0), {})
+    dist.barrier()
+    if rank == 1:
+        (root / "node1" / "job" / "iter_0000010").touch()  # a file where the folder has to be
+        with pytest.raises(OSError, match="iter_0000010"):
+            local.save(10, state(rank, 10.0), {})
+    else:
+        local.save(10, state(rank, 10.0), {})
+    found = local.find()
+    assert found is not None
+    return found.iteration
+
+
+def test_a_folder_that_cannot_be_made_leaves_nobody_waiting(tmp_path: Path) -> None:
+    assert run_ranks(2, refuse_the_folder, tmp_path) == [5, 5]
+
+
 def test_another_run_is_not_taken(tmp_path: Path) -> None:
     local_of(0, 1, tmp_path).save(5, state(0, 1.0), {})
     assert local_of(0, 1, tmp_path, job="other").find() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,6 +49,23 @@ def test_every_layout_loads_what_every_layout_saved(saved: str, tmp_path: Path) 
         for names, scalars in run_on(layout, load_on, tmp_path / "c", layout):
             assert names == [], (saved, layout)
             assert scalars == SCALARS
+
+
+def read_where_one_rank_cannot(rank: int, world: int, folder: Path, blind: int) -> str:
+    group = dist.group.WORLD
+    with patch.object(store, "read_layout", wraps=store.read_layout) as read:
+        if rank == blind:
+            read.side_effect = CheckpointError("stale")
+        try:
+            return str(sorted(store.first_read_layout(folder, group).tensors) == sorted(TENSORS))
+        except CheckpointError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("blind", "told"), [(1, "True"), (0, "stale")])
+def test_every_rank_goes_by_what_the_first_one_reads(tmp_path: Path, blind: int, told: str) -> None:
+    save_from(tmp_path / "c", "one")
+    assert run_ranks(2, read_where_one_rank_cannot, tmp_path / "c", blind) == [told, told]
 
 
 def test_two_to_one_to_four(tmp_path: Path) -> None:
