@@ -1,9 +1,12 @@
 """Pre-train an ERNIE encoder: ``python pretrain_ernie.py --help``."""
 
+import signal
+
 from megapar.arguments import parse_or_exit
 from megapar.training.sizes import outline
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C simply ends it until training, which stops and saves
     config = parse_or_exit("ernie", outline=outline)
 
     from megapar.planning.held import planned_memory

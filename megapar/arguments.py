@@ -39,7 +39,7 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
     tolerant = values.get("validate_only") is True
     later = [*verdict.not_built, *check_files(values)]
-    missing = check_start(environ, str(values.get("device"))) if starting else []
+    missing = check_start(environ, values) if starting else []
     complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
     if complaints:
         raise ConfigError(complaints)
@@ -71,7 +71,7 @@ def parse_or_exit(
     """
     argv = sys.argv[1:] if argv is None else argv
     real, environ = environ is None, os.environ if environ is None else environ
-    speaks = environ.get("RANK", "0") == "0"
+    speaks = environ.get("RANK", "0") == "0" or environ.get("WORLD_SIZE", "1") == "1"
     if any(token in ("-h", "--help") for token in argv):
         _say(help_text(kind), speaks)
         raise SystemExit(0)

@@ -24,6 +24,7 @@ from megapar.core import replicas
 from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Event
 from megapar.core.device.pick import pick
+from megapar.core.launched import job_id
 from megapar.core.optimizer import clip
 from megapar.core.world import World
 from megapar.data.batches import Loader
@@ -32,7 +33,7 @@ from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.model.decoder import Decoder
 from megapar.training import build, degree, export, local_saves, report, state
-from megapar.training.checkpoints import Checkpoints, job_id
+from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
 from megapar.training.evaluate import evaluate
@@ -68,15 +69,13 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     """
     status = 0
     rank = int(os.environ.get("RANK", "0"))
-    stop_signal = StopSignal()
-    stop_signal.install()
     try:
-        train(config, stop_signal=stop_signal, planned=planned)
+        train(config, stop_signal=StopSignal(), planned=planned)
     except MegaparError as error:
+        # Whichever rank it is: the launcher may end the others before they come to it.
+        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         status = error.exit_status
-        if rank == 0 or status != 2:
-            where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-            sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
     except BaseException:
         status = 1
         import traceback
@@ -96,7 +95,8 @@ def train(
     """Train as the configuration says.
 
     rendezvous_url: where several ranks meet, by default as torchrun sets the environment. stop_signal: what asks this
-    rank to stop, which all then do together. planned: says what a plan expects of memory, where there is none left.
+    rank to stop, which all then do together; until they have met, a signal ends the process. planned: says what a plan
+    expects of memory, where there is none left.
     Raises MegaparError.
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -106,6 +106,8 @@ def train(
         device.repeat_results()
     corpus = build.make_corpus(config)
     world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
+    if stop_signal is not None:
+        stop_signal.install()
     try:
         trainer = Trainer(config, world, corpus, stop_signal)
         outcome = trainer.run()

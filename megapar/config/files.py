@@ -17,6 +17,7 @@ from megapar.rules.rule import either
 
 NAMED_DATA = ("builtin", "mock")
 TEXT = (".txt", ".text", ".md")  # files of other kinds are read as text, too, but may be data of their own
+MOST_STEPS = 8  # of a message
 LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to the reader
 # One of them is in every folder with a tokenizer; sentencepiece's may have any name before ``.model``.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
@@ -45,11 +46,22 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
     elif values.get("load") and not _saves_where_it_loads(values):
         yield from _checkpoint(Path(values["load"]))
+    if values.get("load_hf"):
+        yield from _published(Path(values["load_hf"]))
+    if values.get("load") and values.get("ckpt_step") is not None:
+        yield from _step(Path(values["load"]), values["ckpt_step"])
     for name in ("save", "save_hf", "tensorboard_dir"):
         if values.get(name):
             yield from _folder(name, Path(values[name]))
     if values.get("metrics_jsonl"):
-        yield from _folder("metrics_jsonl", Path(values["metrics_jsonl"]).absolute().parent)
+        metrics = Path(values["metrics_jsonl"]).absolute()
+        if metrics.is_dir():
+            yield Complaint("file", f"--metrics-jsonl {metrics} is a folder.", f"Give {metrics / 'metrics.jsonl'}.")
+        yield from _folder("metrics_jsonl", metrics.parent)
+    if values.get("save_hf") and values.get("load_hf") and Path(values["save_hf"]) == Path(values["load_hf"]):
+        yield Complaint(
+            "file", f"--save-hf {values['save_hf']} is where --load-hf takes its weights from.", "Give another folder."
+        )
 
 
 def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
@@ -88,12 +100,34 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
     yield Complaint("checkpoint-missing", f"--load {path} holds no checkpoint (no file latest, no iter_*).", fix)
 
 
+def _step(path: Path, step: int) -> Iterator[Complaint]:
+    there = sorted(int(one.name[5:]) for one in path.glob("iter_*") if one.name[5:].isdecimal())
+    if there and step not in there:
+        yield Complaint(
+            "checkpoint-missing",
+            f"--load {path} has no checkpoint of --ckpt-step {step}.",
+            f"It has those of {', '.join(map(str, there[-MOST_STEPS:]))}.",
+        )
+
+
+def _published(path: Path) -> Iterator[Complaint]:
+    """Of a folder without config.json somebody else complains."""
+    if (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        yield Complaint(
+            "file",
+            f"--load-hf {path} has a config.json and no weights (*.safetensors).",
+            "Give the whole folder; weights in another form are saved as safetensors by transformers' save_pretrained.",
+        )
+
+
 def _data(name: str, path: str) -> Iterator[Complaint]:
     if path in NAMED_DATA:
         return
     if Path(path).exists() and not path.endswith((".bin", ".idx")):
         if Path(path).is_file() and not Path(path).stat().st_size:
             yield Complaint("file", f"{FLAGS[name].spelling} {path} is empty.", "Give a file with text in it.")
+        elif Path(path).is_dir() and not any(Path(path).iterdir()):
+            yield Complaint("file", f"{FLAGS[name].spelling} {path} is an empty folder.", "Give one with files in it.")
         return
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     pair = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]

@@ -170,7 +170,7 @@ def read_file(draft: Draft, path: str) -> None:
         return
     seen: set[str] = set()
     for key, value in loaded:
-        spelling = spellings().get(normal(key))
+        spelling = spellings().get(normal(key).lstrip("-"))
         if spelling is None and isinstance(value, dict):
             fix = "Keys are not grouped: write those under it at the left margin."
             draft.complain("unknown-flag", f"in {path}, key {key} is not known.", fix)
@@ -213,7 +213,14 @@ def _load_pairs(text: str) -> list[tuple[str, Any]]:
     """Key and value pairs of a flat YAML mapping, repeated keys included. Raises yaml.YAMLError, ValueError."""
     import yaml
 
-    loader = yaml.SafeLoader(text)
+    class Loader(yaml.SafeLoader):
+        """Whole numbers stay texts, which the flags read: to YAML 3:4 is 184, and 010 is 8."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    loader = Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:

@@ -48,7 +48,10 @@ def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
             raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
     if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
-        raise DataError(f"{place}: no field {field!r}; the record has {names}. Text is read from that field: rename it")
+        raise DataError(
+            f"{place}: no field {field!r}; the record has {names}. Text is read from that field: "
+            "rename it, or let megapar data prepare --field make tokens of another"
+        )
     kind = type(text if isinstance(record, dict) else record).__name__
     where = f"field {field!r} is" if isinstance(record, dict) else "the record is"
     wanted = "a string" if isinstance(record, dict) else f"an object with a field {field!r}"

@@ -1,18 +1,21 @@
-"""What ranks need to start, as far as it can be known without torch: each other, and their device."""
+"""What ranks need to start, as far as it can be known without torch: each other, a device, a folder of their own."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from megapar.core.launched import job_id, starts_before
 from megapar.errors import Complaint
 
 
-def check_start(environ: Mapping[str, str], device: str) -> list[Complaint]:
-    """What a rank with this environment would miss on this machine."""
-    return [*_check_meeting(environ), *_check_device(device)]
+def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
+    """What a rank with this environment would miss on this machine, or do harm to."""
+    return [*_check_meeting(environ), *_check_device(str(values.get("device"))), *_check_save(environ, values)]
 
 
 def no_device(kind: str) -> str:
@@ -42,11 +45,48 @@ def _loads(library: str) -> bool:
     return True
 
 
+def _check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
+    """A run from elsewhere would write over another one's checkpoints; a restarted job finds its own."""
+    load, save = values.get("load"), values.get("save")
+    if save is None or (load is not None and Path(load) == Path(save)):
+        return []
+    saved = sorted(path for path in Path(save).glob("iter_*") if path.name.removeprefix("iter_").isdecimal())
+    if not saved or starts_before(environ) or _saved_by(environ, saved[-1]):
+        return []
+    message = f"--save {save} holds checkpoints of another run, up to iteration {int(saved[-1].name[5:])}."
+    return [Complaint("checkpoint", message, f"Go on from them by --load {save}, or give another folder.")]
+
+
+def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:
+    """Whether this very job has saved a checkpoint."""
+    try:
+        saved = json.loads((folder / "scalars.json").read_text(encoding="utf-8")).get("job")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return bool(job_id(environ)) and saved == job_id(environ)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _check_numbers(environ: Mapping[str, str]) -> list[Complaint]:
+    found = []
+    for name in ("RANK", "LOCAL_RANK"):
+        if not _is_number(environ.get(name) or "0"):
+            found.append(Complaint("environment", f"{name} is {environ[name]!r}, not the number of a rank."))
+    size = environ.get("WORLD_SIZE") or "1"
+    if not found and _is_number(size) and int(size) > 1 and int(environ.get("RANK") or 0) >= int(size):
+        message = f"RANK is {environ['RANK']} and WORLD_SIZE {size}: ranks count from 0 to {int(size) - 1}."
+        found.append(Complaint("environment", message, "Start them with megapar launch or torchrun, which set both."))
+    return found
+
+
 def _check_meeting(environ: Mapping[str, str]) -> list[Complaint]:
     """Several ranks meet as torchrun's variables say."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if not missing or environ.get("WORLD_SIZE", "1") == "1":
-        return []
+    if not missing or not _is_number(environ.get("WORLD_SIZE", "1")) or environ.get("WORLD_SIZE", "1") == "1":
+        return _check_numbers(environ)
     verb = "is" if len(missing) == 1 else "are"
     message = (
         f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {' and '.join(missing)} {verb} not set, by which ranks find "

@@ -55,6 +55,8 @@ def _bool(flag: Flag, raw: Any) -> bool:
 
 def _list(flag: Flag, raw: Any) -> tuple[Any, ...]:
     items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if flag.type == "integers" and isinstance(raw, str):
+        items = raw.split()
     if flag.comma:
         items = [part for item in items for part in str(item).split(",") if part]
     kind = "int" if flag.type == "integers" else "str"
@@ -70,8 +72,10 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
     if isinstance(raw, (list, tuple, dict)) or raw is None:
-        raise BadValue("value", f"{flag.spelling} takes one value, got {raw!r}.")
+        raise BadValue("value", f"{flag.spelling} takes {wanted(flag)}, got {raw!r}.")
     if kind in ("str", "switch"):
+        if isinstance(raw, bool):
+            return _word_of(flag, raw)
         return str(raw)
     if str(raw).lower() in flag.words:
         return flag.words[str(raw).lower()]
@@ -91,6 +95,15 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
         words = "".join(f" or {word}" for word in flag.words)
         fix = plain_number(str(raw), flag.unit)
         raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {raw!r}.", fix) from None
+
+
+def _word_of(flag: Flag, raw: bool) -> str:
+    """YAML reads on, off, yes and no as true and false: the word that was meant, where the flag has one."""
+    for choice in flag.choices or ():
+        if str(choice).lower() in (TRUE if raw else FALSE):
+            return str(choice)
+    fix = "Leave it out to switch it off, or write the text in quotes."
+    raise BadValue("value", f"{flag.spelling} takes {UNITS['str']}, got {str(raw).lower()}.", fix)
 
 
 def _chosen(flag: Flag, value: Any) -> Any:

@@ -8,7 +8,7 @@ has no group, and axes with the same ranks share one communicator.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,12 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.launched import starts_before
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
 
 GRACE = timedelta(seconds=3)
-ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
-"""Of the environment: how often the ranks of this job have met before; the same on all of them."""
 
 # Made in this order on every rank. "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat
 # them, "data" are the positions that read data of their own.
@@ -230,11 +229,6 @@ def _meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> di
             "which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
         ) from error
     return store
-
-
-def starts_before(environ: Mapping[str, str]) -> int:
-    """How often ranks of this job were started before: by ``megapar launch``, or by torchrun as this node counts."""
-    return int(environ.get(ROUND) or environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def silent_ranks(store: dist.Store, ranks: tuple[int, ...], rank: int, grace: timedelta = GRACE) -> list[int]:

@@ -93,18 +93,18 @@ def open_sides(
     heldout: Sequence[Part] | None,
     split: Split,
     tokenizer: Tokenizer,
-    vocab_size: int,
+    num_ids: int,
     *,
     skip_bad: bool = False,
 ) -> tuple[Side, Side | None]:
     """Both sides of a corpus; the second one None where ``split`` holds nothing out.
 
-    heldout: parts that are all held out; None holds documents of every part out by ``split``. vocab_size: ids of
+    heldout: parts that are all held out; None holds documents of every part out by ``split``. num_ids: ids of
     indexed files must be below it. Raises DataError.
     """
     for part in (*train, *(heldout or ())):
         if part.indexed is not None:
-            part.indexed.check_ids(vocab_size)
+            part.indexed.check_ids(num_ids)
     if heldout is None:
         pairs = [_split(part, split, tokenizer, skip_bad) for part in train]
         heldouts = [pair[1] for pair in pairs if pair[1] is not None]

@@ -157,7 +157,8 @@ def build(
     data = _Data.open(data_path, eval_data_path, halves, skip_bad)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    sides = open_sides(data.train, data.heldout, halves, tokenizer, vocab_size, skip_bad=skip_bad)
+    ids = tokenizer.size if tokenizer_model else vocab_size  # an own one knows nothing of indexed files
+    sides = open_sides(data.train, data.heldout, halves, tokenizer, ids, skip_bad=skip_bad)
     train = cut.pieces(sides[0], held_out=False)
     heldout = None if sides[1] is None else cut.pieces(sides[1], held_out=True)
     notes = tuple(dict.fromkeys(note for side in sides if side is not None for note in side.notes))

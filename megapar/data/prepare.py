@@ -79,10 +79,12 @@ def prepare(
     Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then OUTPUT has no
     file (or the old ones), and OUTPUT.parts what was finished, if anything was.
     """
+    output = without_suffix(output)
+    if output.endswith("/") or Path(output).is_dir():
+        raise DataError(f"--output {output} is a folder: give the beginning of names in it, {Path(output) / 'corpus'}")
     tokenizer = load_tokenizer(tokenizer_model)
     end = tokenizer.special.need("eos") if append_end else None
     chunks = chunks_of(paths, dataset, split, field)
-    output = without_suffix(output)
     folder = Path(f"{output}.parts")
     job = _Job(str(folder), tokenizer_model, smallest_dtype(tokenizer.size), end, skip_bad)
     key = _key(chunks, tokenizer, job)

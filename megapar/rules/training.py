@@ -346,6 +346,17 @@ RULES: tuple[Rule, ...] = (
         failing="--profile 5:3 --metrics-jsonl runs/a/metrics.jsonl",
     ),
     Rule(
+        id="profile-beyond",
+        reads=("profile", "train_iters"),
+        when=lambda f: f.profile is not None and _is_span(f.profile),
+        requires=lambda f: int(f.profile.partition(":")[0]) <= f.train_iters,
+        message="--profile begins after the last step",
+        fix=lambda f: f"Choose --profile {f.train_iters}:{f.train_iters}, or steps before it.",
+        source=NO_EFFECT,
+        passing="--profile 3:5 --train-iters 5 --metrics-jsonl runs/a/metrics.jsonl",
+        failing="--profile 6:7 --train-iters 5 --metrics-jsonl runs/a/metrics.jsonl",
+    ),
+    Rule(
         id="fp64-device",
         reads=("dtype", "device"),
         when=lambda f: f.device == "npu",

@@ -22,6 +22,9 @@ def main(argv: Sequence[str]) -> int:
     outward.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="of the files (default: each tensor as it came, else fp32)"
     )
+    outward.add_argument(
+        "--tokenizer-model", metavar="PATH", help="written beside the model, where it did not come with one"
+    )
     outward.add_argument("--shard-mb", type=int, default=2048, help="largest file in MiB (default 2048)")
     args = parser.parse_args(argv)
     try:
@@ -37,14 +40,18 @@ def main(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     import torch
 
+    from megapar.data.tokenizer import load_tokenizer
     from megapar.training.convert import hf_to_megapar, megapar_to_hf
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)
         hint = f"; train from it with --load {done.folder}"
     else:
+        tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
         done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=max(1, args.shard_mb) << 20)
+        if tokenizer is not None:
+            tokenizer.save_hf(done.folder)
         hint = ""
     print(f"{done.folder}: {done.family}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
     if args.command == "hf-to-megapar" and done.family == "ErnieForMaskedLM":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megapar.errors import MegaparError
+from megapar.errors import DataError, MegaparError
 from megapar.tools.environment import cores
 from megapar.tools.parser import Parser, count
 
@@ -153,6 +153,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="sentencepiece model to write")
     parser.add_argument("--vocab-size", type=count, required=True, help="ids, the seven special ones among them")
     parser.add_argument("--hf", metavar="FOLDER", help="write it in Hugging Face's form too")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model of this name")
     parser.set_defaults(run=_train)
 
 
@@ -164,10 +165,16 @@ def _train(args: argparse.Namespace) -> int:
     if not args.input and args.hf_dataset is None:
         print("megapar data train-tokenizer: give --input or --hf-dataset", file=sys.stderr)
         return 2
+    output = Path(args.output)
+    if output.is_dir():
+        raise DataError(f"--output {output} is a folder: give a file, {output / 'tokenizer.model'}")
+    if output.exists() and (
+        not args.overwrite or any(output.samefile(one) for one in args.input if Path(one).exists())
+    ):
+        raise DataError(f"--output {output} is there already; give another one, or --overwrite for a model of before")
     bad = BadRecords(stops=args.on_bad_record == "stop")
     chunks = chunks_of(args.input, args.hf_dataset, args.hf_split, args.field)
     model = train((text for chunk in chunks for text in chunk.documents(bad)), args.vocab_size)
-    output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f"{output.name}.unfinished")
     aside.write_bytes(model)

@@ -98,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return COMMANDS[argv[0]][0](argv[1:])
+    except KeyboardInterrupt:
+        print(f"megapar {argv[0]}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

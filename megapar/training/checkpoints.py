@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megapar.config.run import Checkpoint
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
 from megapar.core.checkpoint.background import Background, State, Written
-from megapar.core.world import starts_before
+from megapar.core.launched import job_id, starts_before
 from megapar.errors import CheckpointError, CheckpointMismatchError
 from megapar.training import state
 from megapar.training.job import Job
@@ -23,15 +24,19 @@ from megapar.training.job import Job
 Say = Callable[[str], None]
 
 
-def job_id(environ: Mapping[str, str]) -> str:
-    """The name of the launch that this process belongs to, which restarts keep; "" where it has none."""
-    name = environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name  # torchrun's name for all that were given none
-
-
 def is_restart(environ: Mapping[str, str]) -> bool:
     """Whether the launcher started this process in place of one that failed."""
     return starts_before(environ) > 0
+
+
+def _unwritable(root: Path) -> str:
+    """Why no checkpoint could be saved under a folder, which is tried before hours of training; "" where one can."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return ""
+    except OSError as error:
+        return f"--save {root} cannot be written: {error}"
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,14 @@ class Checkpoints:
             self._background = Background(job.world.device)
             self._spare = job.world.spare_group("save")
         self._under_way: Path | None = None
-        self._saved_at = 0
+        self._saved_at = -1
         self.say: Say | None = None
         self.notes: list[str] = []
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
         self._resumed_whole: Path | None = None  # the same, unless its weights alone were taken
+        if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
+            raise CheckpointError(problem)
 
     # Loading
 

@@ -22,7 +22,7 @@ import torch
 
 from megapar.arguments import parse_or_exit
 from megapar.core.checkpoint import folder, shard_file, storage
-from megapar.core.world import starts_before
+from megapar.core.launched import starts_before
 from megapar.tools.launch import _children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients

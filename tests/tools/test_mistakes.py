@@ -23,6 +23,7 @@ YAML = {
     "tabs.yaml": "num_layers: 4\n\thidden_size: 64\n",
     "grouped.yaml": "model:\n  num_layers: 4\n",
     "types.yaml": "num_layers: four\n",
+    "no.yaml": "save: no\n",
 }
 
 RECORDS = {
@@ -83,6 +84,12 @@ MISTAKES = [
     ("--load run", "--load run holds no checkpoint", "Did you mean run/checkpoints?"),
     ("--load run/checkpoints/iter_0000005", "is one checkpoint itself", "run/checkpoints"),
     ("--load model", "--load model holds no checkpoint", "did you mean --load-hf model?"),
+    ("--load run/checkpoints --ckpt-step 4", "no checkpoint of --ckpt-step 4", "It has those of 5"),
+    ("--load-hf model", "--load-hf model has a config.json and no weights (*.safetensors)"),
+    ("--load-hf model --save-hf model", "--save-hf model is where --load-hf takes its weights from"),
+    ("--data-path blank", "--data-path blank is an empty folder"),
+    ("--metrics-jsonl run", "run is a folder", "run/metrics.jsonl"),
+    ("--profile 6:7 --train-iters 5", "--profile begins after the last step", "Choose --profile 5:5"),
     ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, where a folder is needed"),
     ("--config tab.yaml", "--config tab.yaml does not exist", "Did you mean tabs.yaml?"),
     # YAML
@@ -92,6 +99,7 @@ MISTAKES = [
     ("--config tabs.yaml", "line 2", "no tabs"),
     ("--config grouped.yaml", "key model is not known", "Keys are not grouped"),
     ("--config types.yaml", "--num-layers takes a whole number, got 'four'"),
+    ("--config no.yaml", "--save takes a text, got false", "Leave it out to switch it off"),
 ]
 
 TOOLS = [
@@ -104,6 +112,32 @@ TOOLS = [
     (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
     (["report", "run"], "run holds no metrics", "--metrics-jsonl"),
     (["convert", "hf-to-megapar", "run", "out"], "run holds no config.json"),
+    (
+        ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "corpus.jsonl"],
+        "--output corpus.jsonl is there already",
+    ),
+    (
+        [
+            "data",
+            "train-tokenizer",
+            "--overwrite",
+            "--input",
+            "corpus.jsonl",
+            "--vocab-size",
+            "9",
+            "--output",
+            "corpus.jsonl",
+        ],
+        "--output corpus.jsonl is there already",
+    ),
+    (
+        ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "run"],
+        "--output run is a folder: give a file, run/tokenizer.model",
+    ),
+    (
+        ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output", "run/"],
+        "--output run/ is a folder",
+    ),
 ]
 
 
@@ -120,6 +154,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in RECORDS.items():
         Path(name).write_bytes(content)
     Path("model").mkdir()
+    Path("blank").mkdir()
     Path("model/config.json").write_text("{}", encoding="utf-8")
 
 
@@ -223,6 +258,61 @@ def test_ranks_that_nobody_introduced_are_told(
     said = capsys.readouterr().err
     assert f"WORLD_SIZE is 2, but {missing} is not set" in said
     assert "megapar launch or torchrun" in said
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2: ranks count from 0 to 1."),
+        ({"RANK": "x"}, "RANK is 'x', not the number of a rank."),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', not the number of a rank."),
+    ],
+)
+def test_ranks_that_cannot_be_are_told(
+    environ: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", **environ}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        parse("moe", [], dict(os.environ), starting=True)
+
+
+def test_a_rank_that_is_left_in_the_environment_keeps_nobody_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_or_exit("moe", ["--learning-rate", "1"], {"RANK": "1"})
+    assert "Did you mean --lr?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_or_exit("moe", ["--learning-rate", "1"], {"RANK": "1", "WORLD_SIZE": "2"})
+    assert capsys.readouterr().err == ""
+
+
+def test_another_runs_checkpoints_are_not_written_over() -> None:
+    line, scalars = ["--save", "run/checkpoints"], Path("run/checkpoints/iter_0000005/scalars.json")
+    told = r"--save run/checkpoints holds checkpoints of another run, up to iteration 5. Go on from them by --load run/"
+    with pytest.raises(ConfigError, match=told):
+        parse("moe", line, {}, starting=True)
+    parse("moe", [*line, "--load", "run/checkpoints/"], {}, starting=True)
+    parse("moe", line, {"TORCHELASTIC_RESTART_COUNT": "1"}, starting=True)  # what it has saved itself
+    scalars.write_text('{"job": "a"}', encoding="utf-8")
+    parse("moe", line, {"TORCHELASTIC_RUN_ID": "a"}, starting=True)
+    with pytest.raises(ConfigError, match=told):
+        parse("moe", line, {"TORCHELASTIC_RUN_ID": "b"}, starting=True)
+
+
+def test_yaml_numbers_are_what_stands_there() -> None:
+    Path("base.yaml").write_text(
+        "profile: 3:4\nmetrics_jsonl: 010\ntrain_iters: 0_9\n--num-layers: 3\n", encoding="utf-8"
+    )
+    config = parse("moe", ["--config", "base.yaml"], {})
+    assert (config.logging.profile, config.logging.metrics_jsonl) == ("3:4", "010")
+    assert (config.training.train_iters, config.model.num_layers) == (9, 3)
+    Path("ramp.yaml").write_text(
+        "rampup_batch_size: 2 2 8\nglobal_batch_size: 8\nmicro_batch_size: 2\n", encoding="utf-8"
+    )
+    assert parse("moe", ["--config", "ramp.yaml"], {}).training.rampup_batch_size == (2, 2, 8)
 
 
 @pytest.mark.parametrize(
