@@ -80,7 +80,7 @@ def prepare(
     file (or the old ones), and OUTPUT.parts what was finished, if anything was.
     """
     output = without_suffix(output)
-    if output.endswith("/") or Path(output).is_dir():
+    if output.endswith("/"):
         raise DataError(f"--output {output} is a folder: give the beginning of names in it, {Path(output) / 'corpus'}")
     tokenizer = load_tokenizer(tokenizer_model)
     end = tokenizer.special.need("eos") if append_end else None
