@@ -63,20 +63,23 @@ def parse_or_exit(
     *,
     outline: Callable[[Config], str] | None = None,
     warn: bool = True,
+    starting: bool | None = None,
 ) -> Config:
     """``parse`` for a script: answers --help (status 0), --validate-only (0) and refusals (2) by ending the process.
 
     Only rank 0, or a process without RANK, prints; warnings only with ``warn``. outline: what is to be said (or
-    refused, by ConfigError) of the model that the configuration makes; it imports no torch either.
+    refused, by ConfigError) of the model that the configuration makes; it imports no torch either. starting: the run
+    starts here and now; by default where environ is this process's own.
     """
     argv = sys.argv[1:] if argv is None else argv
-    real, environ = environ is None, os.environ if environ is None else environ
+    starting = environ is None if starting is None else starting
+    environ = os.environ if environ is None else environ
     speaks = environ.get("RANK", "0") == "0" or environ.get("WORLD_SIZE", "1") == "1"
     if any(token in ("-h", "--help") for token in argv):
         _say(help_text(kind), speaks)
         raise SystemExit(0)
     try:
-        config = parse(kind, argv, environ, starting=real)
+        config = parse(kind, argv, environ, starting=starting)
         more = outline(config) if outline is not None else ""
     except ConfigError as error:
         _say(refusal(error.complaints), speaks, error=True)

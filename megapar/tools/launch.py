@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     if options.max_restarts and options.rdzv_backend == "static":
         parser.error("--max-restarts needs --rdzv-backend c10d: static nodes meet once")
     launch = _launch(options)
-    config = _validate(script, options.flags, launch.world_size, options.node_rank)
+    config = _validate(script, launch, options.node_rank)
     wanted = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
     for line in _fewer_nodes(launch):
@@ -191,16 +191,24 @@ def _launch(options: argparse.Namespace) -> Launch:
     )
 
 
-def _validate(script: Path, flags: Sequence[str], world_size: int, node_rank: int | None) -> Config | None:
-    """Refuse, help or validate once for all ranks; None for scripts that speak for themselves."""
+def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | None:
+    """Refuse, help or validate once for all ranks of this node; None for scripts that speak for themselves."""
     kinds = [kind for kind, name in SCRIPTS.items() if name == script.name]
     if not kinds:
         return None
     from megapar.arguments import parse_or_exit
     from megapar.training.sizes import outline
 
-    environ = {"WORLD_SIZE": str(world_size), "RANK": str(node_rank or 0)}
-    return parse_or_exit(kinds[0], flags, environ, outline=outline, warn=False)  # rank 0 will print the warnings
+    # As the ranks will find it. Where they meet is not known yet; that they will is the agent's part.
+    environ = {
+        "WORLD_SIZE": str(launch.world_size),
+        "RANK": str(node_rank or 0),
+        "MASTER_ADDR": "?",
+        "MASTER_PORT": "?",
+    }
+    environ["TORCHELASTIC_RUN_ID"] = launch.rdzv_id
+    # Rank 0 will print the warnings.
+    return parse_or_exit(kinds[0], launch.command[1:], environ, outline=outline, warn=False, starting=True)
 
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:
