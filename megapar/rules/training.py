@@ -354,7 +354,7 @@ RULES: tuple[Rule, ...] = (
         fix=lambda f: f"Choose --profile {f.train_iters}:{f.train_iters}, or steps before it.",
         source=NO_EFFECT,
         passing="--profile 3:5 --train-iters 5 --metrics-jsonl runs/a/metrics.jsonl",
-        failing="--profile 6:7 --train-iters 5 --metrics-jsonl runs/a/metrics.jsonl",
+        failing="--profile 1000001:1000002 --metrics-jsonl runs/a/metrics.jsonl",
     ),
     Rule(
         id="fp64-device",
