@@ -25,14 +25,13 @@ from megapar.core.tensor_parallel import LayerOptions, Linear, look_up, vocabula
 from megapar.model.ampipe import Sliced, join
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
+from megapar.model.loss import IGNORED
 from megapar.model.norm import make_norm
 from megapar.model.sizes import DecoderSizes
 from megapar.moe.slicing import Slicing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-NO_LOSS = -100
 
 
 class Mtp(nn.Module):
@@ -79,6 +78,6 @@ def following(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     Nothing is asked for where t or t + 1 has no label, so that nothing is predicted across a border that the labels
     respect, and at the last position, whose next token nobody knows (nothing before it sees what stands there).
     """
-    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], NO_LOSS)), dim=1)
-    asked = torch.where(labels == NO_LOSS, NO_LOSS, after)
+    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+    asked = torch.where(labels == IGNORED, IGNORED, after)
     return torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1), asked
