@@ -186,6 +186,19 @@ def test_an_export_loads_in_transformers_from_any_layout(tmp_path: Path) -> None
         assert torch.allclose(other, logits[0], atol=1e-5)
 
 
+def test_an_export_of_a_vocabulary_that_is_cut_unevenly_twice(tmp_path: Path) -> None:
+    """Over mp into 9 and 8 rows, of which stage 3 cuts the first evenly over 3 ranks and pads the second."""
+    flags = ("--vocab-size", "17", "--hidden-size", "64", "--num-query-groups", "2", "--save-hf")
+    shard = ("--mp-degree", "2", "--sharding-degree", "3", "--sharding-stage", "3", "--global-batch-size", "12")
+    common = ("--train-iters", "1", "--micro-batch-size", "2", "--dtype", "fp64", *flags)
+    run(1, "moe", "--global-batch-size", "12", *common, str(tmp_path / "one"))
+    run(6, "moe", *shard, *common, str(tmp_path / "six"))
+    one, six = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "six"))
+    assert one.keys() == six.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(six[name], tensor, rtol=0, atol=1e-6), name
+
+
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     with pytest.raises(RanksFailed, match=r"TrainingError: iteration [0-9]+: gradient norm (nan|inf)"):
         run(1, "moe", "--lr", "1e30", "--clip-grad", "0", "--dtype", "fp32")
