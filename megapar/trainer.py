@@ -20,11 +20,11 @@ from torch.profiler import record_function
 
 from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
+from megapar.config.launched import job_id
 from megapar.core import replicas
 from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Event
 from megapar.core.device.pick import pick
-from megapar.core.launched import job_id
 from megapar.core.optimizer import clip
 from megapar.core.world import World
 from megapar.data.batches import Loader

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megapar.core.launched import job_id, starts_before
+from megapar.config.launched import job_id, starts_before
 from megapar.errors import Complaint
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from megapar.config.launched import starts_before
 from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, Grid
-from megapar.core.launched import starts_before
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
 

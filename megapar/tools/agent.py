@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megapar.core.launched import ROUND
+from megapar.config.launched import ROUND
 from megapar.errors import DistributedError
 
 LOOPBACK = "127.0.0.1"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megapar.config.launched import job_id, starts_before
 from megapar.config.run import Checkpoint
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
 from megapar.core.checkpoint.background import Background, State, Written
-from megapar.core.launched import job_id, starts_before
 from megapar.errors import CheckpointError, CheckpointMismatchError
 from megapar.training import state
 from megapar.training.job import Job

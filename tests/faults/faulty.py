@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from megapar.arguments import parse_or_exit
+from megapar.config.launched import starts_before
 from megapar.core.checkpoint import folder, shard_file, storage
-from megapar.core.launched import starts_before
 from megapar.tools.launch import _children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
