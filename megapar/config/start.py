@@ -15,7 +15,8 @@ from megapar.errors import Complaint
 
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """What a rank with this environment would miss on this machine, or do harm to."""
-    return [*_check_meeting(environ), *_check_device(str(values.get("device"))), *_check_save(environ, values)]
+    device = [*_check_device(str(values.get("device"))), *_check_fp8(values)]
+    return [*_check_meeting(environ), *device, *_check_save(environ, values)]
 
 
 def no_device(kind: str) -> str:
@@ -32,6 +33,14 @@ def _check_device(kind: str) -> list[Complaint]:
     reason = no_device(kind)
     message = f"--device {kind}, but {reason} on this machine."
     return [Complaint("device", message, "Use --device cpu or auto.")] if reason else []
+
+
+def _check_fp8(values: Mapping[str, Any]) -> list[Complaint]:
+    """Of a device that is asked for by name a rule row or ``_check_device`` speaks."""
+    if not values.get("fp8") or values.get("device") != "auto" or not (reason := no_device("cuda")):
+        return []
+    message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
+    return [Complaint("device", message, "Leave --fp8 out.")]
 
 
 def _loads(library: str) -> bool:

@@ -334,6 +334,14 @@ def test_a_device_that_is_not_here_is_told_with_all_else(
     assert parse("moe", line, {}).runtime.device == kind  # plans and launchers speak of other machines
 
 
+def test_fp8_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapar.config.start._loads", lambda library: False)
+    line = ["--fp8", "--dtype", "bf16"]
+    with pytest.raises(ConfigError, match=r"--fp8 needs an NVIDIA GPU .* but there is no driver of a GPU"):
+        parse("moe", line, {}, starting=True)
+    parse("moe", line, {})
+
+
 def test_a_folder_that_cannot_be_written_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
