@@ -327,10 +327,9 @@ def full_disk(size: str, fault: Fault, told: str) -> Callable[[Path], Outcome]:
 
 
 def read_only(folder: Path) -> Outcome:
-    """A target that takes no file: every save fails and is told, training goes on to the last one."""
-    ended = run_job(folder, 1, NONE, "--save", "/sys/megapar", "--load", str(folder / "none"), "--finetune")
+    """A target that takes no file is told before the first step, which nobody would want to lose."""
     ended = run_job(folder, 1, NONE, "--save", "/sys/megapar", "--load", "/sys/megapar")
-    good = ended.losses == uninterrupted(1) and ended.status == 1 and "was not saved" in ended.output
+    good = not ended.losses and ended.status == 1 and "--save /sys/megapar cannot be written" in ended.output
     return Outcome(1, int(good), [0], note="" if good else ended.output[-2000:])
 
 
