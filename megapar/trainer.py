@@ -96,8 +96,7 @@ def train(
 
     rendezvous_url: where several ranks meet, by default as torchrun sets the environment. stop_signal: what asks this
     rank to stop, which all then do together; until they have met, a signal ends the process. planned: says what a plan
-    expects of memory, where there is none left.
-    Raises MegaparError.
+    expects of memory, where there is none left. Raises MegaparError.
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()

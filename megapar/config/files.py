@@ -100,8 +100,14 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
     yield Complaint("checkpoint-missing", f"--load {path} holds no checkpoint (no file latest, no iter_*).", fix)
 
 
+def saved_steps(path: Path) -> list[int]:
+    """Iterations of the checkpoints in a folder, oldest first."""
+    names = (one.name.removeprefix("iter_") for one in path.glob("iter_*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def _step(path: Path, step: int) -> Iterator[Complaint]:
-    there = sorted(int(one.name[5:]) for one in path.glob("iter_*") if one.name[5:].isdecimal())
+    there = saved_steps(path)
     if there and step not in there:
         yield Complaint(
             "checkpoint-missing",

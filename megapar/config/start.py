@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megapar.config.files import saved_steps
 from megapar.config.launched import job_id, starts_before
 from megapar.errors import Complaint
 
@@ -16,7 +17,7 @@ from megapar.errors import Complaint
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """What a rank with this environment would miss on this machine, or do harm to."""
     device = [*_check_device(str(values.get("device"))), *_check_fp8(values)]
-    return [*_check_meeting(environ), *device, *_check_save(environ, values)]
+    return [*_check_numbers(environ), *_check_meeting(environ), *device, *_check_save(environ, values)]
 
 
 def no_device(kind: str) -> str:
@@ -59,10 +60,10 @@ def _check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[C
     load, save = values.get("load"), values.get("save")
     if save is None or (load is not None and Path(load) == Path(save)):
         return []
-    saved = sorted(path for path in Path(save).glob("iter_*") if path.name.removeprefix("iter_").isdecimal())
-    if not saved or starts_before(environ) or _saved_by(environ, saved[-1]):
+    saved = saved_steps(Path(save))
+    if not saved or starts_before(environ) or _saved_by(environ, Path(save) / f"iter_{saved[-1]:07d}"):
         return []
-    message = f"--save {save} holds checkpoints of another run, up to iteration {int(saved[-1].name[5:])}."
+    message = f"--save {save} holds checkpoints of another run, up to iteration {saved[-1]}."
     return [Complaint("checkpoint", message, f"Go on from them by --load {save}, or give another folder.")]
 
 
@@ -80,6 +81,7 @@ def _is_number(text: str) -> bool:
 
 
 def _check_numbers(environ: Mapping[str, str]) -> list[Complaint]:
+    """A rank's numbers are numbers, and below the number of ranks."""
     found = []
     for name in ("RANK", "LOCAL_RANK"):
         if not _is_number(environ.get(name) or "0"):
@@ -94,12 +96,10 @@ def _check_numbers(environ: Mapping[str, str]) -> list[Complaint]:
 def _check_meeting(environ: Mapping[str, str]) -> list[Complaint]:
     """Several ranks meet as torchrun's variables say."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if not missing or not _is_number(environ.get("WORLD_SIZE", "1")) or environ.get("WORLD_SIZE", "1") == "1":
-        return _check_numbers(environ)
+    size = environ.get("WORLD_SIZE", "1")
+    if not missing or size == "1" or not _is_number(size):  # the parser speaks of what is no number
+        return []
     verb = "is" if len(missing) == 1 else "are"
-    message = (
-        f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {' and '.join(missing)} {verb} not set, by which ranks find "
-        "each other."
-    )
+    message = f"WORLD_SIZE is {size}, but {' and '.join(missing)} {verb} not set, by which ranks find each other."
     fix = "Start them with megapar launch or torchrun, which set them; for one process, unset WORLD_SIZE."
     return [Complaint("environment", message, fix)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
-from megapar.errors import MegaparError
+from megapar.errors import DataError, MegaparError
 from megapar.tools.parser import Parser
 
 
@@ -51,6 +52,12 @@ def _run(args: argparse.Namespace) -> int:
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
         done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=max(1, args.shard_mb) << 20)
         if tokenizer is not None:
+            rows = json.loads((done.folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+            if tokenizer.size > rows:
+                raise DataError(
+                    f"{args.tokenizer_model} has {tokenizer.size} ids and the model {rows}: {done.folder} is written "
+                    "without it. Give the one that the model was trained with"
+                )
             tokenizer.save_hf(done.folder)
         hint = ""
     print(f"{done.folder}: {done.family}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")

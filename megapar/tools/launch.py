@@ -205,8 +205,8 @@ def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | N
         "RANK": str(node_rank or 0),
         "MASTER_ADDR": "?",
         "MASTER_PORT": "?",
+        "TORCHELASTIC_RUN_ID": launch.rdzv_id,
     }
-    environ["TORCHELASTIC_RUN_ID"] = launch.rdzv_id
     # Rank 0 will print the warnings.
     return parse_or_exit(kinds[0], launch.command[1:], environ, outline=outline, warn=False, starting=True)
 

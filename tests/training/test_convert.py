@@ -26,6 +26,8 @@ from megapar.arguments import parse
 from megapar.core.checkpoint import store
 from megapar.core.device.pick import pick
 from megapar.core.world import World
+from megapar.data.sentencepiece_tokenizer import train as train_tokenizer
+from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
@@ -438,6 +440,14 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert main(["convert", "hf-to-megapar", str(folders["Mixtral"]), made]) == 0
     assert "MixtralForCausalLM" in capsys.readouterr().out
     assert main(["convert", "megapar-to-hf", made, back]) == 0
+    for name, ids in (("small", 60), ("large", 400)):
+        words = (f"{a}{b}{c}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx")
+        (tmp_path / name).write_bytes(train_tokenizer([" ".join(words)] * 3, ids))
+    tokenizer = ["--tokenizer-model", str(tmp_path / "small")]
+    assert main(["convert", "megapar-to-hf", made, back + "3", *tokenizer]) == 0
+    assert len(transformers.AutoTokenizer.from_pretrained(back + "3")) == load_tokenizer(str(tmp_path / "small")).size
+    assert main(["convert", "megapar-to-hf", made, back + "4", "--tokenizer-model", str(tmp_path / "large")]) == 1
+    assert "ids and the model" in capsys.readouterr().err
     assert main(["convert", "megapar-to-hf", str(tmp_path / "nothing"), back + "2"]) == 1
     assert "nothing has no checkpoint" in capsys.readouterr().err
 
