@@ -6,11 +6,12 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from _pytest.mark import ParameterSet
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.arguments import parse
@@ -67,8 +68,10 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "stage 3, whole experts": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8", "--sharding-stage", "3")),
     "large shards": (1, 16, (*GPT, "--dtype", "fp16", *SMALL)),
 }
-# The suite traces these; ``-m table`` the others.
+# The suite traces these, traces these in full, and measures these; ``-m table`` the others.
 TRACED_FIRST = ("mp 2, sequence", "third stage", "ep 2, emp 2", "ernie3 mp 2", "stage 3")
+FULL_FIRST = ("third stage", "ep 2, emp 2", "stage 3")
+MEASURED_FIRST = ("bf16, two micro-batches", "selective", "ernie", "sharding", "mp, sequence", "pp", "experts")
 FURTHER = {"ernie3": 0.03, "ernie3 mp 2": 0.03, "stage 3, whole experts": 0.03}  # known to be further off than 2 %
 # What is remembered comes again in the second layer and micro-batch: a few of them are enough.
 FEW: dict[str, tuple[str, ...]] = {
@@ -156,16 +159,20 @@ def same_traffic(sent: dict[str, int], formula: dict[str, float], *, masked: boo
             assert formula[name] == pytest.approx(size, rel=1e-4, abs=8), name
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in TRACED_FIRST else [pytest.mark.table]) for name in TRACED]
-)
+def first(names: Iterable[str], chosen: Sequence[str]) -> list[ParameterSet]:
+    """Every name; those that are not chosen for ``-m table``."""
+    assert set(chosen) <= set(names)
+    return [pytest.param(name, marks=[] if name in chosen else [pytest.mark.table]) for name in names]
+
+
+@pytest.mark.parametrize("name", first(TRACED, TRACED_FIRST))
 def test_formulas_are_within_two_percent_of_the_traced_trainer(name: str) -> None:
     peak, formula, sent, told = run_ranks(1, traced, name, group=False, timeout=120)[0]
     assert formula == pytest.approx(peak, rel=FURTHER.get(name, 0.02))
     same_traffic(sent, told, masked="ernie" in name)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", first(FEW, FULL_FIRST))
 def test_what_is_remembered_and_left_out_changes_nothing(name: str) -> None:
     short, full = run_ranks(1, traced_in_full, name, group=False, timeout=300)[0]
     # But for a scalar or two that are made once in a process.
@@ -174,7 +181,7 @@ def test_what_is_remembered_and_left_out_changes_nothing(name: str) -> None:
     assert short == full
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", first(MEASURED, MEASURED_FIRST))
 def test_formulas_are_within_five_percent_of_real_runs(name: str) -> None:
     ranks, (kind, *flags) = MEASURED[name]
     for peak, formula, sent, told in run_ranks(ranks, measured, kind, flags, group=False):
