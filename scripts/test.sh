@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the whole test suite; makes the environment if needed. Arguments go to pytest.
 #
-# Tests of one process and tests whose ranks wait for each other share the cores: as many run at once as there are
-# cores, four at most (each has its own pools of up to eight ranks). One after the other, for a debugger or -s: -n 0.
+# As many tests run at once as there are cores, four at most, each with its ranks on cores of its own. One after the
+# other, as a debugger and -s want it: -n 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh dev
