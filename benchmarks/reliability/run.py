@@ -95,6 +95,14 @@ def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
     return spent[0]
 
 
+def guard_seconds(trainer: Trainer) -> float:
+    """Of one look at all parameters and masters."""
+    start = time.perf_counter()
+    torch.stack([digest(p) for p in (*trainer.job.model.parameters(), *(q.master for q in trainer.job.sharding.parts))])
+    trainer.world.device.synchronize()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     """Print the table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,10 +129,8 @@ def main() -> None:
     calls = watch_calls(trainer, 100, watchdog) / 100 / step
     watchdog.close()
     trainer.loader.close()
-    start = time.perf_counter()
-    torch.stack([digest(p) for p in (*trainer.job.model.parameters(), *(q.master for q in trainer.job.sharding.parts))])
-    world.device.synchronize()
-    guard = (time.perf_counter() - start) / config.reliability.replica_check_interval / step
+    look = statistics.median(guard_seconds(trainer) for _ in range(9))
+    guard = look / config.reliability.replica_check_interval / step
     watching = statistics.median(ratios) - 1
     print(f"step                     {step:9.4f} s")
     low, _, high = statistics.quantiles(ratios, n=4)
