@@ -28,9 +28,9 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_the_second_build_takes_no_time(decoder_corpus: Corpus) -> None:
-    start = time.process_time()
+    start = time.perf_counter()
     again = build("moe", vocab_size=2048, seq_length=64, seed=7)
-    assert time.process_time() - start < 2
+    assert time.perf_counter() - start < 2
     assert again.tokenizer.fingerprint() == decoder_corpus.tokenizer.fingerprint()
     assert np.array_equal(again.train[17]["tokens"], decoder_corpus.train[17]["tokens"])
 
