@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Steps of the quickstart in this tree and in another revision, in turns; prints the ratio of their times, and ends with
-# status 1 where this tree is more than 10 % slower.
+# Steps of the quickstart in this tree and in another revision, in turns; prints the ratio of their times with its 95 %
+# interval, and ends with status 1 where this tree is slower: lower end above 1.00 and median above 1.03.
 #
 #   scripts/compare_speed.sh origin/main
 #   scripts/compare_speed.sh HEAD~3 --rounds 41

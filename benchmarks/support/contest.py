@@ -12,6 +12,7 @@ A rank process calls ``serve(work)``; ``work(request)`` does one turn and return
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -114,7 +115,30 @@ def paired(rounds: Sequence[Figures], others: Sequence[Figures], key: str = "sec
 
     Where the machine's speed drifts between rounds this is steadier than the ratio of two medians.
     """
-    return statistics.median(mine[key] / theirs[key] for mine, theirs in zip(rounds, others, strict=True))
+    return statistics.median(_ratios(rounds, others, key))
+
+
+def paired_interval(
+    rounds: Sequence[Figures], others: Sequence[Figures], key: str = "seconds", *, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Between which two ratios the true median of ``paired`` lies, with at least this confidence.
+
+    Two of the ordered ratios, by how many of n fall on each side of a median: a binomial number, whatever they are
+    distributed like. Source: Conover, Practical Nonparametric Statistics, 3.2. Raises ValueError for fewer rounds than
+    that takes (six for 95 %).
+    """
+    ordered = sorted(_ratios(rounds, others, key))
+    count = len(ordered)
+    outside, left_out = 0.0, 0
+    while (outside := outside + math.comb(count, left_out) / 2**count) <= (1 - confidence) / 2:
+        left_out += 1
+    if not left_out:
+        raise ValueError(f"{count} rounds cannot bound a median with {confidence:.0%} confidence; take more rounds")
+    return ordered[left_out - 1], ordered[count - left_out]
+
+
+def _ratios(rounds: Sequence[Figures], others: Sequence[Figures], key: str) -> list[float]:
+    return [mine[key] / theirs[key] for mine, theirs in zip(rounds, others, strict=True)]
 
 
 def serve(work: Callable[[str], Figures]) -> None:
