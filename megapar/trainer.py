@@ -268,6 +268,7 @@ class Trainer:
         ahead of its device, the device decides that, and the host hears of it a step later (``_settle``).
         """
         start = time.perf_counter()
+        self._time_waits()
         progress, work = self.progress, self.feed.next(self.loader, self.progress)
         summed = self.gradients.make(work)
         if self._settle():
@@ -286,6 +287,12 @@ class Trainer:
         if bad is not None:
             self._pending = _Pending(work, summed, step, *self.world.device.host_copy(summed.told()))
         return step
+
+    def _time_waits(self) -> None:
+        """The host's clock is free; a device's events cost a launch each: there one step in a line of the log is timed."""
+        due = _due(self.progress.iteration + 1, self.config.logging.log_interval)
+        for meter in (self.job.meter, self.gradients.last_reduction):
+            meter.on = due or not self.world.device.runs_ahead
 
     def _hear(self, told: Tensor) -> float:
         """Take what all ranks ask of the run; the global norm. Waits for the device."""
@@ -354,8 +361,8 @@ class Trainer:
             skipped=verdict.skipped,
             sent_bytes=self.world.ledger.take(),
             seconds=seconds,
-            exposed=job.meter.take() if job.metered else None,
-            waited_seconds=self.gradients.waited_seconds,
+            exposed=job.meter.take() if job.metered and job.meter.on else None,
+            waited=self.gradients.last_reduction.take(),
         )
 
     def _adapt(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch.profiler import record_function
 from megapar.core.collectives import all_reduce_
 from megapar.core.first_bad import FirstBad, watch
 from megapar.core.loss_scale import LossScale
+from megapar.core.meter import WaitMeter
 from megapar.core.optimizer import global_norm, scale_gradients
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial import sum_partial, sum_tied
@@ -42,7 +42,8 @@ class Summed(NamedTuple):
 class Gradients:
     """Makes them, on every rank alike.
 
-    votes: this rank's, which travel with the norm. waited_seconds: for the other ranks, in the last reduction.
+    votes: this rank's, which travel with the norm. last_reduction: times the wait for the other ranks there, which
+    is nobody's communication: what made them late is.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Gradients:
         self._votes = votes
         self._data = job.world.axis("data")
         self._watched: FirstBad | None = None
-        self.waited_seconds = 0.0
+        self.last_reduction = WaitMeter(job.world.device.timed_event())
 
     def make(self, work: Work) -> Summed:
         """Forward and backward of a step, and the reduction."""
@@ -131,7 +132,6 @@ class Gradients:
             sum_tied(job.sharding, job.tied, world.axis("pp"), job.meter)
         if factor != 1.0:
             scale_gradients(job.sharding.parts, 1 / factor)
-        start = time.perf_counter()
-        norm, votes = global_norm(job.sharding.parts, world.axis("world"), self._votes())
-        self.waited_seconds = time.perf_counter() - start
+        with self.last_reduction.around("world/all_reduce"):
+            norm, votes = global_norm(job.sharding.parts, world.axis("world"), self._votes())
         return norm, votes

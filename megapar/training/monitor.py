@@ -37,9 +37,8 @@ class Step:
     """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
 
     denominators: of the terms, over the global batch. norm: the global gradient's. skipped: nothing was changed.
-    sent_bytes: "axis/collective" -> by this rank. exposed: what this rank waited for; None where not every wait is
-    metered. waited_seconds: what it waited for the others besides, on the host. evaluation: means of an evaluation
-    that followed the step.
+    sent_bytes: "axis/collective" -> by this rank. exposed: what this rank waited for; None where not every wait of
+    the step was timed. waited: for the others besides. evaluation: means of an evaluation that followed the step.
     """
 
     iteration: int
@@ -54,7 +53,7 @@ class Step:
     sent_bytes: dict[str, int]
     seconds: float
     exposed: Waits | None
-    waited_seconds: float
+    waited: Waits
     evaluation: dict[str, float] | None = None
 
 
@@ -106,13 +105,14 @@ class Monitor:
         if not self._steps:
             return []
         values, pace = self._reduce(), None
-        if all(step.exposed is not None for step in self._steps):
-            pace = find_pace([_own(step) for step in self._steps], self._world, self._device.torch_device)
         now = time.perf_counter()
         if self._device.runs_ahead:
             # Such a host knows the interval, not the single step.
             share = (now - self._since) / len(self._steps)
             self._steps = [replace(step, seconds=share) for step in self._steps]
+        own = [_own(step, step.exposed) for step in self._steps if step.exposed is not None]
+        if own:  # the same steps on every rank
+            pace = find_pace(own, self._world, self._device.torch_device)
         records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
         self._steps, self._since = [], now
         for logger in self._loggers:
@@ -237,10 +237,10 @@ def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) 
     return sum(row[names.index(name)] for name in words) / max(1, sum(items[name] for name in words))
 
 
-def _own(step: Step) -> float:
+def _own(step: Step, exposed: Waits) -> float:
     """Seconds that this rank worked in a step while it waited for nobody."""
-    waited = 0.0 if step.exposed is None else sum(step.exposed.seconds().values())
-    return max(0.0, step.seconds - waited - step.waited_seconds)
+    waited = sum(exposed.seconds().values()) + sum(step.waited.seconds().values())
+    return max(0.0, step.seconds - waited)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.tools.agent import meet_here
-from tests.support.training import COMMON, SMALL, _last_wins
+from tests.support.training import COMMON, SMALL, last_wins
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 300  # of one start
@@ -68,7 +68,7 @@ def flags_of(folder: Path, *flags: str) -> list[str]:
     """A small model with a checkpoint every second step."""
     metrics = ("--metrics-jsonl", str(folder / "metrics.jsonl"), "--log-interval", "1")
     saves = ("--save", str(folder / "c"), "--load", str(folder / "c"), "--save-interval", "2")
-    return _last_wins((*SMALL["moe"], *COMMON), (*FP64, *metrics, *saves, *flags))
+    return last_wins((*SMALL["moe"], *COMMON), (*FP64, *metrics, *saves, *flags))
 
 
 def run_job(

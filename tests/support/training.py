@@ -30,7 +30,7 @@ COMMON = (
 
 def run(world_size: int, kind: str, *flags: str) -> Outcome:
     """Train a small model; what rank 0 returned. Flags come after the small model's own and win over them."""
-    outcome = run_ranks(world_size, _train, kind, _last_wins((*SMALL[kind], *COMMON), flags), group=False)[0]
+    outcome = run_ranks(world_size, _train, kind, last_wins((*SMALL[kind], *COMMON), flags), group=False)[0]
     assert isinstance(outcome, Outcome)
     return outcome
 
@@ -41,7 +41,7 @@ def _train(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequen
         return train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}")
 
 
-def _last_wins(base: Sequence[str], flags: Sequence[str]) -> list[str]:
+def last_wins(base: Sequence[str], flags: Sequence[str]) -> list[str]:
     """``base`` (pairs of name and value) without the names that ``flags`` give."""
     pairs = zip(base[::2], base[1::2], strict=True)
     return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)

@@ -23,14 +23,14 @@ from megapar.training.checkpoints import Checkpoints
 from megapar.training.control import Control, Limits, StopSignal
 from megapar.training.loggers import PlainTerminal
 from tests.support.ranks import run_ranks
-from tests.support.training import COMMON, SMALL, _last_wins
+from tests.support.training import COMMON, SMALL, last_wins
 
 BASE = ("--lr-decay-iters", "6", "--save-interval", "2")
 
 
 def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
     """One process, in this one, so that what it calls can be replaced."""
-    line = _last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), *flags))
+    line = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), *flags))
     with patch.dict(os.environ, environ):
         return train(parse("moe", line, {}))
 
@@ -291,7 +291,7 @@ def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
 
 
 def stop_one_rank(rank: int, world_size: int, rendezvous: str, root: str) -> int:
-    line = _last_wins((*SMALL["moe"], *COMMON), ("--mp-degree", "2", "--save", root, "--train-iters", "1000"))
+    line = last_wins((*SMALL["moe"], *COMMON), ("--mp-degree", "2", "--save", root, "--train-iters", "1000"))
     stop = StopSignal()
     if rank == 1:
         stop.received = 15

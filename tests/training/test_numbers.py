@@ -27,7 +27,7 @@ from megapar.training.loggers import PlainTerminal
 from megapar.training.numbers import Numbers, Spikes
 from megapar.training.record import Record
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.training import COMMON, SMALL, _last_wins
+from tests.support.training import COMMON, SMALL, last_wins
 
 LAYOUTS = {
     "sharding 2": (2, ("--sharding-degree", "2")),
@@ -55,7 +55,7 @@ def spoiled(
     late: steps are judged as on an accelerator.
     """
     told: list[str] = []
-    line = _last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags))
+    line = last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags))
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
         patch.dict(os.environ, place),
@@ -218,7 +218,7 @@ def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], n
     """Flip one bit of a parameter's master, or of a buffer, on one rank after step 2."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place):
-        config = parse("moe", _last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags)), dict(os.environ))
+        config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags)), dict(os.environ))
         corpus = build.make_corpus(config)
         world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
     trainer = Trainer(config, world, corpus)

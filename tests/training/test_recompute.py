@@ -41,13 +41,13 @@ DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "
 def train(kind: str, layout: str, *flags: str) -> Trace:
     """Two steps of a small model of four layers, six where there are stages."""
     world_size, more = LAYOUTS[layout]
-    line = _last_wins((*MODELS[kind], *COMMON, *BATCH, *DROPOUT, "--num-layers", "4", *more, *flags))
+    line = last_wins((*MODELS[kind], *COMMON, *BATCH, *DROPOUT, "--num-layers", "4", *more, *flags))
     result = run_ranks(world_size, trace, "ernie" if kind == "ernie" else "moe", line, 2, None, "late", group=False)[0]
     assert isinstance(result, Trace)
     return result
 
 
-def _last_wins(line: tuple[str, ...]) -> tuple[str, ...]:
+def last_wins(line: tuple[str, ...]) -> tuple[str, ...]:
     """A flag given twice keeps its last value."""
     flags: dict[str, tuple[str, ...]] = {}
     for token in line:
@@ -159,7 +159,7 @@ def test_resumed_runs_draw_the_same_masks(tmp_path: Path) -> None:
 def pretended(rank: int, world_size: int, rendezvous: str, *flags: str) -> dict[str, int]:
     """What rank 5 of 8 sends in a step, on fake tensors."""
     line = (*MODELS["gpt"], *COMMON, "--micro-batch-size", "1", "--mp-degree", "2", "--num-layers", "4", *flags)
-    config = parse("moe", _last_wins(line), {"WORLD_SIZE": "8", "RANK": "5"})
+    config = parse("moe", last_wins(line), {"WORLD_SIZE": "8", "RANK": "5"})
     with pretend(config, 5) as trainer:
         return trainer.step().sent_bytes
 
