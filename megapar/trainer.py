@@ -289,7 +289,7 @@ class Trainer:
         return step
 
     def _time_waits(self) -> None:
-        """The host's clock is free; a device's events cost a launch each: there one step in a line of the log is timed."""
+        """The host's clock is free; a device's events cost launches: there one step in a line of the log is timed."""
         due = _due(self.progress.iteration + 1, self.config.logging.log_interval)
         for meter in (self.job.meter, self.gradients.last_reduction):
             meter.on = due or not self.world.device.runs_ahead

@@ -40,6 +40,11 @@ def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:
     return 1 if batch is None else _quotient(batch, micro * data_ranks)
 
 
+def _manual_gc(world: int) -> str:
+    # A step waits for the slowest rank, so with many of them some collector runs in nearly every step.
+    return "on" if world >= 64 else "off"
+
+
 def _overlap(ampipe_degree: int, strict: bool) -> str:
     # MindSpeed keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
     return "off" if strict and ampipe_degree != 1 else "on"
@@ -72,6 +77,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
+    Derivation("manual_gc", ("world_size",), _manual_gc, open=("auto",)),
     Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
     Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),
 )

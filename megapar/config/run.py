@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.config.flag import Alias, fact, flag
+from megapar.config.flag import SWITCH, Alias, fact, flag
 
 ERNIE = ("ernie",)
 MOE = ("moe",)
@@ -55,7 +55,13 @@ class Training:
     progressive_length_multiple: int = flag(8, "tokens that the length grows by", unit="tokens", low=6, models=ERNIE)
     fp8: bool = flag(False, "products of linear layers (not of experts) in fp8, by torchao")
     compile: bool = flag(False, "torch.compile of the functions between collectives")
-    manual_gc: bool = flag(False, "Python's garbage collector runs at the same steps on all ranks, and never else")
+    manual_gc: str = flag(
+        "auto",
+        "Python's garbage collector runs at the same steps on all ranks, and never else",
+        type="switch",
+        choices=SWITCH,
+        derived="on from 64 ranks",
+    )
     manual_gc_interval: int = flag(100, "steps between its runs", unit="steps", low=1)
 
 

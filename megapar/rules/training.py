@@ -405,7 +405,7 @@ RULES: tuple[Rule, ...] = (
         id="manual-gc-interval",
         reads=("manual_gc", "manual_gc_interval", "changed"),
         when=lambda f: "manual_gc_interval" in f.changed,
-        requires=lambda f: f.manual_gc,
+        requires=lambda f: f.manual_gc == "on",
         message="--manual-gc-interval says how often --manual-gc collects",
         fix="Add --manual-gc, or leave the interval out.",
         source="--manual-gc",

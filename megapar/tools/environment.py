@@ -7,6 +7,8 @@ from pathlib import Path
 
 from megapar.config.config import Config
 
+MOST_CONNECTIONS = "32"
+
 
 def environment(ranks: int, config: Config | None, cuda: bool | None = None, npu: bool | None = None) -> dict[str, str]:
     """Names and values for ``ranks`` ranks of this node; what is set already wins over them.
@@ -38,11 +40,12 @@ def _connections(config: Config | None) -> str:
 
     With one, kernels of all streams start in the order of the program: a collective of the mp axis before the product
     that is to hide it. With more, what does not wait overtakes: gathered parameters and experts' rows, which have
-    streams of their own, would stand behind products otherwise.
+    streams of their own, would stand behind products otherwise. As many as there can be then: streams beyond their
+    number share one, and a run has about a dozen.
     """
     if config is None or config.parallel.mp_degree == 1 or not config.parallel.tp_comm_overlap:
-        return "8"
+        return MOST_CONNECTIONS
     overtakes = (
         config.sharding.sharding_stage == 3 or config.ampipe.ampipe_degree != 1 or config.ampipe.use_pipe_experts
     )
-    return "8" if overtakes else "1"
+    return MOST_CONNECTIONS if overtakes else "1"

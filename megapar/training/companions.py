@@ -34,7 +34,7 @@ def make_companions(config: Config, job: Job) -> list[Companion]:
     end.
     """
     companions: list[Companion] = []
-    if config.training.manual_gc:
+    if config.training.manual_gc == "on":
         collector = Collector(config.training.manual_gc_interval)
         collector.open()
         companions.append(collector)

@@ -18,11 +18,11 @@ def of(*flags: str, ranks: int = 4) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("flags", "queues"),
     [
-        ((), "8"),
+        ((), "32"),
         (("--mp-degree", "2"), "1"),
-        (("--mp-degree", "2", "--no-tp-comm-overlap"), "8"),
-        (("--mp-degree", "2", "--sharding-stage", "3"), "8"),
-        (("--mp-degree", "2", "--ampipe-degree", "2", "--ep-degree", "2"), "8"),
+        (("--mp-degree", "2", "--no-tp-comm-overlap"), "32"),
+        (("--mp-degree", "2", "--sharding-stage", "3"), "32"),
+        (("--mp-degree", "2", "--ampipe-degree", "2", "--ep-degree", "2"), "32"),
     ],
 )
 def test_kernels_start_in_program_order_where_only_products_hide_collectives(flags, queues):
@@ -39,5 +39,5 @@ def test_one_rank_has_no_collective_to_prefer():
 def test_other_scripts_and_other_devices():
     plain = environment(2, None, cuda=False, npu=False)
     assert set(plain) == {"OMP_NUM_THREADS"}
-    assert environment(2, None, cuda=True, npu=False)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert environment(2, None, cuda=True, npu=False)["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert environment(2, None, cuda=False, npu=True)["TASK_QUEUE_ENABLE"] == "1"

@@ -64,6 +64,7 @@ class Background:
 
         def run() -> None:
             try:
+                self._device.prepare_thread()
                 copies = self._device.launch(lambda: self._copy(state), stream, behind)
                 self._device.after(stream)
                 self._copied.set()

@@ -98,6 +98,9 @@ class Device:
         """Settings of the whole process that training on this device wants."""
         keep_freed_memory()
 
+    def prepare_thread(self) -> None:
+        """Call first in a thread that uses the device: there it would be the process's first one otherwise."""
+
     def repeat_results(self) -> None:
         """Only what repeats its results to the last bit from now on: kernels, and reductions between ranks.
 
@@ -210,6 +213,10 @@ class Accelerator(Device):
 
     def prepare_process(self) -> None:
         """Nothing: what matters lies on the device."""
+
+    def prepare_thread(self) -> None:
+        """Choose this rank's device, so that none of the others gets a context (half a GB of its memory)."""
+        self.module.set_device(self.local_rank)
 
     def synchronize(self) -> None:
         """Wait until everything enqueued on the device is done."""

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from megapar.core.device.base import Accelerator
+from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly
 
 FP8_CAPABILITY = (8, 9)
 
@@ -26,6 +28,12 @@ class CudaDevice(Accelerator):
     def profiled(self) -> list[ProfilerActivity]:
         """Kernels beside what the host does."""
         return [*super().profiled, ProfilerActivity.CUDA]
+
+    def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Page-locked host memory, of large buffers exactly what is asked for."""
+        if numel * dtype.itemsize < LEAST_BYTES:
+            return super().pinned_zeros(numel, dtype)
+        return pinned_exactly(numel, dtype)
 
     def compiler_lacks(self) -> str:
         """Code for a GPU is made by Triton."""

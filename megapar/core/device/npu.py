@@ -21,6 +21,11 @@ class NpuDevice(Accelerator):
 
         super().__init__(local_rank)
 
+    def prepare_process(self) -> None:
+        """Tensors stay as torch lays them out: of the vendor's layouts every view and collective makes a copy."""
+        super().prepare_process()
+        self.module.config.allow_internal_format = False
+
     def compiler_lacks(self) -> str:
         """Nothing that this version would use."""
         return "torch.compile makes code for CPUs and GPUs here"
