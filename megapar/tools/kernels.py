@@ -43,6 +43,7 @@ class Kernels:
 
 _NONE = "allocates, or looks at memory in another way"
 _BY_LIST = "one for so many blocks of a list of tensors"
+_FLASH_BACKWARD = "sums of gradient times output, the gradients, the cast of q's; sums over the heads of a group"
 _RADIX = "histogram, sums and eight passes over 64-bit keys, and their indices"
 
 # Operator of torch, without its overload -> kernels.
@@ -74,12 +75,8 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
         "embedding_dense_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
         "_embedding_bag_dense_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
         "_embedding_bag_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
-        "_scaled_dot_product_flash_attention_backward": Kernels(
-            4, "sums of gradient times output, the gradients, the cast of q's; sums over the heads of a group"
-        ),
-        "_flash_attention_backward": Kernels(
-            4, "sums of gradient times output, the gradients, the cast of q's; sums over the heads of a group"
-        ),
+        "_scaled_dot_product_flash_attention_backward": Kernels(4, _FLASH_BACKWARD),
+        "_flash_attention_backward": Kernels(4, _FLASH_BACKWARD),
         "_scaled_dot_product_efficient_attention_backward": Kernels(2, "sums of gradient times output, the gradients"),
         "_efficient_attention_backward": Kernels(2, "sums of gradient times output, the gradients"),
         "_scaled_dot_product_cudnn_attention_backward": Kernels(3, "sums, the gradients, the cast of q's"),
@@ -107,9 +104,14 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
     }
 )  # fmt: skip
 
-# "namespace::operator" -> kernels, of operators that are registered with torch.library. There are none yet; one that
-# comes brings its row.
-CUSTOM: Mapping[str, Kernels] = MappingProxyType({})
+# "namespace::operator" -> kernels, of operators that are registered with torch.library: torch's Python ones, a
+# library's, our own. One that comes brings its row.
+CUSTOM: Mapping[str, Kernels] = MappingProxyType(
+    {
+        "torch_attn::_varlen_attn": Kernels(1, "FlashAttention of sequences of unequal lengths"),
+        "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
+    }
+)
 
 
 def kernels_of(name: str, elements: int = 0) -> int:

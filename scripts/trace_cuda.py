@@ -1,0 +1,206 @@
+"""What ``scripts/trace_cuda.sh`` runs: training steps as one rank with GPUs, on fake tensors, every operator looked at.
+
+A run fails where
+* an operator that touches a tensor of the device has no kernel there by torch's own list, or runs in fp64 where no row
+  of ``FP64`` says why;
+* the host waits for the device, or something is copied between them, and no row of the budgets allows it;
+* a message of more than 64 KiB for a peer has a part that does not begin at a multiple of 16 bytes;
+* a figure is above its budget (``trace_cuda_budgets.py``).
+At the end every entry of the operator table's column of the GPU must have been called.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from megapar.arguments import parse
+from megapar.core.device import ops
+from megapar.tools.gpu import FakeGpu, as_on_a_gpu
+from megapar.tools.pretend import pretend
+from megapar.tools.tally import Sums, Tally, asked, caller
+from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
+from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
+
+READ = "ExpertParallelDispatcher.read"
+
+
+class Watch(Tally):
+    """A tally that also looks for what the device cannot run. problems: what was wrong, and how often."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__("cuda")
+        self.problems: Counter[str] = Counter()
+        self.operators: set[str] = set()
+        self._kernels = kernels
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run it, then look at what went in and came out."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor) and x.device.type == "cuda"]
+        if tensors and func.namespace != "prim":
+            name = str(func)
+            self.operators.add(name)
+            if self._kernels.lacks(func):
+                self.problems[f"{name} has no kernel on CUDA, in {caller()}"] += 1
+            if any(x.dtype == torch.float64 for x in tensors) and caller() not in FP64:
+                self.problems[f"{name} in fp64 in {caller()}"] += 1
+        return result
+
+
+@contextmanager
+def counted(calls: Counter[str]) -> Iterator[None]:
+    """Count calls of the device's entries of the operator table."""
+
+    def watched(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return form(*args, **kwargs)
+
+        return call
+
+    table = {
+        name: {**forms, "cuda": watched(name, forms["cuda"])} if "cuda" in forms else forms
+        for name, forms in ops.OPS.items()
+    }
+    with patch.object(ops, "OPS", MappingProxyType(table)):
+        yield
+
+
+class Tracer:
+    """Traces runs on one device. calls: of the operator table's forms. operators: that touched the device."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.operators: set[str] = set()
+        self._kernels = Kernels()
+        self._device = FakeGpu(torch.device("cuda", 0))
+
+    def trace(self, run: Run, more: str = "") -> Watch:
+        """A second step as the last rank; the first makes what later ones find. more: flags."""
+        config = parse(run.model, [*run.flags.split(), *more.split()], {"WORLD_SIZE": str(run.world), "RANK": "0"})
+        watch = Watch(self._kernels)
+        with ExitStack() as stack:
+            for context in (as_a_build_with_cuda(self._kernels), as_on_a_gpu(self._device), counted(self.calls)):
+                stack.enter_context(context)
+            stack.enter_context(asked(watch))
+            trainer = stack.enter_context(pretend(config, run.world - 1, watch, self._device))
+            trainer.step()
+            watch.sums = Sums()
+            trainer.step()
+        self.operators |= watch.operators
+        return watch
+
+    def run(self, run: Run) -> tuple[str, list[str]]:
+        """(what is said of a run, what is wrong with it)."""
+        watch = self.trace(run)
+        wrong = [*complaints(run, watch.sums), *(f"{what} ({times} times)" for what, times in watch.problems.items())]
+        waits, copies = watch.sums.waits.total(), watch.sums.copies.total()
+        return f"{watch.sums.launches} kernels, {waits} waits of the host, {copies} copies", wrong
+
+    def layer(self, run: Run) -> tuple[str, list[str]]:
+        """(the figures of a layer beside its budgets, those that are above)."""
+        one, two = (self.trace(run, f"--num-layers {layers}").sums for layers in (1, 2))
+        layer = two.without(one)
+        beside = one.without(layer)
+        lines, wrong = [], []
+        for row in BUDGETS:
+            sums = {run.name: layer, f"{run.name}, beside": beside}.get(row.layer)
+            if sums is not None:
+                said, ok = compare(row, sums)
+                lines.append(said)
+                wrong += [] if ok else [said]
+        wrong += [f"{what}: a part is not aligned to 16 bytes ({times} times)" for what, times in two.crooked.items()]
+        return "\n  ".join(["layer", *lines]), wrong
+
+
+def figure(row: Row, sums: Sums) -> float:
+    """What the row bounds, in these sums."""
+
+    def fits(operator: str, label: str) -> bool:
+        return fnmatchcase(operator, row.operator) and fnmatchcase(label, row.label)
+
+    if row.figure == "kernels":
+        return sum(count for key, count in sums.kernels.items() if fits(*key))
+    if row.figure == "megabytes":
+        return sum(count for key, count in sums.bytes.items() if fits(*key)) / 1e6
+    if row.figure == "waits":
+        return sum(count for label, count in sums.waits.items() if fits("", label))
+    products = [(product.rows, count) for (product, label), count in sums.products.items() if fits("", label)]
+    if row.figure == "products":
+        return sum(count for _, count in products)
+    assert row.figure == "rows", row.figure
+    return min((rows for rows, _ in products), default=row.bound)
+
+
+def compare(row: Row, sums: Sums) -> tuple[str, bool]:
+    """(figure and budget side by side, whether it holds)."""
+    found = figure(row, sums)
+    ok = found >= row.bound if row.figure == "rows" else found <= row.bound
+    what = " ".join(name for name in (row.operator, row.label) if name != "*")
+    least = "at least" if row.figure == "rows" else "at most"
+    said = (
+        f"{row.layer}: {what + ': ' if what else ''}{found:,.0f} {row.figure}, {least} {row.bound:,.0f} ({row.reason})"
+    )
+    return said + ("" if ok else " EXCEEDED"), ok
+
+
+def complaints(run: Run, sums: Sums) -> Iterator[str]:
+    """What of a run no row allows."""
+    for label, times in sums.waits.items():
+        allowed = run.counts if label == READ else WAITS.get(label, (0, ""))[0]
+        if times > allowed:
+            yield f"the host waits {times} times in {label}, {allowed} allowed"
+    for (way, label), times in sums.copies.items():
+        if label not in COPIES:
+            yield f"{times} copies {way} in {label}, which no row allows"
+    for message, times in sums.crooked.items():
+        yield f"{message}: a part is not aligned to 16 bytes ({times} times)"
+
+
+def main(names: Sequence[str]) -> int:
+    """0 traced, 1 where something is wrong."""
+    stand_in()
+    tracer, problems = Tracer(), []
+    for kind, runs in (("", RUNS), ("layer: ", LAYERS)):
+        for run in runs:
+            name, start = kind + run.name, time.perf_counter()
+            if names and not any(name.startswith(asked_for) for asked_for in names):
+                continue
+            try:
+                said, wrong = (tracer.layer if kind else tracer.run)(run)
+            except Exception as error:
+                said, wrong = "stopped", [f"{_place(error)}: {type(error).__name__}: {str(error)[:300]}"]
+            problems += [f"{name}: {what}" for what in wrong]
+            print(f"trace_cuda: {name}: {said}; {time.perf_counter() - start:.1f} s", flush=True)
+    if not names:
+        columns = [name for name, forms in ops.OPS.items() if "cuda" in forms]
+        problems += [f"{name} of the operator table was never called" for name in columns if not tracer.calls[name]]
+    for problem in problems:
+        print(f"trace_cuda: WRONG: {problem}")
+    verdict = f"{len(problems)} problems" if problems else "all right"
+    print(f"trace_cuda: {len(tracer.operators)} operators of device cuda: {verdict}")
+    return 1 if problems else 0
+
+
+def _place(error: Exception) -> str:
+    where = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megapar{os.sep}" in f.filename]
+    return f"{where[-1].filename}:{where[-1].lineno}" if where else "outside megapar"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""Runs of scripts/trace_cuda.py, and what they may ask of a GPU: a row each, with its reason.
+
+A figure above its row fails ("rows" of a product: below it). Rows are keyed by operator and call label, the name of the
+function that calls it, and not by files, which move. Where a change takes work away, tighten its row: it is one number.
+Kernels are counted by megapar/tools/kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+COMMON = "--data-path mock --device cuda --bf16 --train-iters 1 --eval-interval 0"
+SMALL = f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 2"
+SMALL += " --seq-length 64"
+DENSE = f"{SMALL} --num-experts 0 --num-query-groups 2"
+MOE = f"{SMALL} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 --first-k-dense 0"
+UNEVEN = f"{MOE} --moe-model-type megatron_moe --ep-degree 2"
+EVEN = f"{MOE} --moe-model-type deepspeed_moe --ep-degree 2"
+SLICES = f"{EVEN} --ampipe-degree"
+DROPLESS_SLICES = f"{UNEVEN} --ampipe-degree"
+ERNIE3 = f"{SMALL} --ernie-model ernie3 --task-num-layers 1 --task-hidden-size 64 --task-num-attention-heads 4"
+ERNIE3 += " --task-type-vocab-size 5"
+PIPED_EXPERTS = f"{UNEVEN} --pp-degree 2 --gradient-merge-acc-step 4"
+PIPED = f"{DENSE} --num-layers 8 --gradient-merge-acc-step 8 --pp-degree"
+
+
+class Run(NamedTuple):
+    """Traced as the last rank. counts: waits for the counts of the experts' rows that a step may have."""
+
+    name: str
+    model: str
+    world: int
+    flags: str
+    counts: int = 0
+
+
+MP8 = f"{DENSE} --num-attention-heads 8 --num-query-groups 8 --mp-degree 8"
+RECIPE = "--config configs/ernie-4.5-21b-a3b.yaml --data-path mock --device cuda --num-layers 3 --eval-interval 0"
+RECIPE += " --gradient-merge-acc-step 2 --global-batch-size 32"
+
+RUNS = (
+    Run("dense", "moe", 1, DENSE),
+    Run("dense, fp16", "moe", 1, f"{DENSE} --fp16".replace("--bf16 ", "")),
+    Run("dense, sharding 2", "moe", 2, DENSE),
+    Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
+    Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
+    Run("dense, offloaded optimizer", "moe", 2, f"{DENSE} --optimizer-offload"),
+    Run("dense, recompute with offload", "moe", 1, f"{DENSE} --recompute-interval 1 --recompute-offload"),
+    Run("dense, multi-token prediction", "moe", 1, f"{DENSE} --mtp-depth 1"),
+    Run("dense, mp 8", "moe", 8, MP8),
+    Run("dense, mp 8, sequence parallel", "moe", 8, f"{MP8} --sequence-parallel"),
+    Run("experts, one rank", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
+    Run("experts, dropless", "moe", 2, UNEVEN, counts=2),
+    Run("experts, capacity", "moe", 2, EVEN),
+    Run("experts, dropless, mp 2", "moe", 4, f"{UNEVEN} --mp-degree 2 --sequence-parallel", counts=2),
+    Run("experts, capacity, mp 2", "moe", 4, f"{EVEN} --mp-degree 2 --sequence-parallel"),
+    Run("experts, capacity, cp 2", "moe", 2, f"{EVEN} --cp-degree 2"),
+    Run("experts, dropless, recompute", "moe", 2, f"{UNEVEN} --recompute-interval 1", counts=2),
+    Run("slices 2", "moe", 2, f"{SLICES} 2", counts=4),
+    Run("slices 4", "moe", 2, f"{SLICES} 4", counts=8),
+    Run("slices 2, cross-layer", "moe", 2, f"{SLICES} 2 --ampipe-cross-layer", counts=4),
+    Run("slices 4, cross-layer", "moe", 2, f"{SLICES} 4 --ampipe-cross-layer", counts=8),
+    Run("slices 2, capacity of a slice", "moe", 2, f"{SLICES} 2 --ampipe-capacity slice"),
+    Run("slices 2, dropless", "moe", 2, f"{DROPLESS_SLICES} 2", counts=4),
+    Run("slices 4, dropless, cross-layer", "moe", 2, f"{DROPLESS_SLICES} 4 --ampipe-cross-layer", counts=8),
+    Run("slices 2, documents", "moe", 2, f"{SLICES} 2 --reset-attention-mask", counts=4),
+    Run("slices 2, cp 2", "moe", 2, f"{SLICES} 2 --cp-degree 2", counts=4),
+    Run(
+        "slices 2, mp 2",
+        "moe",
+        4,
+        f"{SLICES} 2 --mp-degree 2 --sequence-parallel --ampipe-tp-sp-comm-overlap",
+        counts=4,
+    ),
+    Run("pieces of experts", "moe", 2, f"{EVEN} --use-pipe-experts --pipe-experts-multi-data 2"),
+    Run("cp 2, ring", "moe", 2, f"{DENSE} --cp-degree 2"),
+    Run("cp 2, heads", "moe", 2, f"{DENSE} --cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
+    Run("cp 2, gathered", "moe", 2, f"{DENSE} --cp-degree 2 --context-parallel-algo allgather_cp_algo"),
+    Run("pipeline, 1f1b", "moe", 4, f"{PIPED} 4"),
+    Run("pipeline, gpipe", "moe", 4, f"{PIPED} 4 --pp-schedule gpipe"),
+    Run("pipeline, interleaved", "moe", 4, f"{PIPED} 4 --pp-schedule interleaved --vpp-degree 2"),
+    Run("pipeline, zero bubble", "moe", 4, f"{PIPED} 4 --use-nanopipe"),
+    Run("pipeline, experts", "moe", 4, PIPED_EXPERTS, counts=4),
+    Run("pipeline, experts, zero bubble", "moe", 4, f"{PIPED_EXPERTS} --use-nanopipe", counts=4),
+    Run("stage 2", "moe", 4, f"{UNEVEN} --sharding-stage 2", counts=2),
+    Run("stage 3", "moe", 2, f"{DENSE} --sharding-stage 3"),
+    Run("stage 3, experts", "moe", 4, f"{UNEVEN} --sharding-stage 3", counts=2),
+    Run("ernie", "ernie", 1, SMALL),
+    Run("ernie, mp 2, sharding 2", "ernie", 4, f"{SMALL} --mp-degree 2 --sequence-parallel"),
+    Run("ernie 3.0", "ernie", 1, ERNIE3),
+    Run("recipe of ERNIE 4.5 21B, three layers", "moe", 8, RECIPE, counts=4),
+)
+
+# Layers of real sizes, as one GPU of the layout has them: a layer is the difference between two depths.
+BATCH = "--micro-batch-size 1 --global-batch-size 1 --vocab-size 103424 --seq-length 8192"
+DENSE_4096 = f"{COMMON} {BATCH} --num-experts 0 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8"
+DENSE_4096 += " --ffn-hidden-size 14336"
+ERNIE_21B = f"{COMMON} --num-experts 64 --moe-router-topk 6 --moe-shared-experts 2 --moe-ffn-hidden-size 1536"
+ERNIE_21B += " --first-k-dense 0 --hidden-size 2560 --num-attention-heads 20 --num-query-groups 4 --seq-length 4096"
+ERNIE_21B += " --vocab-size 103424 --micro-batch-size 2 --global-batch-size 16 --ep-degree 8 --sharding-degree 8"
+ENCODER = f"{COMMON} --hidden-size 2048 --num-attention-heads 16 --seq-length 512 --vocab-size 40000"
+ENCODER += " --micro-batch-size 16 --global-batch-size 16"
+
+LAYERS = (
+    Run("dense", "moe", 1, DENSE_4096),
+    Run("mp 8", "moe", 8, f"{DENSE_4096} --mp-degree 8"),
+    Run("mp 8, sequence parallel", "moe", 8, f"{DENSE_4096} --mp-degree 8 --sequence-parallel"),
+    Run("experts, dropless", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe"),
+    Run("experts, capacity", "moe", 8, f"{ERNIE_21B} --moe-model-type deepspeed_moe"),
+    Run("slices 2", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe --ampipe-degree 2"),
+    Run("encoder", "ernie", 1, ENCODER),
+)
+
+
+class Row(NamedTuple):
+    """A bound. layer: the name of one of ``LAYERS``; "NAME, beside": everything but the layers of that run. operator,
+    label: patterns of the operator and of the function that calls it. figure: kernels; products; rows of the smallest
+    product, all its batches together, of which this is the least; megabytes outside products; waits of the host.
+    """
+
+    layer: str
+    operator: str
+    label: str
+    figure: str
+    bound: float
+    reason: str
+
+
+BUDGETS: tuple[Row, ...] = (
+    Row(
+        "dense",
+        "*",
+        "*",
+        "kernels",
+        135,
+        "131: 87 of the layer, 44 of its share of the optimizer over lists of tensors",
+    ),
+    Row("dense", "*", "*", "products", 12, "four weights, forward and twice backward"),
+    Row("dense", "*", "*", "rows", 8192, "all tokens of the micro-batch: nothing is cut"),
+    Row("dense", "*", "*", "megabytes", 19500, "18,990, of them 6,500 of the optimizer and the gradients' segments"),
+    Row(
+        "dense",
+        "*",
+        "rotary_reference",
+        "megabytes",
+        2100,
+        "fp32, seven passes a tensor; a fused form reads and writes once",
+    ),
+    Row("dense", "*", "swiglu_reference", "megabytes", 1250, "two passes; a fused form has one"),
+    Row("dense", "silu_backward", "*", "kernels", 1, "one kernel, not taken apart"),
+    Row("dense", "*", "global_norm", "kernels", 26, "norms by list, their sum"),
+    Row("dense, beside", "*", "*LinearCrossEntropy*", "rows", 1024, "a piece of the logits that fills the device"),
+    Row("dense, beside", "*", "*", "products", 36, "three for each piece of the logits"),
+    Row(
+        "dense, beside",
+        "*",
+        "*",
+        "megabytes",
+        60000,
+        "logits in fp32 a few times over; sums of the head's gradient not once for every 162 rows",
+    ),
+    Row("mp 8", "*", "*", "kernels", 126, "122"),
+    Row("mp 8", "*", "*", "products", 32, "cut only as far as the link's time pays for it"),
+    Row("mp 8", "*", "*", "rows", 1024, "a product of fewer does not fill 132 units"),
+    Row("mp 8, sequence parallel", "*", "*", "kernels", 200, "two products for a piece, and its messages"),
+    Row("mp 8, sequence parallel", "*", "*", "products", 32, "cut only as far as the link's time pays for it"),
+    Row("mp 8, sequence parallel", "*", "*", "rows", 1024, "a product of fewer does not fill 132 units"),
+    Row("mp 8, sequence parallel", "*", "*", "megabytes", 2900, "2,760"),
+    Row("experts, dropless", "*", "*", "kernels", 325, "317"),
+    Row(
+        "experts, dropless",
+        "*",
+        "*",
+        "products",
+        21,
+        "seven weights, forward and twice backward; shared experts, router and experts",
+    ),
+    Row("experts, dropless", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
+    Row(
+        "experts, dropless",
+        "*",
+        "*",
+        "megabytes",
+        20600,
+        "20,050: weights' gradients, weighing, ways to and from experts, unfused",
+    ),
+    Row("experts, dropless", "*", "*", "waits", 1, "the counts, once"),
+    Row("experts, dropless", "sort", "*", "kernels", 20, "two sorts of 64-bit keys: the way there, by expert"),
+    Row("experts, dropless", "*", "order_by_expert", "kernels", 29, "the second sort and what leads to it"),
+    Row("experts, dropless", "_embedding_bag*", "*", "kernels", 4, "sums of a token's rows, forward and backward"),
+    Row(
+        "experts, dropless",
+        "alltoall_base_",
+        "*",
+        "kernels",
+        5,
+        "rows there and back, forward and backward, and the counts",
+    ),
+    Row("experts, dropless", "*", "weigh", "megabytes", 530, "the experts' output, times its weights"),
+    Row("experts, capacity", "*", "*", "kernels", 378, "368"),
+    Row(
+        "experts, capacity",
+        "*",
+        "*",
+        "products",
+        21,
+        "seven weights, forward and twice backward; shared experts, router and experts",
+    ),
+    Row("experts, capacity", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
+    Row(
+        "experts, capacity",
+        "*",
+        "*",
+        "megabytes",
+        21200,
+        "20,580: weights' gradients, weighing, ways to and from experts, unfused",
+    ),
+    Row("experts, capacity", "*", "*", "waits", 0, "even splits ask for no counts"),
+    Row(
+        "experts, capacity",
+        "sort",
+        "*",
+        "kernels",
+        30,
+        "three sorts of 64-bit keys: who is kept, the way there, by expert",
+    ),
+    Row("experts, capacity", "*", "order_by_expert", "kernels", 29, "the second sort and what leads to it"),
+    Row("experts, capacity", "_embedding_bag*", "*", "kernels", 4, "sums of a token's rows, forward and backward"),
+    Row("experts, capacity", "alltoall_base_", "*", "kernels", 4, "rows there and back, forward and backward"),
+    Row("experts, capacity", "*", "weigh", "megabytes", 530, "the experts' output, times its weights"),
+    Row("slices 2", "*", "*", "kernels", 585, "568"),
+    Row("slices 2", "*", "*", "products", 39, "those of two slices; attention's k and v once"),
+    Row("slices 2", "*", "*", "rows", 4096, "all tokens of a slice"),
+    Row(
+        "slices 2",
+        "*",
+        "*",
+        "megabytes",
+        23400,
+        "22,700: weights' gradients, weighing, ways to and from experts, unfused",
+    ),
+    Row("slices 2", "*", "*", "waits", 2, "the counts, once a slice"),
+    Row("slices 2", "sort", "*", "kernels", 40, "two sorts of 64-bit keys a slice"),
+    Row("slices 2", "*", "order_by_expert", "kernels", 58, "the second sort and what leads to it"),
+    Row("slices 2", "_embedding_bag*", "*", "kernels", 6, "sums of a token's rows, forward and backward"),
+    Row("slices 2", "alltoall_base_", "*", "kernels", 10, "rows there and back, forward and backward, and the counts"),
+    Row("slices 2", "*", "weigh", "megabytes", 530, "the experts' output, times its weights"),
+    Row(
+        "experts, dropless, beside",
+        "*",
+        "*LinearCrossEntropy*",
+        "rows",
+        1024,
+        "a piece of the logits that fills the device",
+    ),
+    Row("encoder", "*", "*", "kernels", 80, "78"),
+    Row("encoder", "*", "*", "products", 12, "four weights, forward and twice backward"),
+    Row("encoder", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
+    Row("encoder", "*", "*", "megabytes", 4400, "4,260"),
+)
+
+# Where the host may wait in a step, how often, and why. The counts of the experts' rows are ``Run.counts``.
+WAITS: Mapping[str, tuple[int, str]] = MappingProxyType(
+    {"Trainer._hear": (1, "the norm and the log's sums of the step before, which is over by then")}
+)
+
+# Where a step may copy between host and device without a wait, and why.
+COPIES: Mapping[str, str] = MappingProxyType(
+    {
+        "MicroBatch.to": "the micro-batch, out of page-locked memory",
+        "arranged": "the same, put in the order of slices",
+        "Documents.of": "where documents begin, a few numbers",
+        "Accelerator.host_copy": "counts and the log's sums, into page-locked memory behind an event",
+        "Segment.publish": "offloaded masters, to where they are used",
+        "OffloadedOptimizer._load": "masters and moments that lie on the host",
+        "OffloadedOptimizer._store": "the same, back",
+        "KeptTensor._send": "what offloaded units keep",
+        "KeptTensor._fetch": "the same, back",
+    }
+)
+
+# Where fp64 is meant; a GPU has little of it.
+FP64: Mapping[str, str] = MappingProxyType(
+    {
+        "global_norm": "squares are added so that the order of ranks does not show; a few numbers",
+        "all_reduce": "the norm's",
+        "Summed.told": "sums of the log's numbers; a few numbers",
+        "Accelerator.host_copy": "of those",
+    }
+)
