@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
@@ -29,13 +30,15 @@ _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
 class FakeGpu(CudaDevice):
     """A GPU whose host runs ahead and whose streams are one; what asks no driver is ``CudaDevice``'s own.
 
-    torch_device: where fake tensors say that they are: "meta", which every build of torch has, or a device whose
-    guard somebody stands in for.
+    torch_device: where fake tensors say that they are: "cuda" where somebody stands in for its guard; "meta", which
+    every build of torch has; "cpu" for FSDP2, which takes parameters on "meta" for some that are still to come.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
         Device.__init__(self, 0)
         self.torch_device = torch_device
+        if torch_device.type == "cpu":
+            self.type = "cpu"  # of meshes
 
     @property
     def name(self) -> str:
@@ -88,8 +91,20 @@ def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
             stack.enter_context(patch.object(module, "_get_device_handle", lambda kind: _Handle))
         stack.enter_context(patch.object(_fsdp_param_group, "torch", _TorchOfGroups()))
         if kind == "meta":
+            stack.enter_context(_messages_of(kind))
+        if kind != "cuda":
             stack.enter_context(_fused_norms(kind))
             stack.enter_context(patch.object(ops, "OPS", _forms(kind)))
+        yield
+
+
+@contextmanager
+def _messages_of(kind: str) -> Iterator[None]:
+    """torch's fake process groups take tensors of this type of device, too."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers them
+
+    capability = dist.Backend.backend_capability
+    with patch.dict(capability, {"fake": [*capability["fake"], kind]}):
         yield
 
 
@@ -170,7 +185,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float =
 @contextmanager
 def _fused_norms(kind: str) -> Iterator[None]:
     """The fused norm is one operator with one backward, as on a GPU, and is not taken apart."""
-    key = kind.capitalize()
+    key = {"cpu": "CPU", "meta": "Meta"}[kind]
     library: Any = torch.library.Library("aten", "IMPL", key)
     forms: dict[str, Callable[..., Any]] = {"_fused_rms_norm": _norm, "_fused_rms_norm_backward": _norm_backward}
     try:

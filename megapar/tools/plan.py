@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from megapar.arguments import SCRIPTS, Config, parse, resolved_values
@@ -57,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
     add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: which rank (default: 0)")
-    add("--launches", action="store_true", help="also count kernel launches per layer and host waits (torch)")
+    add(
+        "--launches",
+        action="store_true",
+        help="also count a GPU's kernels, products and bytes per layer, and host waits (torch)",
+    )
     add("--search", action="store_true", help="find the best layouts of this model, batch and number of ranks")
     add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
     add("--svg", type=Path, help="with --show-schedule: write the drawing to this file, too")
@@ -101,7 +104,7 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
         from megapar.tools.budget import budget
 
         counted = budget(config)
-        said["launches"] = asdict(counted)
+        said |= counted.to_dict()
         text += counted.describe() + "\n"
     sys.stdout.write(json.dumps(said) + "\n" if asked.json else text)
     return 0
