@@ -43,6 +43,7 @@ RUNS = (
     ("ERNIE", "ernie", 1, COMMON),
     ("ERNIE, dropout, mp 2, sharding 2", "ernie", 4, f"{COMMON} --mp-degree 2 --sequence-parallel"),
     ("MoE decoder", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
+    ("MoE decoder, offloaded optimizer", "moe", 2, f"{MOE} --sharding-degree 2 --optimizer-offload"),
     ("MoE decoder, documents, fp16", "moe", 1, f"{MOE} --reset-attention-mask --reset-position-ids --fp16"),
     ("MoE decoder, ep 2, slices", "moe", 2, SLICES),
     ("MoE decoder, slices of documents", "moe", 2, f"{SLICES} --reset-attention-mask"),
