@@ -1,0 +1,99 @@
+"""What of an MoE layer an accelerator's host would wait for: nothing but the counts of uneven splits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megapar.core.axis import Axis
+from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.share import Share
+from megapar.core.device.packed import Documents
+from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
+from megapar.moe.slicing import Slicing
+from tests.support.host_tensors import HostTensors
+from tests.support.ranks import run_ranks
+
+EVEN = {"kind": "deepspeed_moe", "capacity_scope": "rank"}
+SHARED = {"kind": "deepspeed_moe"}
+# sizes, whether the ranks share the positions of a micro-batch, slicing; waits of the host for counts
+CASES = {
+    "uneven": ({}, False, Slicing(), 1),
+    "even": (EVEN, False, Slicing(), 0),
+    "shared positions": (SHARED, True, Slicing(), 1),
+    "slices": ({}, False, Slicing(3), 3),
+    "slices, each with a capacity": (EVEN, False, Slicing(3, capacity="slice"), 0),
+    "slices of shared positions": (SHARED, True, Slicing(2), 2),
+    "slices of shared positions, each with a capacity": (SHARED, True, Slicing(2, capacity="slice"), 2),
+    "pieces": (SHARED, False, Slicing(2, expert_pieces=2), 2),
+}
+
+
+def forward_and_backward(rank, world_size, sizes, shared, slicing):
+    """(what the host would wait for, how often it waited for counts)"""
+    axis = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+    layout = Layout(world_size, zigzag=True, slices=slicing.degree)
+    share = Share(cp=axis, layout=layout) if shared else None
+    moe = MoeSizes(8, 16, 4, 2, min_capacity=1, capacity_factor=0.8, **sizes)
+    layer = MoeLayer(moe, ep=axis, share=share, slicing=slicing, dtype=torch.float32)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 12, 8, requires_grad=True)
+    with HostTensors() as found:
+        if slicing.active:
+            y, stats = by_slices(layer, x, 24 * (world_size if shared else 1))
+        else:
+            y, stats = layer(x, None, 24 * (world_size if shared else 1))
+        (y.sum() + stats.aux).backward()
+    layer.traffic.check_settled()
+    assert x.grad is not None
+    return dict(found.waits), layer.traffic.host_waits
+
+
+def by_slices(layer, x, tokens):
+    passage = layer.passage(x.shape[1], tokens, None, x.shape[0])
+    slices = layer.slicing.cut(x.shape[1])
+    for place in slices:
+        passage.send(x[:, place], None)
+    arriving, tokens_by_slice, _ = passage.work()
+    parts = [
+        arriving.finish(c, token).view_as(x[:, place])
+        for c, (place, token) in enumerate(zip(slices, tokens_by_slice, strict=True))
+    ]
+    return torch.cat(parts, dim=1), passage.stats()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_counts_are_waited_for(case):
+    *arguments, counts = CASES[case]
+    for waits, host_waits in run_ranks(2, forward_and_backward, *arguments):
+        assert waits == {}
+        assert host_waits == counts
+
+
+def test_a_number_in_a_view_and_a_list_as_index_are_found():
+    x = torch.arange(4)
+    with HostTensors() as found:
+        x[-1] = 5
+        x[[1, 0]]
+        torch.tensor([1, 2]).to("meta")
+        x[-1:].fill_(5)
+        x[1:] = 3
+        x.index_select(0, x[:1]) + 2
+    assert sorted(name.split(" ")[0] for name in found.waits.elements()) == [
+        "aten._to_copy.default",
+        "aten.copy_.default",
+        "aten.index.Tensor",
+    ]
+
+
+def test_documents_are_copied_from_where_the_loader_put_them():
+    """It puts them into memory that the device reads by itself; a tensor made from a list lies elsewhere."""
+    ends = torch.tensor([3, 8])
+    with HostTensors() as found:
+        documents = Documents.of(ends, torch.device("meta"))
+    assert found.waits == {}
+    assert (documents.ends, documents.starts.shape, documents.starts.dtype) == ((3, 8), (3,), torch.int32)
