@@ -30,9 +30,10 @@ from megapar.core.tensor_parallel import (
 )
 from megapar.core.traffic import Traffic
 from megapar.model.ampipe import Sliced, join
+from megapar.model.arrangement import Arrangement
 from megapar.model.block import DecoderBlock
 from megapar.model.context import Context
-from megapar.model.embedding import DecoderEmbedding, TiedWord, arranged, own_sequence, slice_order
+from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.loss import check_piece, linear_cross_entropy
 from megapar.model.mtp import Mtp, following
 from megapar.model.norm import make_norm
@@ -131,6 +132,7 @@ class Decoder(nn.Module):
         self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
+        self._arrangement = Arrangement(self.slicing, mp, sequence_parallel=sequence_parallel)
         options: LayerOptions = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         self.embedding = DecoderEmbedding(sizes, cp=self.cp, **options) if held.first else None
         if held.last and not held.first and (sizes.tie_embeddings or sizes.mtp_depth):
@@ -200,8 +202,7 @@ class Decoder(nn.Module):
         """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
         assert self.lm_head is not None
         logits = self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
-        order = self._order(logits.shape[1])
-        return logits if order is None else torch.empty_like(logits).index_copy_(1, order.to(logits.device), logits)
+        return self._arrangement.back(logits)
 
     @property
     def tied_weight(self) -> Tensor | None:
@@ -277,12 +278,9 @@ class Decoder(nn.Module):
         y, stats = run_layers((self.layers[name] for name in names), x, context, self.recompute)
         return (join(y, context) if isinstance(y, Sliced) else y), stats
 
-    def _order(self, length: int) -> Tensor | None:
-        return slice_order(self.slicing, length, self.mp, self.sequence_parallel)
-
     def _arrange(self, x_BS: Tensor) -> Tensor:
         """Put data in the order in which every mp rank's chunk holds its part of every slice."""
-        return arranged(x_BS, self._order(x_BS.shape[1]))
+        return self._arrangement.there(x_BS)
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
@@ -294,14 +292,15 @@ class Decoder(nn.Module):
                 raise ValueError("ranks that share sequences must be told how many valid tokens there are")
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
-        ends = None if batch.get("ends") is None else batch["ends"].tolist()
+        places = batch.get("ends")
+        ends = None if places is None else places.tolist()
         shape = batch["tokens"].shape
         if not self.slicing.active:
             plan = self.cp.plan(*shape, causal=True, ends=ends)
-            documents = None if ends is None or plan is not None else Documents.of(ends, batch["tokens"].device)
+            documents = None if places is None or plan is not None else Documents.of(places, batch["tokens"].device)
             return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
         plans = self.cp.slice_plans(*shape, ends=ends)
-        documents = None if ends is None or plans is not None else Documents.of(ends, batch["tokens"].device)
+        documents = None if places is None or plans is not None else Documents.of(places, batch["tokens"].device)
         parts, ranks = self.mp.size if self.sequence_parallel else 1, self.cp.axis.size
         slices = self.slicing.cut(shape[1], parts)
         return Context(

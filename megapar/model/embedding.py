@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
@@ -18,7 +17,6 @@ from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
 from megapar.model.norm import LayerNorm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.moe.slicing import Slicing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,15 +113,3 @@ def drop(x: Tensor, probability: float, rank: int) -> Tensor:
 def own_sequence(x: Tensor, mp: Axis, sequence_parallel: bool) -> Tensor:
     """The part of x [B, S] whose positions this rank's activations have: [B, S/mp] under sequence parallelism."""
     return own_piece(x, mp, SEQUENCE_DIM) if sequence_parallel else x
-
-
-def slice_order(slicing: Slicing, length: int, mp: Axis, sequence_parallel: bool) -> Tensor | None:
-    """Where each position of the data comes from under slicing with sequence parallelism; None: nothing moves."""
-    if slicing.degree == 1 or not sequence_parallel or mp.size == 1:
-        return None
-    return torch.tensor(slicing.order(length, mp.size))
-
-
-def arranged(x_BS: Tensor, order: Tensor | None) -> Tensor:
-    """The positions of x [B, S] in this order."""
-    return x_BS if order is None else x_BS.index_select(1, order.to(x_BS.device, non_blocking=True))

@@ -27,9 +27,10 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
+from megapar.model.arrangement import Arrangement
 from megapar.model.block import ErnieBlock
 from megapar.model.context import Context
-from megapar.model.embedding import ErnieEmbedding, arranged, slice_order
+from megapar.model.embedding import ErnieEmbedding
 from megapar.model.ernie import Ernie, MaskedLmHead, Pooler
 from megapar.model.recurrence import Rows, generate, understand
 from megapar.model.sizes import Ernie3Sizes
@@ -152,6 +153,7 @@ class Ernie3(Ernie):
         held = holding or Holding.whole(sizes.num_blocks)
         super().__init__(sizes, mp=mp, holding=held, **common)
         self.segments = Slicing(degree=sizes.segments)
+        self._arrangement = Arrangement(self.segments, mp, sequence_parallel=self.sequence_parallel)
 
     def _layer(self, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         if layer < self.sizes.num_layers:
@@ -207,17 +209,13 @@ class Ernie3(Ernie):
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
         """Put data in the order in which every mp rank's chunk holds its part of every segment."""
-        return arranged(x_BS, self._order(x_BS.shape[1]))
-
-    def _order(self, length: int) -> Tensor | None:
-        return slice_order(self.segments, length, self.mp, self.sequence_parallel)
+        return self._arrangement.there(x_BS)
 
     def _leave(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x
         x = gather(x, self.mp, SEQUENCE_DIM)
-        order = self._order(x.shape[1])
-        return x if order is None else x.index_select(1, order.argsort().to(x.device))
+        return self._arrangement.back(x)
 
     def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
         assert self.heads is not None

@@ -227,7 +227,7 @@ def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[Permutati
     filled_NQ = F.pad(counts_NQ, (0, 1))
     filled_NQ[:, -1] = room - counts_NQ.sum(1)
     expert_Q = torch.arange(counts_NQ.shape[1] + 1, device=counts_NSL.device) % num_experts
-    expert_Q[-1] = num_experts
+    expert_Q[-1:].fill_(num_experts)  # a number written into a 0-dim view would wait for the device
     total = room * counts_NSL.shape[0]
     key_P = torch.repeat_interleave(expert_Q.repeat(counts_NSL.shape[0]), filled_NQ.flatten(), output_size=total)
     pair = torch.sort(key_P, stable=True).indices

@@ -137,7 +137,7 @@ class MoeLayer(nn.Module):
             runs, most, order = self.share.runs(length)
             counts_RkE = self._counts_by_run(routing, valid_T, batch, [positions for _, positions in runs], most)
             sums, counts_PkE = gather_sums(routing.sums, self.share, counts_RkE)
-            own = counts_PkE[list(order)]
+            own = self.share.sort(counts_PkE, order)
         kept_Tk = self.kept(routing, own, valid_T, batch, capacity, runs=runs)
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=self.sizes.has_capacity, scaling=self.sizes.scaling)
 

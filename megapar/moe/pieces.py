@@ -25,11 +25,15 @@ def cut_plan(
     """(pairs to rows of the whole message, L · pieces plans in the order in which they travel)."""
     numbers = dispatcher.read(told)
     parts = [_cut(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
-    sent = [part[0] for part in parts]
     permutation, _ = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
-    permutation = _reorder(permutation, numbers[0], sent)
+    permutation = _reorder(permutation, told.counts, [_cut(told.counts, n, pieces) for n in range(pieces)])
+    gathered = [None if told.gathered is None else _cut(told.gathered, n, pieces) for n in range(pieces)]
     experts = numbers.shape[2]
-    plans = [_plan(dispatcher, told, permutation, part, expert) for expert in range(experts) for part in parts]
+    plans = [
+        _plan(dispatcher, permutation, part, own, expert)
+        for expert in range(experts)
+        for part, own in zip(parts, gathered, strict=True)
+    ]
     return permutation, tuple(plans)
 
 
@@ -40,7 +44,10 @@ def _cut(counts: Tensor, piece: int, pieces: int) -> Tensor:
 
 
 def _reorder(permutation: Permutation, counts: Tensor, parts: list[Tensor]) -> Permutation:
-    """Rows sorted by (rank, expert) to rows sorted by (expert, piece, rank). counts, parts: [ep, L] on the host."""
+    """Rows sorted by (rank, expert) to rows sorted by (expert, piece, rank).
+
+    counts, parts: [ep, L] on the device, where they are known as well: what the host knows would have to go back.
+    """
     rows = permutation.pair.shape[0]
     if not rows:
         return permutation
@@ -49,22 +56,23 @@ def _reorder(permutation: Permutation, counts: Tensor, parts: list[Tensor]) -> P
     begins = torch.stack([starts + sum(parts[:n]) for n in range(len(parts))]).permute(2, 0, 1)
     lengths, begins = lengths.flatten(), begins.flatten()
     shift = begins - (lengths.cumsum(0) - lengths)
-    old = torch.arange(rows) + torch.repeat_interleave(shift, lengths, output_size=rows)
-    old = old.to(permutation.pair.device, non_blocking=True)
+    old = torch.arange(rows, device=shift.device) + torch.repeat_interleave(shift, lengths, output_size=rows)
     new = torch.empty_like(old).scatter_(0, old, torch.arange(rows, device=old.device))
     return permutation._replace(pair=permutation.pair[old], row=new[permutation.row])
 
 
 def _plan(
-    dispatcher: ExpertParallelDispatcher, told: Announced, permutation: Permutation, part: Tensor, expert: int
+    dispatcher: ExpertParallelDispatcher, permutation: Permutation, part: Tensor, gathered: Tensor | None, expert: int
 ) -> Plan:
-    """One piece: rows of one expert from every rank. part: [2 (+ emp), ep, L] on the host."""
+    """One piece: rows of one expert from every rank.
+
+    part: [2 (+ emp), ep, L] on the host. gathered: [emp, ep, L] of it, on the device.
+    """
     send, receive = (tuple(part[way, :, expert].tolist()) for way in (0, 1))
     received = sum(receive)
     room, order = received, None
-    if dispatcher.gathers:
-        gathered = part[2:, :, expert]
-        room = int(gathered.sum(1).max())
-        counts = gathered.unsqueeze(2).to(told.counts.device, non_blocking=True)
-        order, _ = order_by_expert(counts, room, int(gathered.sum()))
+    if gathered is not None:
+        known = part[2:, :, expert]
+        room = int(known.sum(1).max())
+        order, _ = order_by_expert(gathered[:, :, expert].unsqueeze(2), room, int(known.sum()))
     return Plan(permutation, AllToAll(dispatcher.ep, send, receive), received, room, order, None, expert)

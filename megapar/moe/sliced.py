@@ -257,7 +257,7 @@ class Passage:
             return layer.kept(routing, counts_PkE, valid_T, batch, 0)
         if not layer.alone:  # ranks stand in order of position in this slice
             order = layer.share.slice_order(len(self._slices))
-            counts_PkE, piece = layer.share.gather(counts_PkE)[order], order.index(layer.share.rank)
+            counts_PkE, piece = layer.share.sort(layer.share.gather(counts_PkE), order), order.index(layer.share.rank)
         if layer.slicing.capacity == "slice":
             capacity: int | Tensor = capacity_on_device(sizes, counts_PkE[:, 0].sum())
             number = len(self._slices)

@@ -15,9 +15,9 @@ LENGTH = 16
 
 
 def make(**options):
-    mp, single = Axis("mp", 2, 1, None, (0, 1)), Axis.single("ep")
+    mp, ep = Axis("mp", 2, 1, None, (0, 1)), Axis.single("ep")
     sizes = replace(MOE, vocab_size=68)
-    return Decoder(sizes, mp=mp, ep=single, emp=single, dtype=torch.float32, device="meta", **options)
+    return Decoder(sizes, mp=mp, ep=ep, emp=mp, dtype=torch.float32, device="meta", **options)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

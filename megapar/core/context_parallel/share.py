@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
 from megapar.core.context_parallel.layout import Layout, Place
+from megapar.core.index import Indices
 
 
 class Runs(NamedTuple):
@@ -33,6 +35,7 @@ class Share:
     cp: Axis = field(default_factory=lambda: Axis.single("cp"))
     mp: Axis = field(default_factory=lambda: Axis.single("mp"))
     layout: Layout = field(default_factory=Layout)
+    _indices: Indices = field(default_factory=Indices, compare=False, repr=False)
 
     @classmethod
     def of(cls, cp: Axis, layout: Layout, mp: Axis, *, sequence_parallel: bool) -> Share:
@@ -74,6 +77,13 @@ class Share:
         where = {number: rank * most + at for rank, own in enumerate(held) for at, number in enumerate(own)}
         mine = tuple((number, places[number].stop - places[number].start) for number in held[self.rank])
         return Runs(mine, most, tuple(where[number] for number in range(len(places))))
+
+    def sort(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        """Entries of [n, ..] in the order that ``slice_order`` or ``runs`` gives; waits once for each order."""
+        wanted = tuple(order)
+        if wanted == tuple(range(x.shape[0])):
+            return x
+        return x.index_select(0, self._indices.of(wanted, x.device, lambda: wanted))
 
     def in_order(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
         """[size * own_length * n, ..] by rank to order of position; each position has n rows, one after the other.

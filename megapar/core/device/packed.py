@@ -26,10 +26,11 @@ class Documents:
     starts: Tensor
 
     @classmethod
-    def of(cls, ends: Sequence[int], device: torch.device) -> Documents:
-        """From the host's list of ends."""
-        starts = torch.tensor([0, *ends], dtype=torch.int32)
-        return cls(tuple(ends), starts.to(device, non_blocking=True))
+    def of(cls, ends: Sequence[int] | Tensor, device: torch.device) -> Documents:
+        """From the host's list of ends; the host does not wait where that is a tensor in pinned memory."""
+        ends_D = torch.as_tensor(ends)
+        starts = F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32)
+        return cls(tuple(ends_D.tolist()), starts)
 
     @property
     def lengths(self) -> list[int]:
