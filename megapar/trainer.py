@@ -344,7 +344,8 @@ class Trainer:
             if self.data.group is not None:
                 self.data.note("load")
                 dist.all_reduce(total, group=self.data.group)
-            rows = total if self.job.pipeline is None else total[self.job.model.load_rows]
+            # An index by a list would wait for the device.
+            rows = total if self.job.pipeline is None else [total[row] for row in self.job.model.load_rows]
             self.job.model.update_router_bias(rows, rate if bad is None else rate * (1 - bad.double()))
 
     def _report_step(self, work: Work, verdict: Verdict, lr: float, seconds: float) -> Step:

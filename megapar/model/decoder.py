@@ -6,7 +6,7 @@ under sequence parallelism, written S(/mp).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -239,10 +239,10 @@ class Decoder(nn.Module):
         experts = (block.moe for block in layers if isinstance(block, DecoderBlock))
         return [moe.router.correction_bias for moe in experts if moe is not None]
 
-    def update_router_bias(self, load: Tensor, rate: float | Tensor) -> None:
+    def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float | Tensor) -> None:
         """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
 
-        load: [L, E] counts over the whole global batch. Source: auxiliary-loss-free balancing (DeepSeek-V3).
+        load: [E] counts over the whole global batch for each layer. Source: auxiliary-loss-free balancing (DeepSeek-V3).
         """
         for bias, counts in zip(self.correction_biases(), load, strict=True):
             move_correction_bias(bias, counts, rate)

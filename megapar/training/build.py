@@ -15,7 +15,7 @@ from megapar.core.loss_scale import LossScale
 from megapar.core.schedule import BatchSize, LearningRate, Progressive
 from megapar.core.world import World
 from megapar.data import corpus
-from megapar.data.batches import Collate
+from megapar.data.batches import Collate, pinned
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.tasks.build import TaskData
@@ -94,8 +94,9 @@ def make_layout(config: Config) -> Layout:
 
 
 def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
-    """What makes micro-batches of this rank's positions from whole samples."""
-    return own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
+    """What makes micro-batches of this rank's positions from whole samples, ready to be copied to its device."""
+    own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
+    return pinned(own, world.device.pin)
 
 
 def make_objective(config: Config) -> Objective:

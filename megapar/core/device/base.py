@@ -175,6 +175,10 @@ class Device:
     def adopt(self, x: Tensor) -> None:
         """The current stream uses a tensor whose memory belongs to another one: the allocator has to know."""
 
+    def pin(self, x: Tensor) -> Tensor:
+        """A host tensor where the device can copy from by itself, so that nobody waits; callable from any thread."""
+        return x
+
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from and to by itself, filled with zeros."""
         return torch.zeros(numel, dtype=dtype)
@@ -269,6 +273,11 @@ class Accelerator(Device):
     def adopt(self, x: Tensor) -> None:
         """Tell the caching allocator."""
         x.record_stream(self.current_stream())
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Page-locked; torch gives the memory to nobody else before the copies out of it are done."""
+        with self.module.device(self.local_rank):  # another thread's current device is the first one
+            return x.pin_memory()
 
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory."""
