@@ -242,7 +242,7 @@ class Decoder(nn.Module):
     def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float | Tensor) -> None:
         """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
 
-        load: [E] counts over the whole global batch for each layer. Source: auxiliary-loss-free balancing (DeepSeek-V3).
+        load: [E] counts of each layer over the whole global batch. Source: auxiliary-loss-free balancing (DeepSeek-V3).
         """
         for bias, counts in zip(self.correction_biases(), load, strict=True):
             move_correction_bias(bias, counts, rate)

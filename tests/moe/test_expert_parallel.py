@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
+from megapar.core.traffic import Traffic
 from megapar.core.world import World
 from megapar.errors import DistributedError
 from megapar.model.mlp import Mlp
@@ -306,6 +307,31 @@ def test_the_host_never_waits_with_even_splits(fake_group, valid, cut):
         y, stats = layer(x, None if valid is None else torch.empty(3, 7, dtype=torch.bool), tokens)
         (y.sum() + stats.aux + stats.z).backward()
         assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_that_travels_is_aligned(fake_group, monkeypatch, dtype, cut):
+    """Whole rows of 16 bytes, there and back and their gradients: else NCCL copies them byte by byte."""
+    launched = []
+
+    def launch(traffic, exchange, x, *options, **more):
+        if x.is_floating_point():
+            launched.append((exchange.kind, x.shape[1] * x.element_size() % 16, x.storage_offset() * x.element_size()))
+        return plainly(traffic, exchange, x, *options, **more)
+
+    plainly = Traffic.launch
+    monkeypatch.setattr(Traffic, "launch", launch)
+    sizes = MoeSizes(16, 32, 8, 2, kind="deepspeed_moe", capacity_scope="rank")
+    ep, mp = Axis("ep", 4, 1, fake_group, (0, 1, 2, 3)), Axis("mp", 4, 1, fake_group, (0, 1, 2, 3))
+    axes = {"emp": mp, "mp": mp, "sequence_parallel": True} if cut else {}
+    layer = MoeLayer(sizes, ep=ep, dtype=dtype, **axes)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    y, _ = layer(torch.zeros(3, 8, 16, dtype=dtype, requires_grad=True), None, 24 * (4 if cut else 1))
+    y.sum().backward()
+    assert len(launched) >= 4
+    assert [entry for entry in launched if any(entry[1:])] == []
 
 
 def bf16_run(rank, world_size):

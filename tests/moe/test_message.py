@@ -66,3 +66,13 @@ def test_unpacking_can_sort():
     assert weights.tolist() == [3, 7, 11, 15, 19]
     (gradient,) = torch.autograd.grad((rows, weights), message, (rows.detach(), weights.detach()))
     assert torch.equal(gradient, message.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 5, 6, 8])
+def test_every_row_begins_at_a_multiple_of_16_bytes(dtype, width):
+    """So does every rank's part of a message, whatever the splits."""
+    message = pack(*drawn(dtype, width), PERMUTATIONS["all pairs"])
+    assert message.is_contiguous()
+    assert message.stride(0) * message.element_size() % 16 == 0
+    assert message.shape[1] * message.element_size() < (width + 1) * message.element_size() + 4 + 16
