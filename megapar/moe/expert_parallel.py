@@ -1,6 +1,6 @@
 """Brings tokens to experts on other ranks: all-to-all over ep, and over emp what a cut expert needs.
 
-    tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank
+    tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank (w: ``message``)
         dispatch   all-to-all over ep           received [R_in, H + w]: from each rank, its rows by expert
         enter      tokens replicated over mp:   sort by expert, copy over emp (backward: all-reduce)
                    tokens cut over mp:          all-gather over emp, then sort by expert
@@ -97,7 +97,8 @@ class ExpertParallelDispatcher:
         nothing is counted (one rank on ep, tokens not cut) as in ``LocalDispatcher``, and so is ``exact``.
         """
         plan = self.plan(experts_Tk, kept_Tk, rows, exact, replay)
-        received_RH, weights_R = self.wait_dispatch(self.start_dispatch(x_TH, weights_Tk, plan), plan, weights_Tk.dtype)
+        flying = self.start_dispatch(x_TH, weights_Tk, plan)
+        received_RH, weights_R = self.wait_dispatch(flying, plan, x_TH.shape[1], weights_Tk.dtype)
         rows_RH = self.wait_enter(self.start_enter(received_RH), plan)
         assert plan.counts is not None
         return Dispatched(rows_RH, weights_R, plan.counts, plan.permutation, plan)
@@ -159,11 +160,13 @@ class ExpertParallelDispatcher:
         """Send tokens and weights to the ranks of their experts."""
         return start(plan.exchange, pack(x_TH, weights_Tk, plan.permutation), self.traffic)
 
-    def wait_dispatch(self, flying: Flying, plan: Plan, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def wait_dispatch(
+        self, flying: Flying, plan: Plan, hidden: int, weight_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """(tokens, weights [R_in]): tokens sorted by expert, or as received where they are still to be gathered."""
         if self.gathers:
-            return unpack(wait(*flying), weight_dtype, None, plan.room)
-        return unpack(wait(*flying), weight_dtype, plan.order, plan.received)
+            return unpack(wait(*flying), hidden, weight_dtype, None, plan.room)
+        return unpack(wait(*flying), hidden, weight_dtype, plan.order, plan.received)
 
     def start_enter(self, rows_RH: Tensor) -> Flying:
         """Give the rows to all ranks that share the experts."""

@@ -1,12 +1,15 @@
 """What travels from a token to its expert: the token and the weight of its output, in one message.
 
-    message [R, H + w]   x x x x x ... | g g       one row per pair; w columns hold the bits of the weight
+    message [R, H + w]   x x x x x ... | g g - -   one row per pair; the first of w columns hold the weight's bits
 
 The weight goes along because it multiplies at the expert, behind the sum over emp and before the way back, so that
 backward never needs what the combine returns; one message, because every collective has a price of its own. Weights
 are max(fp32, dtype) and keep all their bits: in bf16 one takes two columns.
 
-Shape letters: T tokens, k choices per token, H hidden, R rows, w columns of a weight.
+A row is a multiple of 16 bytes, so that whatever the splits every rank's part begins at one: elsewhere NCCL copies byte
+by byte (nccl#413). Columns behind the weight fill it up; nobody writes or reads them.
+
+Shape letters: T tokens, k choices per token, H hidden, R rows, w columns behind the token.
 """
 
 from __future__ import annotations
@@ -18,31 +21,34 @@ import torch
 from torch import Tensor
 
 from megapar.moe.dispatch import Permutation, gather_sum
+from megapar.moe.row import row_columns
 
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, permutation: Permutation) -> Tensor:
-    """[R, H + w]: the token and the weight of each row; zeros where a row has no pair."""
+    """[R, H + w]: the token and the weight of each row, zeros where a row has no pair; what fills it up is not set."""
     return _Pack.apply(x_TH, weights_Tk, *permutation)  # type: ignore[no-any-return]
 
 
-def unpack(message: Tensor, dtype: torch.dtype, order: Permutation | None, room: int) -> tuple[Tensor, Tensor]:
+def unpack(
+    message: Tensor, hidden: int, dtype: torch.dtype, order: Permutation | None, room: int
+) -> tuple[Tensor, Tensor]:
     """(tokens [room, H], weights [R] of ``dtype``) of a message.
 
-    order: puts the tokens in another order; None leaves them and adds zeros up to ``room`` rows. Weights always stay
-    in the message's order, which is the way back.
+    hidden: H. order: puts the tokens in another order; None leaves them and adds zeros up to ``room`` rows. Weights
+    always stay in the message's order, which is the way back.
     """
-    return _Unpack.apply(message, dtype, room, *(order or ()))  # type: ignore[no-any-return]
+    return _Unpack.apply(message, hidden, dtype, room, *(order or ()))  # type: ignore[no-any-return]
 
 
 def fill(x_TH: Tensor, weights_Tk: Tensor, permutation: Permutation) -> Tensor:
     """``pack`` outside autograd."""
     hidden, rows = x_TH.shape[1], permutation.pair.shape[0]
-    shape = (rows, hidden + _columns(weights_Tk.dtype, x_TH.dtype))
+    shape = (rows, _columns(hidden, weights_Tk.dtype, x_TH.dtype))
     if not x_TH.shape[0]:
         return x_TH.new_zeros(shape)
     message = x_TH.new_empty(shape)
     torch.index_select(x_TH, 0, permutation.pair // weights_Tk.shape[1], out=message[:, :hidden])
-    message[:, hidden:] = _bits(weights_Tk.flatten()[permutation.pair], x_TH.dtype)
+    _put_weights(message, hidden, weights_Tk.flatten()[permutation.pair])
     if permutation.row_kept is not None:
         message.masked_fill_(~permutation.row_kept[:, None], 0)
     return message
@@ -92,9 +98,10 @@ class _Pack(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, message: Tensor, dtype: torch.dtype, room: int, *fields: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, message: Tensor, hidden: int, dtype: torch.dtype, room: int, *fields: Any
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*fields)
-        hidden = message.shape[1] - _columns(dtype, message.dtype)
         ctx.received, ctx.fields = message.shape[0], len(fields)
         if fields:
             order = Permutation(*fields)
@@ -107,27 +114,29 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
         hidden = grad_RH.shape[1]
-        grad = grad_RH.new_empty(ctx.received, hidden + _columns(grad_R.dtype, grad_RH.dtype))
+        grad = grad_RH.new_empty(ctx.received, _columns(hidden, grad_R.dtype, grad_RH.dtype))
         if ctx.fields and ctx.received:
             order = Permutation(*ctx.saved_tensors)
             grad[:, :hidden] = grad_RH.index_select(0, order.row.flatten())
         else:
             grad[:, :hidden] = grad_RH[: ctx.received]
-        grad[:, hidden:] = _bits(grad_R, grad_RH.dtype)
-        return grad, None, None, *(None,) * ctx.fields
+        _put_weights(grad, hidden, grad_R)
+        return grad, None, None, None, *(None,) * ctx.fields
 
 
-def _columns(weight: torch.dtype, row: torch.dtype) -> int:
-    """Elements of dtype ``row`` that hold one weight (w)."""
-    return weight.itemsize // row.itemsize
+def _columns(hidden: int, weight: torch.dtype, row: torch.dtype) -> int:
+    """Elements of dtype ``row`` in a row (H + w)."""
+    return row_columns(hidden, weight.itemsize, row.itemsize)
 
 
-def _bits(weights_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R] to [R, w] of ``dtype``, the same bits."""
-    return weights_R.contiguous().view(dtype).view(weights_R.shape[0], _columns(weights_R.dtype, dtype))
+def _put_weights(message: Tensor, hidden: int, weights_R: Tensor) -> None:
+    """The bits of each weight behind the first ``hidden`` columns."""
+    bits = weights_R.contiguous().view(message.dtype).view(weights_R.shape[0], -1 if len(weights_R) else 0)
+    message[:, hidden : hidden + bits.shape[1]] = bits
 
 
 def _weights(message: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
     """[R] of ``dtype`` behind the first ``hidden`` columns."""
+    bits = message[:, hidden : hidden + dtype.itemsize // message.dtype.itemsize]
     # A copy even where it lies together, because a view of other bits wants an aligned start.
-    return message[:, hidden:].clone(memory_format=torch.contiguous_format).flatten().view(dtype)
+    return bits.clone(memory_format=torch.contiguous_format).flatten().view(dtype)

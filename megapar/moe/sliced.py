@@ -224,7 +224,9 @@ class Passage:
     def _enter(self, c: int, p: int, token: Tensor) -> tuple[Flying, Tensor]:
         new = self._slices[c]
         flying = token, new.deferred.tickets[p]
-        received_RH, weights_R = self._dispatcher.wait_dispatch(flying, new.plans[p], new.weight_dtype)
+        received_RH, weights_R = self._dispatcher.wait_dispatch(
+            flying, new.plans[p], new.x_BsH.shape[2], new.weight_dtype
+        )
         entering = self._dispatcher.start_enter(received_RH)
         new.deferred.send_next()  # where pieces are chained, the next one leaves behind this
         return entering, weights_R

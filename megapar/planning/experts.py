@@ -5,6 +5,7 @@ Shape letters: s positions of this rank, H hidden, F MLP width, E experts, k cho
 
 from __future__ import annotations
 
+from megapar.moe.row import row_columns
 from megapar.moe.sizes import MoeSizes
 from megapar.planning.layout import Layout
 from megapar.planning.messages import Messages
@@ -62,11 +63,11 @@ def _sent(layout: Layout, moe: MoeSizes, rows: float, *, gathers: bool) -> list[
     """Rows with their weights to the experts, outputs back, and the counts that say how many."""
     grid, messages = layout.config.grid, Messages(layout)
     H, e, w, E, k = moe.hidden_size, layout.item, layout.wide, moe.num_experts, moe.topk
-    share = (grid.ep - 1) / grid.ep
+    share, row = (grid.ep - 1) / grid.ep, e * row_columns(H, w, e)
     found = []
     if grid.ep > 1:
         for phase in ("forward", "backward"):
-            found += [Message("ep", "all_to_all", share * rows * size, phase) for size in (H * e + w, H * e)]
+            found += [Message("ep", "all_to_all", share * rows * size, phase) for size in (row, H * e)]
     counted = grid.ep > 1 and not even(layout, moe)
     if counted:
         found.append(Message("ep", "all_to_all", INDEX * E * share, "forward"))

@@ -41,7 +41,7 @@ def test_packed_and_unpacked_is_indexed(name, dtype, room):
     x, weights = drawn(dtype)
     message = pack(x, weights, permutation)
     received = len(permutation.pair)
-    rows, row_weights = unpack(message, weights.dtype, None, received + room)
+    rows, row_weights = unpack(message, x.shape[1], weights.dtype, None, received + room)
     wanted_rows, wanted_weights = plainly(x, weights, permutation)
     assert torch.equal(rows[:received], wanted_rows)
     assert not rows[received:].any()
@@ -61,7 +61,7 @@ def test_unpacking_can_sort():
     counts = torch.tensor([[[1, 2], [2, 0]]])
     order, _ = order_by_expert(counts, 5, 5)
     message = torch.arange(20.0).view(5, 4).requires_grad_()
-    rows, weights = unpack(message, torch.float32, order, 5)
+    rows, weights = unpack(message, 3, torch.float32, order, 5)
     assert rows[:, 0].tolist() == [0, 12, 16, 4, 8]
     assert weights.tolist() == [3, 7, 11, 15, 19]
     (gradient,) = torch.autograd.grad((rows, weights), message, (rows.detach(), weights.detach()))
@@ -76,3 +76,38 @@ def test_every_row_begins_at_a_multiple_of_16_bytes(dtype, width):
     assert message.is_contiguous()
     assert message.stride(0) * message.element_size() % 16 == 0
     assert message.shape[1] * message.element_size() < (width + 1) * message.element_size() + 4 + 16
+
+
+@pytest.mark.parametrize("order", [None, order_by_expert(torch.tensor([[[3, 5]]]), 8, 8)[0]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_fills_a_row_up_is_nobodys(dtype, order):
+    """Whatever arrives there, in the message as in its gradient, changes no bit of anything."""
+
+    def run(fill):
+        x, weights = drawn(dtype)
+        message = pack(x, weights, PERMUTATIONS["all pairs"])
+        used = x.shape[1] + weights.element_size() // x.element_size()
+        message = Filled.apply(message, used, fill)
+        rows, row_weights = unpack(message, x.shape[1], weights.dtype, order, 8)
+        (rows.sin().sum() + row_weights.sin().sum()).backward()
+        return rows, row_weights, x.grad, weights.grad
+
+    for zeros, nans in zip(run(0.0), run(float("nan")), strict=True):
+        assert torch.equal(zeros, nans)
+
+
+class Filled(torch.autograd.Function):
+    """The message, and its gradient, with other numbers behind the columns that are used."""
+
+    @staticmethod
+    def forward(ctx, message, used, fill):
+        ctx.used, ctx.fill = used, fill
+        filled = message.clone()
+        filled[:, used:] = fill
+        return filled
+
+    @staticmethod
+    def backward(ctx, grad):
+        filled = grad.clone()
+        filled[:, ctx.used :] = ctx.fill
+        return filled, None, None
