@@ -48,6 +48,7 @@ class Plan(NamedTuple):
     room: rows this rank has in what is gathered over emp, the most that any of its ranks received.
     order: rows as received (or gathered) to rows sorted by expert; None where they are sorted.
     counts: [E] int64, rows of each expert of this rank, after the gathering; None where all are those of ``expert``.
+    sizes: the same on the host, where it knows them anyway.
     """
 
     permutation: Permutation
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
     order: Permutation | None
     counts: Tensor | None
     expert: int = 0
+    sizes: tuple[int, ...] | None = None
 
 
 class Dispatched(NamedTuple):

@@ -148,7 +148,8 @@ class ExpertParallelDispatcher:
         room = max(totals, default=sum(receive))
         counts = told.arriving[None] if told.gathered is None else told.gathered
         order, counts_L = order_by_expert(counts, room, sum(totals or receive))
-        return Plan(permutation, exchange, sum(receive), room, order, counts_L)
+        arriving = numbers[2:].sum((0, 1)) if totals else numbers[1].sum(0)
+        return Plan(permutation, exchange, sum(receive), room, order, counts_L, sizes=tuple(arriving.tolist()))
 
     def read(self, told: Announced) -> Tensor:
         """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The one wait of the host."""
@@ -215,7 +216,8 @@ class ExpertParallelDispatcher:
         shape = (sharers, self.ep.size, self.num_experts // self.ep.size)
         counts = torch.full(shape, capacity, dtype=torch.int64, device=experts_Tk.device)
         order, counts_L = order_by_expert(counts, rows, sharers * rows)
-        return Plan(permutation, AllToAll(self.ep), rows, rows, order, counts_L)
+        sizes = (sharers * self.ep.size * capacity,) * shape[2]
+        return Plan(permutation, AllToAll(self.ep), rows, rows, order, counts_L, sizes=sizes)
 
 
 def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[Permutation, Tensor]:

@@ -77,8 +77,11 @@ class Experts(nn.Module):
         """
         return job(self, *entering)
 
-    def compute(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
-        """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R."""
+    def compute(self, rows_RH: Tensor, counts_E: Tensor, sizes_E: tuple[int, ...] | None = None) -> Tensor:
+        """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R.
+
+        sizes_E: the same on the host, where the device's products need them (``grouped_linear``).
+        """
         up = local(getattr(self, self.up_name)).flatten(1, -2)
         expert_R, up_bias, down_bias = None, None, None
         if self.has_bias:
@@ -87,10 +90,10 @@ class Experts(nn.Module):
                 local(getattr(self, f"{name}_bias")).flatten(1).index_select(0, expert_R)
                 for name in (self.up_name, "down")
             )
-        hidden = grouped_linear(rows_RH, up, counts_E, self._later(self.up_name))
+        hidden = grouped_linear(rows_RH, up, counts_E, self._later(self.up_name), sizes_E)
 
         def down(inner: Tensor) -> Tensor:
-            return grouped_linear(inner, local(self.down), counts_E, self._later("down"))
+            return grouped_linear(inner, local(self.down), counts_E, self._later("down"), sizes_E)
 
         return self._finish(hidden, up_bias, down, down_bias)
 

@@ -1,4 +1,6 @@
-"""Linear layers of many experts at once, over rows that are sorted by expert, by the device's own grouped product.
+"""Linear layers of many experts at once, over rows that are sorted by expert.
+
+By the device's own grouped product, or with the rows of each expert as the host knows them where the device has none.
 
 Shape letters: R rows, I input features, O output features, E experts on this rank.
 """
@@ -11,19 +13,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import op
 from megapar.core.weight_gradients import Later
 
 
-def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, later: Later | None = None) -> Tensor:
+def grouped_linear(
+    rows_RI: Tensor,
+    weight_EOI: Tensor,
+    counts_E: Tensor,
+    later: Later | None = None,
+    sizes_E: tuple[int, ...] | None = None,
+) -> Tensor:
     """[R, O]: each row times the transposed weight of its expert.
 
     rows_RI: the rows of expert 0, then those of expert 1, and so on. counts_E: int64, rows of each expert,
     some perhaps 0; they must sum to R, because what lies beyond is not computed. later: gets the product of the
-    weight's gradient (``core.weight_gradients``).
+    weight's gradient (``core.weight_gradients``). sizes_E: the counts as the host knows them; they are given where the
+    device's product would ask for them each time.
     """
     if later is not None:
-        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later)  # type: ignore[no-any-return]
+        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later, sizes_E)  # type: ignore[no-any-return]
+    if sizes_E is not None:
+        return linear_by_size(rows_RI, weight_EOI, sizes_E)
     return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E)
 
 
@@ -31,18 +43,25 @@ class _SplitBackward(torch.autograd.Function):
     """dx [R, I] at once, dw [E, O, I] when ``later`` says."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, later: Later) -> Tensor:
-        ctx.later = later
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, later: Later, sizes: tuple[int, ...] | None
+    ) -> Tensor:
+        ctx.later, ctx.sizes = later, sizes
         ctx.save_for_backward(rows, weight, counts)
-        return grouped_linear(rows, weight, counts)
+        return grouped_linear(rows, weight, counts, sizes_E=sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows, weight, counts), dy = ctx.saved_tensors, grads[0].contiguous()
-        dx = op("grouped_input_gradient", dy)(dy, weight, counts) if ctx.needs_input_grad[0] else None
+        sizes, dx = ctx.sizes, None
+        if ctx.needs_input_grad[0]:
+            grouped = op("grouped_input_gradient", dy)
+            dx = grouped(dy, weight, counts) if sizes is None else input_gradient_by_size(dy, weight, sizes)
 
         def product() -> Tensor:
+            if sizes is not None:
+                return weight_gradient_by_size(dy, rows, sizes)
             return op("grouped_weight_gradient", dy)(dy, rows, counts)
 
-        return dx, ctx.later(product) if ctx.needs_input_grad[1] else None, None, None
+        return dx, ctx.later(product) if ctx.needs_input_grad[1] else None, None, None, None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.share import Share
-from megapar.core.replay import Replay
+from megapar.core.replay import Replay, once
 from megapar.core.tensor_parallel import piece_shape
 from megapar.core.traffic import Traffic
 from megapar.errors import DistributedError
@@ -96,6 +96,8 @@ class MoeLayer(nn.Module):
         self.shared = shared
         self.traffic = traffic or Traffic()
         self.experts_here = sizes.num_experts // ep.size
+        widths = sizes.hidden_size, self.experts.down.shape[2]
+        self._host_sizes = bool(self.traffic.device.grouped_lacks(dtype, widths))
         over_ranks = partial(ExpertParallelDispatcher, sizes.num_experts, ep, emp, self.cut, traffic=self.traffic)
         travels = ep.size > 1 or emp.size > 1
         self.dispatcher: Dispatcher = over_ranks(self.even) if travels else LocalDispatcher(sizes.num_experts)
@@ -143,12 +145,33 @@ class MoeLayer(nn.Module):
 
         rows, exact = self._room(batch * length, tokens, padded=valid_BS is not None)
         sent = self.dispatcher.dispatch(x_TH, weights_Tk, routing.experts, kept_Tk, rows, exact, replay)
-        out_RH = self.experts(lambda experts, *rows: experts.compute(*rows), sent.rows, sent.counts)
+        known = self.sizes_of(sent.counts, None if sent.plan is None else sent.plan.sizes, sent.rows, replay)
+        out_RH = self.experts(lambda experts, *rows: experts.compute(*rows, known), sent.rows, sent.counts)
         y_BSH = self.dispatcher.combine(out_RH, sent, closing).view_as(x_BSH)
         beside_BSH = self.beside(x_BSH, closing)
         if beside_BSH is not None:
             y_BSH = y_BSH + beside_BSH
         return y_BSH, self.stats(sums, counts_PkE, tokens, routing.orthogonal)
+
+    def sizes_of(
+        self, counts_E: Tensor, known: tuple[int, ...] | None, rows_RH: Tensor, replay: Replay | None
+    ) -> tuple[int, ...] | None:
+        """The rows of each expert here as the host needs them for its products; None where the device's own do without.
+
+        known: where the plan says them. replay: what was read in the forward is not read again.
+        """
+        if not self._host_sizes or known is not None:
+            return known if self._host_sizes else None
+        return once(replay, lambda: self.read_sizes(counts_E, rows_RH.shape[0]))
+
+    def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
+        """The counts on the host, which waits for the device, once for all products. rows: their sum."""
+        numbers, ready = self.traffic.device.host_copy(counts_E)
+        ready.synchronize()
+        self.traffic.host_waits += 1
+        found = tuple(numbers.tolist())
+        assert sum(found) == rows, (found, rows)
+        return found
 
     def beside(self, x: Tensor, closing: Replay | None) -> Tensor | None:
         """What the shared experts make of [.., H]; None where there are none."""

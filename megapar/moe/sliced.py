@@ -212,7 +212,8 @@ class Passage:
             if plan.counts is None:
                 out_RH = one_by_one[plan.expert](rows_RH)
             else:
-                out_RH = experts.compute(rows_RH, plan.counts)
+                known = layer.sizes_of(plan.counts, plan.sizes, rows_RH, self._replay)
+                out_RH = experts.compute(rows_RH, plan.counts, known)
             left.append((self._dispatcher.start_leave(out_RH, plan), weights_R))
             if number >= ahead:
                 combine(number - ahead)

@@ -36,6 +36,7 @@ from megapar.data.samples import Sample
 from megapar.moe import pieces
 from megapar.moe.dispatch import Permutation
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
+from megapar.moe.layer import MoeLayer
 from megapar.tools.fake import RememberingMode
 from megapar.trainer import Trainer
 from megapar.training import build, job, work
@@ -80,6 +81,7 @@ def pretend(
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
             stack.enter_context(patch.object(pieces, "_cut", _cut_numbers))
             stack.enter_context(patch.object(pieces, "_reorder", _reorder_by_numbers))
+            stack.enter_context(patch.object(MoeLayer, "read_sizes", _read_sizes))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
             stack.enter_context(patch.object(world.device, "values", _values))
             stack.enter_context(patch.object(work, "Denominators", BalancedDenominators))
@@ -123,6 +125,13 @@ def _cut_numbers(counts: Any, piece: int, count: int) -> Any:
 def _reorder_by_numbers(permutation: Permutation, counts: Any, parts: list[Any]) -> Permutation:
     """Of what goes to the device no value is needed."""
     return _reorder(permutation, torch.from_numpy(counts), [torch.from_numpy(part) for part in parts])
+
+
+def _read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]:
+    """As ``_announce_balanced`` has them."""
+    layer.traffic.host_waits += 1
+    share, rest = divmod(rows, len(counts_E))
+    return tuple(share + (expert < rest) for expert in range(len(counts_E)))
 
 
 _announce, _mesh = ExpertParallelDispatcher.announce, World.mesh

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megapar.arguments import Config
+from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.model.flops import flops_per_token
+from megapar.model.sizes import DecoderSizes
 from megapar.training import facts
 from megapar.training.build import compute_dtype
 from megapar.training.job import Job
@@ -18,6 +20,7 @@ from megapar.training.memory import expert_bound
 from megapar.training.monitor import Monitor
 from megapar.training.objective import Objective
 from megapar.training.record import Logger
+from megapar.training.stages import Sizes
 
 
 def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | None:
@@ -76,9 +79,25 @@ def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
     dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
     if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
         yield bound
+    if products := expert_products(config, job.sizes, world.device):
+        yield products
     peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"
     model = f"{type(job.model).__name__}: {_num_parameters(job):,} parameters"
     yield f"{model}, {world.device.name}, {dtype}, peak {peak}"
+
+
+def expert_products(config: Config, sizes: Sizes, device: Device) -> str:
+    """In which form experts multiply their rows; "" where there are none."""
+    if not isinstance(sizes, DecoderSizes) or sizes.moe is None:
+        return ""
+    if config.ampipe.use_pipe_experts:
+        return "experts: a product for each one's piece of rows (--use-pipe-experts)"
+    dtype, emp = compute_dtype(config, device), config.parallel.expert_mp_degree
+    widths = sorted({sizes.hidden_size, *(width // emp for width in sizes.moe_widths or (sizes.moe.ffn_hidden_size,))})
+    lacks = device.grouped_lacks(dtype, widths)
+    if not lacks:
+        return "experts: one grouped product for all of a rank's"
+    return f"experts: a product for each, whose rows the host knows or reads once per layer: {lacks}"
 
 
 def nothing_left(iteration: int, train_iters: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from megapar.core.device.allocator import keep_freed_memory
+from megapar.core.device.grouped import ALIGNMENT_BYTES, GROUPED_DTYPES
 
 # torch.Stream and torch.Event where the device has streams, NoStream and NoEvent elsewhere.
 Stream = Any
@@ -119,6 +120,18 @@ class Device:
     def fp8_lacks(self) -> str:
         """Why matrix products in fp8 cannot run on this device; "" where they can."""
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or more"
+
+    def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
+        """Why no kernel multiplies the rows of many experts here before the host knows their counts; "" where one does.
+
+        widths: features of the rows and of the products.
+        """
+        if dtype not in GROUPED_DTYPES:
+            return f"no kernel takes {_spelled(dtype)}"
+        odd = [width for width in widths if width * dtype.itemsize % ALIGNMENT_BYTES]
+        if odd:
+            return f"the kernel takes rows of a multiple of {ALIGNMENT_BYTES} bytes, not of {odd[0]} {_spelled(dtype)}"
+        return ""
 
     def memory_pressure(self) -> MemoryPressure | None:
         """What the device's allocator has to say; None where there is none of torch's."""
@@ -299,3 +312,7 @@ class Accelerator(Device):
     def peak_memory_bytes(self) -> int:
         """Highest number of bytes allocated on the device so far."""
         return int(self.module.max_memory_allocated())
+
+
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from megapar.core.device.base import Accelerator
 from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly
 
 FP8_CAPABILITY = (8, 9)
+GROUPED_MAJORS = (9, 10)  # of torch's grouped product, 2.11 to 2.13
 
 
 class CudaDevice(Accelerator):
@@ -41,8 +42,24 @@ class CudaDevice(Accelerator):
 
     def fp8_lacks(self) -> str:
         """Ada, Hopper and what came after them have such products."""
-        capability = torch.cuda.get_device_capability(self.local_rank)
-        if torch.version.hip is None and capability >= FP8_CAPABILITY:
+        if torch.version.hip is None and self.capability >= FP8_CAPABILITY:
             return ""
-        found = ".".join(map(str, capability))
-        return f"{super().fp8_lacks()}, and {self.name} has {found}"
+        return f"{super().fp8_lacks()}, and {self._own_capability}"
+
+    def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
+        """Where torch has no kernel its grouped product is a loop that asks for the counts every time."""
+        if torch.version.hip is not None or self.capability[0] not in GROUPED_MAJORS:
+            majors = " and ".join(f"{major}.x" for major in GROUPED_MAJORS)
+            return f"the kernel is for NVIDIA GPUs of compute capability {majors}, and {self._own_capability}"
+        if dtype != torch.bfloat16:
+            return f"the kernel takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return super().grouped_lacks(dtype, widths)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Major and minor number of what the GPU can do, as CUDA counts it."""
+        return torch.cuda.get_device_capability(self.local_rank)
+
+    @property
+    def _own_capability(self) -> str:
+        return f"{self.name} has {'.'.join(map(str, self.capability))}"

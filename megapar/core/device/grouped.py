@@ -1,19 +1,22 @@
 """Linear layers of many experts at once, over rows that are sorted by expert, and the ways of rows to and from them.
 
-``torch.nn.functional.grouped_mm`` is the faster form of the first on GPUs, and on CPU too (measured at 8 to 64 experts,
-forward and backward: 0.9 to 2.3 times the loop's speed, never far behind it), and it does not wait for the device; the
-plain loop takes every dtype and every width.
+``torch.nn.functional.grouped_mm`` is the faster form of the first on CPU (measured at 8 to 64 experts, forward and
+backward: 0.9 to 2.3 times the loop's speed, never far behind it) and on the GPUs that have a kernel for it, where it
+does not wait for the device (``Device.grouped_lacks``). Elsewhere the host has to know how many rows each expert has:
+then ``linear_by_size`` takes every dtype and every width, in one batched product where all have as many.
 
 Shape letters: R rows, I input features, O output features, E experts on this rank, T tokens, k choices, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 ALIGNMENT_BYTES = 16
@@ -37,6 +40,28 @@ def grouped_linear_fused(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) 
     ends_E = counts_E.cumsum(0).to(torch.int32)
     product: Tensor = F.grouped_mm(rows_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(product)  # type: ignore[no-any-return]
+
+
+def linear_by_size(rows_RI: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
+    """``grouped_linear_reference`` where the host knows the rows of each expert: nothing waits, forward or backward."""
+    return _LinearBySize.apply(rows_RI, weight_EOI, tuple(sizes_E))  # type: ignore[no-any-return]
+
+
+def input_gradient_by_size(dy_RO: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
+    """``grouped_input_gradient_reference`` where the host knows the rows of each expert."""
+    return _multiply_rows(dy_RO, weight_EOI, sizes_E)
+
+
+def weight_gradient_by_size(dy_RO: Tensor, rows_RI: Tensor, sizes_E: Sequence[int]) -> Tensor:
+    """``grouped_weight_gradient_reference`` where the host knows the rows of each expert."""
+    if _alike(sizes_E):
+        dy_ECO, rows_ECI = (x.unflatten(0, (len(sizes_E), sizes_E[0])) for x in (dy_RO, rows_RI))
+        return torch.bmm(dy_ECO.transpose(1, 2), rows_ECI)
+    products = dy_RO.new_empty(len(sizes_E), dy_RO.shape[1], rows_RI.shape[1])
+    pieces = zip(dy_RO.split(list(sizes_E)), rows_RI.split(list(sizes_E)), products, strict=True)
+    for dy, rows, product in pieces:
+        torch.mm(dy.t(), rows, out=product)  # zeros where there is no row
+    return products
 
 
 def grouped_input_gradient_reference(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
@@ -94,6 +119,39 @@ def unpermute_reference(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None)
 
 def _aligned(x: Tensor) -> bool:
     return all(length * x.element_size() % ALIGNMENT_BYTES == 0 for length in (x.shape[1], x.storage_offset()))
+
+
+def _multiply_rows(x_RA: Tensor, weight_EAB: Tensor, sizes_E: Sequence[int]) -> Tensor:
+    """[R, B]: each row times the matrix of its expert."""
+    if _alike(sizes_E):
+        return torch.bmm(x_RA.unflatten(0, (len(sizes_E), sizes_E[0])), weight_EAB).flatten(0, 1)
+    y_RB = x_RA.new_empty(x_RA.shape[0], weight_EAB.shape[2])
+    sizes = list(sizes_E)
+    for x, weight, y in zip(x_RA.split(sizes), weight_EAB, y_RB.split(sizes), strict=True):
+        if x.shape[0]:
+            torch.mm(x, weight, out=y)
+    return y_RB
+
+
+def _alike(sizes_E: Sequence[int]) -> bool:
+    return len(set(sizes_E)) == 1
+
+
+class _LinearBySize(torch.autograd.Function):
+    # By hand, so that products go where they belong: autograd of the loop puts them together afterwards.
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.sizes = sizes
+        ctx.save_for_backward(rows, weight)
+        return _multiply_rows(rows, weight.transpose(1, 2), sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (rows, weight), dy = ctx.saved_tensors, grads[0].contiguous()
+        dx = input_gradient_by_size(dy, weight, ctx.sizes) if ctx.needs_input_grad[0] else None
+        dw = weight_gradient_by_size(dy, rows, ctx.sizes) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
 
 
 class _ContiguousGradient(torch.autograd.Function):

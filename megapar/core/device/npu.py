@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
+
+import torch
 
 from megapar.core.device.base import Accelerator
 
@@ -25,6 +27,10 @@ class NpuDevice(Accelerator):
         """Tensors stay as torch lays them out: of the vendor's layouts every view and collective makes a copy."""
         super().prepare_process()
         self.module.config.allow_internal_format = False
+
+    def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
+        """npu_grouped_matmul takes rows of any width."""
+        return super().grouped_lacks(dtype, ())
 
     def compiler_lacks(self) -> str:
         """Nothing that this version would use."""
