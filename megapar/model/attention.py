@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, plain
+from megapar.core.compiled import Run, counted, plain
 from megapar.core.context_parallel.blockwise import Work, attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
@@ -129,7 +129,7 @@ class Attention(nn.Module):
                 attention = op("attention", q) if flash else attention_reference
                 y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
             else:
-                y = self.run(attend, *heads, context.valid, self.sizes.causal, flash)
+                y = self.run(attend, q, k, v, context.valid, self.sizes.causal, flash)
         return y.transpose(1, 2)
 
 
@@ -139,6 +139,7 @@ def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
+@counted(2, 0, 0, 0, 2, 2)
 def turned_heads(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -156,7 +157,8 @@ def turned_heads(
     return q, k, v
 
 
+@counted(2, 2, 2, 2)
 def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, flash: bool) -> Tensor:
-    """Attention without dropout: q [B, N, S, D], k and v [B, G, S, D] to [B, N, S, D]."""
+    """Attention without dropout: q [B, S, N, D], k and v [B, S, G, D] to [B, N, S, D]."""
     attention = op("attention", q) if flash else attention_reference
-    return attention(q, k, v, causal=causal, valid=valid)
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, valid=valid)

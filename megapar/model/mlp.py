@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, plain
+from megapar.core.compiled import Run, counted, plain
 from megapar.core.device.ops import op
 from megapar.core.replay import Replay
 from megapar.core.selective import forget
@@ -65,11 +65,13 @@ class Mlp(nn.Module):
         return y
 
 
+@counted(2)
 def gelu(x: Tensor) -> Tensor:
     """The exact one."""
     return F.gelu(x)
 
 
+@counted(2)
 def swiglu(gate_up: Tensor) -> Tensor:
     """[.., 2, F] to [.., F]."""
     return op("swiglu", gate_up)(gate_up)

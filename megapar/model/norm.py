@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, plain
+from megapar.core.compiled import Run, counted, plain
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel import local, parameter
 
@@ -54,22 +54,26 @@ class LayerNorm(nn.Module):
         return self.run(add_layer_norm, x, y, local(self.weight), local(self.bias), self.epsilon)
 
 
+@counted(2)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """See ``RmsNorm``."""
     return op("rms_norm", x)(x, weight, epsilon)
 
 
+@counted(2, 2)
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + y, that normed)."""
     total = x + y
     return total, rms_norm(total, weight, epsilon)
 
 
+@counted(2)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """See ``LayerNorm``."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 
+@counted(2, 2)
 def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + y, that normed)."""
     total = x + y

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, plain
+from megapar.core.compiled import Run, counted, plain
 from megapar.core.device.ops import op
 from megapar.core.selective import forget
 from megapar.core.tensor_parallel import local
@@ -143,6 +143,7 @@ class Experts(nn.Module):
         return self.run(activate, hidden, self.gated)
 
 
+@counted(1)
 def activate(hidden: Tensor, gated: bool) -> Tensor:
     """[R, 2 F] to [R, F] where ``gated``, else the same shape. (The products are one kernel each, compiled or not.)"""
     return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)

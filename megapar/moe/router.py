@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, plain
+from megapar.core.compiled import Run, counted, plain
 from megapar.core.device.dtypes import wide
 from megapar.core.tensor_parallel import local
 from megapar.moe.sizes import MoeSizes
@@ -89,6 +89,7 @@ class Router(nn.Module):
         return (rows_EH @ rows_EH.T - eye).square().mean()
 
 
+@counted(1)
 def score(x_TH: Tensor, weight_EH: Tensor, sizes: MoeSizes) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, probs, each expert's share of a token), [T, E] in the weight's dtype; see ``Routing``."""
     logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
@@ -99,6 +100,7 @@ def score(x_TH: Tensor, weight_EH: Tensor, sizes: MoeSizes) -> tuple[Tensor, Ten
     return logits_TE, probs_TE, probs_TE / probs_TE.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
 
 
+@counted(1)
 def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
     """[T, k] experts by score plus correction bias, best first, of the best groups only.
 

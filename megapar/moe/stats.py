@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapar.core.compiled import counted
 from megapar.core.context_parallel.share import Share
 
 
@@ -65,6 +66,7 @@ def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) ->
     return counts.scatter_add_(0, (experts_Tk + columns).flatten(), ones.flatten()).view(topk, num_experts)
 
 
+@counted(1, 1, 1, 1)
 def router_sums(
     logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None, samples: int = 0
 ) -> RouterSums:

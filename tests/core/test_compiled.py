@@ -15,7 +15,7 @@ from megapar.moe.router import choose, score
 from megapar.moe.stats import router_sums
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, batch_for, build, total
 
-# What each of them runs, by the functions' names; all are compiled with fullgraph, so that a graph break raises.
+# What each of them runs, by the functions' names; all are compiled with fullgraph, so that a graph break gives up.
 ATTENTION = {"turned_heads", "attend"}
 CASES = {
     "dense": (replace(DENSE, qk_norm=True), {*ATTENTION, "rms_norm", "add_rms_norm", "swiglu"}),
@@ -54,18 +54,34 @@ def test_compiled_functions_are_whole_and_give_the_same_numbers(name):
     loss, found = gradients(sizes, run)
     plain_loss, plain = gradients(sizes)
     assert {function.__name__ for function in run.functions} == functions
+    assert not run.given_up  # by torch: a graph break, for one
     torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
     assert found.keys() == plain.keys()
     for parameter, grad in plain.items():
         torch.testing.assert_close(found[parameter], grad, rtol=1e-4, atol=1e-5, msg=parameter)
 
 
-def test_a_graph_break_is_an_error():
+def test_what_torch_cannot_compile_runs_as_it_is_with_one_warning():
     def breaks(x):
         return x + 1 if x.sum().item() > 0 else x
 
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-        Compiled("eager")(breaks, torch.ones(2))
+    run = Compiled("eager")
+    with pytest.warns(RuntimeWarning, match="breaks runs uncompiled from now on") as told:
+        assert [float(run(breaks, torch.full((1,), value))) for value in (1.0, 2.0, -1.0)] == [2.0, 3.0, -1.0]
+    assert len(told) == 1
+    assert run.given_up == {breaks}
+
+
+def test_what_never_ends_to_be_compiled_runs_as_it_is(recwarn):
+    run = Compiled("eager", most_forms=4)
+    for width in range(2, 9):  # nobody said that these count anything
+        torch.testing.assert_close(run(twice, torch.ones(3, width)), torch.full((3, width), 2.0))
+    assert run.given_up == {twice}
+    assert len([warning for warning in recwarn if "compiled 4 times" in str(warning.message)]) == 1
+
+
+def twice(x):
+    return 2 * x
 
 
 @pytest.mark.table  # a minute of compiling
@@ -120,7 +136,7 @@ def life_of_a_router(trained):
 def life_of_attention(trained):
     """Lengths that grow, with padding and without."""
     for samples, length in ((2, 16), (2, 24), (1, 24), (1, 32), (3, 40)):
-        heads = [rows(samples, length, n, 8, trained=trained).transpose(1, 2) for n in (4, 2, 2)]
+        heads = [rows(samples, length, n, 8, trained=trained) for n in (4, 2, 2)]
         yield attend, *heads, None, True, True
         yield attend, *heads, torch.arange(length).expand(samples, -1) < length - 3, False, True
 
