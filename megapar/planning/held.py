@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from megapar.arguments import Config
+from megapar.core.device.kinds import kind_called
 from megapar.core.units import GIBIBYTE
 from megapar.errors import ConfigError
-from megapar.planning.devices import DeviceKind, kinds
 from megapar.planning.memory import StageMemory
 from megapar.planning.plan import Plan
 
 
 def planned_memory(config: Config, device: str) -> str:
     """The plan's figures for the fullest stage, and what would need less. device: the name that its driver gives."""
-    kind = kind_of(device)
+    kind = kind_called(device)
     if kind is None:
         return f"megapar plan knows no device like {device!r}"
     try:
@@ -22,14 +22,6 @@ def planned_memory(config: Config, device: str) -> str:
         return f"megapar plan cannot say: {error}"
     advice = plan.advice()
     return f"megapar plan ({kind.name}): {_parts(stage)}" + (f"; {advice}" if advice else "")
-
-
-def kind_of(device: str) -> DeviceKind | None:
-    """The row whose family, such as h200 or 910b, is part of the device's name; the longest such."""
-    name = device.lower()
-    families = {row: row.removeprefix("ascend-").split("-")[0] for row in kinds()}
-    found = [row for row, family in families.items() if family in name]
-    return kinds()[max(found, key=lambda row: len(families[row]))] if found else None
 
 
 def _parts(stage: StageMemory) -> str:

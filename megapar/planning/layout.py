@@ -8,12 +8,12 @@ from math import prod
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.cut import shard_dim
 from megapar.model.sizes import DecoderSizes
 from megapar.model.table import ParameterSpec
 from megapar.planning.assume import Assumed
-from megapar.planning.devices import DeviceKind
 from megapar.training.sizes import ITEM_BYTES, make_sizes
 from megapar.training.stages import Sizes, effective_schedule, make_stages
 

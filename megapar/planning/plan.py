@@ -8,9 +8,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.planning.assume import Assumed
-from megapar.planning.devices import DeviceKind
 from megapar.planning.ernie3 import largest, work_of
 from megapar.planning.layout import Layout
 from megapar.planning.memory import StageMemory, stage_memory

@@ -15,10 +15,10 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES
+from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.planning.assume import Assumed
 from megapar.planning.change import LAYOUT, attempt, flags_of
-from megapar.planning.devices import DeviceKind
 from megapar.planning.plan import Plan
 from megapar.rules.rule import divisors
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from megapar.core.device.kinds import LINK_SHARE, DeviceKind
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.flops import step_flops
-from megapar.planning.devices import DeviceKind
 from megapar.planning.layout import Layout
 from megapar.planning.parts import Message, Part, Unit
 from megapar.planning.traffic import Link, link, stage_traffic
@@ -23,8 +23,8 @@ class Calibration:
 
     product: of a large matrix product. small: a product whose least dim is this long reaches half of that. fp8: of a
     product in fp8, which casts its inputs. scores: of attention's core. memory: of the memory's bandwidth. inside,
-    between: of the links. latency: seconds of one collective. shown: the part of a message that even a product long
-    enough does not hide. jitter: time lost per doubling of the ranks, to stragglers.
+    between: of the links. shown: the part of a message that even a product long enough does not hide. jitter: time lost
+    per doubling of the ranks, to stragglers.
     """
 
     product: float = 0.76
@@ -32,9 +32,8 @@ class Calibration:
     fp8: float = 0.65
     scores: float = 0.38
     memory: float = 0.70
-    inside: float = 0.80
+    inside: float = LINK_SHARE
     between: float = 0.85
-    latency: float = 12e-6
     shown: float = 0.25
     jitter: float = 0.0005
 
@@ -217,9 +216,10 @@ class Clock:
             return 0.0
         outside = found.outside(message.kind)
         inside, between = self._kind.inside * self._c.inside, self._kind.between * self._c.between
+        latency = self._kind.of.latency_seconds
         if found.nodes == 1:
-            return message.bytes / inside + self._c.latency
-        return max(message.bytes * (1 - outside) / inside, message.bytes * outside / between) + 2 * self._c.latency
+            return message.bytes / inside + latency
+        return max(message.bytes * (1 - outside) / inside, message.bytes * outside / between) + 2 * latency
 
     def _recomputed(self, units: list[Unit]) -> set[int]:
         recompute = self._layout.config.recompute

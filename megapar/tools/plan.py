@@ -15,11 +15,11 @@ from pathlib import Path
 
 from megapar.arguments import SCRIPTS, Config, parse, resolved_values
 from megapar.config.report import refusal
+from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.schedule import Schedule
 from megapar.core.pipeline.simulate import Simulation
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.planning.assume import Assumed
-from megapar.planning.devices import DeviceKind
 from megapar.tools.parser import Parser
 
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}

@@ -169,8 +169,8 @@ def _plan(facts: Mapping[str, Any]) -> Any:
     if not facts:
         return None
     from megapar.arguments import parse
+    from megapar.core.device.kinds import kind_called
     from megapar.planning.devices import device_kind
-    from megapar.planning.held import kind_of
     from megapar.planning.plan import Plan
 
     asked = {
@@ -180,7 +180,7 @@ def _plan(facts: Mapping[str, Any]) -> Any:
     }
     line = [*line_of(asked), "--validate-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]
-    kind = device_kind("cpu") if device["type"] == "cpu" else kind_of(device["name"])
+    kind = device_kind("cpu") if device["type"] == "cpu" else kind_called(device["name"])
     try:
         return None if kind is None else Plan(parse(facts["kind"], line, {}), kind)
     except ConfigError:

@@ -9,7 +9,7 @@ import megapar.trainer as trainer_module
 from megapar.arguments import parse
 from megapar.core.device.base import Device, MemoryPressure
 from megapar.errors import TrainingError
-from megapar.planning.held import kind_of, planned_memory
+from megapar.planning.held import planned_memory
 from megapar.training.memory import expert_bound, expert_rows
 from tests.support.training import COMMON, SMALL
 
@@ -73,8 +73,5 @@ def test_out_of_memory_is_explained_with_a_snapshot_and_the_plan(tmp_path, monke
     assert (tmp_path / "out-of-memory-rank0.pickle").read_text() == "snapshot"
 
 
-def test_kinds_are_known_by_the_names_of_drivers():
-    kinds = {name: getattr(kind_of(name), "name", None) for name in ("NVIDIA H200", "Ascend910B2", "cpu (2 threads)")}
-    assert kinds == {"NVIDIA H200": "h200-141g", "Ascend910B2": "ascend-910b", "cpu (2 threads)": "cpu"}
-    assert kind_of("abacus") is None
+def test_a_device_that_the_plan_does_not_know():
     assert "knows no device" in planned_memory(config_of(), "abacus")

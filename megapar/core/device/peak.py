@@ -7,22 +7,9 @@ import time
 import torch
 
 from megapar.core.device.base import Device
+from megapar.core.device.kinds import kind_called
 
-_16_BITS = (torch.bfloat16, torch.float16)
-# Dense matrix FLOP/s from the vendors' data sheets: (part of the device's name, dtypes) -> FLOP/s. First hit counts.
-_TABLE: tuple[tuple[str, tuple[torch.dtype, ...], float], ...] = (
-    ("B200", _16_BITS, 2250e12),
-    ("H200", _16_BITS, 989e12),
-    ("H20", _16_BITS, 148e12),
-    ("H100 PCIe", _16_BITS, 756e12),
-    ("H100", _16_BITS, 989e12),
-    ("H800", _16_BITS, 989e12),
-    ("A100", _16_BITS, 312e12),
-    ("A800", _16_BITS, 312e12),
-    ("L40S", _16_BITS, 362e12),
-    ("V100", (torch.float16,), 125e12),
-    ("910B", _16_BITS, 376e12),
-)
+_TOLD = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # in others a product may be made of narrower ones
 
 _LEAST_SECONDS = 0.02
 _MEASURED: dict[tuple[str, torch.dtype], float] = {}  # by name of the device: one process has one of a kind
@@ -33,9 +20,9 @@ def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
 
     Measured is the best of a few square GEMMs on this machine with this process's threads.
     """
-    for name, dtypes, flops in _TABLE:
-        if name in device.name and dtype in dtypes:
-            return flops, "table"
+    kind = kind_called(device.name)
+    if kind is not None and kind.kernels != "cpu" and _TOLD.get(dtype) in kind.flops:
+        return kind.flops[_TOLD[dtype]], "table"
     key = device.name, dtype
     if key not in _MEASURED:
         _MEASURED[key] = _measure(device, dtype)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megapar.core.device.base import Device
-from megapar.core.device.peak import _TABLE, peak_flops
-from megapar.planning.devices import device_kind, kinds
+from megapar.core.device.peak import peak_flops
 
 
 class Named(Device):
@@ -42,11 +41,3 @@ def test_what_the_table_lacks_is_measured(name: str, dtype: torch.dtype) -> None
     flops, source = peak_flops(Named(name), dtype)
     assert source == "measured"
     assert flops > 1e7
-
-
-@pytest.mark.parametrize("name", ["V100", "A100", "A800", "H100", "H800", "H20", "H200", "B200", "910B"])
-def test_plans_count_with_the_same_peaks(name: str) -> None:
-    rate = next(rate for part, _, rate in _TABLE if part == name)
-    planned = [kind for kind in kinds() if kind.removeprefix("ascend-").partition("-")[0] == name.lower()]
-    assert planned
-    assert [device_kind(kind).peak("fp16") for kind in planned] == [rate] * len(planned)

@@ -1,0 +1,56 @@
+"""The rows that the run and the planner share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megapar.core.device.kinds import DeviceKind, kind_called, kind_of, kinds
+
+DRIVERS = {
+    "NVIDIA H200": "h200-141g",
+    "NVIDIA H20": "h20-96g",
+    "NVIDIA H100 PCIe": "h100-pcie-80g",
+    "NVIDIA H100 80GB HBM3": "h100-80g",
+    "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA A100-SXM4-40GB": "a100-40g",
+    "Tesla V100-SXM2-32GB": "v100-32g",
+    "Ascend910B2": "ascend-910b",
+    "Ascend910A": "ascend-910",
+    "cpu (2 threads)": "cpu",
+}
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_drivers_names_find_their_row(name: str) -> None:
+    kind = kind_called(name)
+    assert kind is not None
+    assert kind.name == DRIVERS[name]
+
+
+def test_a_device_that_nobody_knows_has_its_class() -> None:
+    assert kind_called("abacus") is None
+    assert [kind_of(device_type, "abacus").kernels for device_type in ("cuda", "npu", "cpu")] == ["cuda", "npu", "cpu"]
+
+
+@pytest.mark.parametrize("kind", kinds().values(), ids=lambda kind: kind.name)
+def test_every_row_has_what_its_class_has(kind: DeviceKind) -> None:
+    assert kind.of.logits_bytes >= 2**20
+    assert kind.peak(kind.default_dtype) > 0
+    assert 0 < kind.send_seconds(1e6) < kind.send_seconds(1e9)
+
+
+def test_a_wave_of_tiles_that_is_not_full_takes_as_long_as_a_full_one() -> None:
+    h200 = kinds()["h200-141g"]
+    full = h200.product_seconds(128 * 132, 4096, 128, "bf16")
+    assert h200.product_seconds(128, 4096, 128, "bf16") == full
+    assert h200.product_seconds(128 * 132 + 1, 4096, 128, "bf16") > 1.8 * full
+    assert h200.product_seconds(128, 4096, 128, "bf16", batches=132) == full
+    assert h200.product_seconds(1, 1, 1, "bf16") == h200.of.launch_seconds
+
+
+def test_without_torch() -> None:
+    code = "import sys; from megapar.core.device.kinds import kinds; assert kinds(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
