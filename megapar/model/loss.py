@@ -75,16 +75,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = weight.new_empty(weight.shape, dtype=exact) if differentiate else None
         d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=exact)
         for first in range(0, hidden.shape[0], chunk):
-            rows = slice(first, first + chunk)
-            logits = F.linear(hidden[rows], weight, bias).to(exact)
-            loss += cross_entropy_(logits, labels[rows], start, mp, IGNORED).sum()
+            count = min(chunk, hidden.shape[0] - first)
+            rows = hidden.narrow(0, first, count)
+            logits = F.linear(rows, weight, bias).to(exact)
+            loss += cross_entropy_(logits, labels.narrow(0, first, count), start, mp, IGNORED).sum()
             if d_hidden is None or d_weight is None:
                 continue
             if d_bias is not None:
                 d_bias += logits.sum(0)
             d_logits = logits.to(hidden.dtype)
-            torch.mm(d_logits, weight, out=d_hidden[rows])
-            _add_product(d_weight, d_logits.t(), hidden[rows], begins=first == 0)
+            torch.mm(d_logits, weight, out=d_hidden.narrow(0, first, count))
+            _add_product(d_weight, d_logits.t(), rows, begins=first == 0)
         if d_weight is not None and not hidden.shape[0]:
             d_weight.zero_()
         if d_hidden is not None and d_weight is not None:
@@ -106,6 +107,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> None:
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0.0 if begins else 1.0, out=total)
     elif begins:
-        total.copy_(a @ b)
+        total.copy_(torch.mm(a, b))
     else:
-        total += a @ b
+        total += torch.mm(a, b)
