@@ -318,7 +318,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored
     logits.sub_(peak.unsqueeze(-1))
     own = (labels >= start) & (labels < start + logits.shape[-1])
     column = torch.where(own, labels - start, 0).unsqueeze(-1)
-    target = logits.gather(-1, column).squeeze(-1).masked_fill(own.logical_not(), 0.0)
+    target = logits.gather(-1, column).squeeze(-1).masked_fill(~own, 0.0)
     total = logits.exp_().sum(-1)
     total, target = all_reduce_(torch.stack((total, target)), mp).unbind()
     counted = (labels != ignored).to(logits.dtype)

@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
 from megapar.core.device.dtypes import wide
+from megapar.core.device.kinds import device_class, rows_at_a_time
+from megapar.core.device.ops import op
 from megapar.core.tensor_parallel import cross_entropy_, vocabulary_range
 
 IGNORED = -100
-LOGITS_PER_CHUNK = 1 << 24  # 64 MiB of fp32 logits at a time
 
 
 def linear_cross_entropy(
@@ -28,18 +29,20 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     mp: Axis,
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    logits_bytes: int | None = None,
 ) -> Tensor:
     """Sum over rows of cross-entropy(hidden w^T + b, label), rows labelled -100 excluded.
 
     hidden: [N, H], the same on every mp rank. weight: [V/mp, H], bias: [V/mp] or None, this rank's pieces.
-    labels: [N] int64. Returns a scalar in max(fp32, dtype), the same on every mp rank; 0 for N = 0.
+    labels: [N] int64. logits_bytes: of the logits in max(fp32, dtype) that are held at a time; None: what the class of
+    the device takes. Returns a scalar in max(fp32, dtype), the same on every mp rank; 0 for N = 0.
     Gradients are made in the forward, chunk of rows by chunk of rows, so no logits are kept: dw [V/mp, H] and
     db [V/mp] are whole on their rank, dhidden [N, H] is a partial sum over mp (the caller's ``copy`` or
     ``all_gather`` reduces it). Raises ValueError where the weight is not this rank's piece.
     """
     start, rows = check_piece(weight, vocab_size, mp)
-    chunk = max(1, logits_per_chunk // rows)
+    held = device_class(hidden.device.type).logits_bytes if logits_bytes is None else logits_bytes
+    chunk = rows_at_a_time(hidden.shape[0], rows * wide(hidden.dtype).itemsize, held)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
     return loss
 
@@ -85,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_bias += logits.sum(0)
             d_logits = logits.to(hidden.dtype)
             torch.mm(d_logits, weight, out=d_hidden.narrow(0, first, count))
-            _add_product(d_weight, d_logits.t(), rows, begins=first == 0)
+            op("add_product", d_logits)(d_weight, d_logits.t(), rows, begins=first == 0)
         if d_weight is not None and not hidden.shape[0]:
             d_weight.zero_()
         if d_hidden is not None and d_weight is not None:
@@ -100,13 +103,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # A zero-dim factor does not promote: products stay in the gradients' dtypes.
         d_bias = None if d_bias is None else d_bias * grad
         return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> None:
-    """total (+)= a @ b. The size of the vocabulary's weight: in one dtype it is written by the product itself."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, beta=0.0 if begins else 1.0, out=total)
-    elif begins:
-        total.copy_(torch.mm(a, b))
-    else:
-        total += torch.mm(a, b)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from megapar.core.context_parallel.layout import RING, ULYSSES
+from megapar.core.device.kinds import rows_at_a_time
 from megapar.core.pipeline.stages import Chunk
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.sizes import MoeSizes
@@ -20,8 +22,6 @@ from megapar.planning.experts import expert_parts
 from megapar.planning.layout import Layout
 from megapar.planning.messages import Messages
 from megapar.planning.parts import INDEX, Message, Part, Product, Unit, norm_kept
-
-LOGITS_PER_CHUNK = 1 << 24  # of model/loss.py
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ class Work:
         """Logits and loss. Gradients are made in the forward: of the rows, and of the weight in max(fp32, dtype)."""
         a, H, V = self.layout, self.layout.sizes.hidden_size, self.layout.vocabulary
         e, w, weight = a.item, a.wide, V * H
-        chunk = min(rows, max(1, LOGITS_PER_CHUNK // V)) * V
+        chunk = rows_at_a_time(ceil(rows), w * V, a.kind.of.logits_bytes) * V
         widened = w * chunk if e < w else 0
         kept = e * rows * H + e * weight
-        product = e * weight if e < w else 0  # where it does not add to the sum by itself
+        product = e * weight if e < w and a.kind.kernels != "cuda" else 0  # where it does not add to the sum by itself
         making = e * rows * H + w * weight + product + e * chunk + widened
         transient = max(making - kept, e * rows * H + e * weight)
         sent: list[Message] = []

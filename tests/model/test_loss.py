@@ -37,12 +37,10 @@ def gradients(loss, tensors):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 12, 13])
-@pytest.mark.parametrize("logits_per_chunk", [1, 13 * 4, 1 << 20])
-def test_equals_the_reference(rows, bias, logits_per_chunk):
+@pytest.mark.parametrize("logits_bytes", [1, 13 * 4 * 8, 1 << 20])
+def test_equals_the_reference(rows, bias, logits_bytes):
     hidden, weight, offset, labels = inputs(rows, bias=bias)
-    loss = linear_cross_entropy(
-        hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_per_chunk=logits_per_chunk
-    )
+    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_bytes=logits_bytes)
     expected = reference_cross_entropy(hidden, weight, offset, labels)
     assert torch.allclose(loss, expected, rtol=1e-13, atol=1e-13)
     tensors = (hidden, weight, offset)
@@ -53,7 +51,7 @@ def test_equals_the_reference(rows, bias, logits_per_chunk):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_lower_precisions_are_near(dtype, tolerance):
     hidden, weight, offset, labels = inputs(40, dtype=dtype)
-    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_per_chunk=13 * 7)
+    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_bytes=13 * 7 * 4)
     assert loss.dtype == torch.float32
     exact = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, offset))
     expected = reference_cross_entropy(*exact, labels)
@@ -82,7 +80,7 @@ def test_large_logits_do_not_overflow():
 def test_gradients_are_those_of_small_differences():
     hidden, weight, offset, labels = inputs(5)
     torch.autograd.gradcheck(
-        lambda *own: linear_cross_entropy(*own, labels, vocab_size=13, mp=SINGLE, logits_per_chunk=13 * 2),
+        lambda *own: linear_cross_entropy(*own, labels, vocab_size=13, mp=SINGLE, logits_bytes=13 * 2 * 8),
         (hidden, weight, offset),
     )
 

@@ -1,9 +1,10 @@
-"""How the loss is cut on a GPU: fake tensors there, forward with its gradients, every product looked at."""
+"""How the loss is cut on a GPU: fake tensors, forward with its gradients, every product looked at."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.axis import Axis
+from megapar.core.device import ops
+from megapar.core.device.kinds import device_class
 from megapar.model.loss import linear_cross_entropy
 
 ROWS, HIDDEN, VOCABULARY = 8192, 2560, 103424  # of ERNIE-4.5-21B-A3B
@@ -39,12 +42,14 @@ class Seen(TorchDispatchMode):
 
 
 def seen_on(device: str) -> Seen:
+    """With the device's forms and sizes, on fake tensors of a CPU: those of a GPU without a driver cannot be copied."""
     seen = Seen()
-    with FakeTensorMode(), seen:
-        hidden = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16, device=device)
-        weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device)
-        labels = torch.zeros(ROWS, dtype=torch.int64, device=device)
-        linear_cross_entropy(hidden, weight, None, labels, vocab_size=VOCABULARY, mp=Axis.single("mp"))
+    forms = {name: {**forms, "cpu": forms.get(device, forms["reference"])} for name, forms in ops.OPS.items()}
+    with patch.object(ops, "OPS", forms), FakeTensorMode(), seen:
+        hidden = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16)
+        weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+        labels, mp, held = torch.zeros(ROWS, dtype=torch.int64), Axis.single("mp"), device_class(device).logits_bytes
+        linear_cross_entropy(hidden, weight, None, labels, vocab_size=VOCABULARY, mp=mp, logits_bytes=held)
     return seen
 
 

@@ -93,6 +93,12 @@ def kinds() -> Mapping[str, DeviceKind]:
     return _tables()[0]
 
 
+def device_class(device_type: str) -> DeviceClass:
+    """Of torch's device type; the CPU's where there is none, as of meta tensors."""
+    classes = _tables()[1]
+    return classes.get(device_type, classes["cpu"])
+
+
 def kind_called(device: str) -> DeviceKind | None:
     """The row whose devices' drivers give them this name; the longest part that fits counts."""
     fits = {part: kind for kind in kinds().values() for part in kind.drivers_say if part.lower() in device.lower()}
@@ -102,6 +108,12 @@ def kind_called(device: str) -> DeviceKind | None:
 def kind_of(device_type: str, name: str) -> DeviceKind:
     """The row of a device that is there: by its drivers' name for it, or what stands for its class (cuda, npu, cpu)."""
     return kind_called(name) or kinds()[_UNNAMED[device_type]]
+
+
+def rows_at_a_time(rows: int, row_bytes: int, held_bytes: int) -> int:
+    """Of so many rows, cut evenly into pieces of at most ``held_bytes``; 1 at least."""
+    pieces = max(1, -(-rows // max(1, held_bytes // row_bytes)))
+    return max(1, -(-rows // pieces))
 
 
 @cache

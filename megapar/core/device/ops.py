@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device import ascend
+from megapar.core.device.accumulate import add_product_reference, add_product_wide
 from megapar.core.device.attention_slice import (
     attention_slice_fused,
     attention_slice_merged,
@@ -186,6 +187,7 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "cuda": grouped_weight_gradient_aligned,
             "npu": ascend.grouped_weight_gradient_npu,
         },
+        "add_product": {"reference": add_product_reference, "cuda": add_product_wide, "npu": add_product_reference},
         "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
         "unpermute": {"reference": unpermute_reference, "npu": ascend.unpermute_npu},
     }
