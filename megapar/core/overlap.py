@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
+from megapar.core.collective_product import fused_gather_product, fused_product_scatter
 from megapar.core.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.replay import Replay
 from megapar.core.traffic import Flight, Traffic
@@ -42,19 +43,33 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 @dataclass(frozen=True)
 class Overlap:
-    """How finely a collective is cut, so that one piece travels while another is computed.
+    """How finely a collective is cut, so that one piece travels while another is computed; what pays is the device's.
 
-    pieces: at most so many. piece_bytes: and none sends less than about this, where latency would cost more than it
-    hides. blocking: wait at the launch, so that nothing is hidden.
+    pieces: at most so many. piece_bytes: and none sends less than about this to a rank, where latency would cost more
+    than it hides. least_rows: nor is a product of fewer rows cut off, all its batches together. batched: products of
+    several batches are one kernel. blocking: nothing is hidden: whole products, whole collectives, waited for at once.
+    fused: nothing is cut here: torch's operators hide the collective inside the product (``core.collective_product``).
     """
 
     pieces: int = 4
     piece_bytes: int = 1 << 20
+    least_rows: int = 1
+    batched: bool = False
     blocking: bool = False
+    fused: bool = False
 
-    def cut(self, rows: int, row_bytes: int) -> list[slice]:
-        """Slices of ``rows`` rows that each send ``row_bytes``; the same on every rank that has the same rows."""
-        count = max(1, min(self.pieces, rows, rows * row_bytes // max(1, self.piece_bytes)))
+    @property
+    def whole(self) -> bool:
+        """Products are not cut."""
+        return self.blocking or self.fused
+
+    def cut(self, rows: int, row_bytes: int, products: int = 1) -> list[slice]:
+        """Slices of ``rows`` rows that each send ``row_bytes``; the same on every rank that has the same rows.
+
+        products: rows that are multiplied for each of them.
+        """
+        worth = min(rows * row_bytes // max(1, self.piece_bytes), rows * products // self.least_rows)
+        count = max(1, min(self.pieces, rows, worth))
         length = max(1, -(-rows // count))
         return [slice(start, min(start + length, rows)) for start in range(0, rows, length)] or [slice(0, 0)]
 
@@ -81,6 +96,25 @@ class Road(NamedTuple):
         """The product, or None where somebody makes it later."""
         return product() if self.later is None else self.later(product)
 
+    def gather_product(
+        self, x: Tensor, right: Tensor | None, bias: Tensor | None, keep: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(all ranks' x [B, S, I] where ``keep``, that @ right [I, O] (+ bias)), behind or inside one collective."""
+        if self.overlap.fused and right is not None:
+            return fused_gather_product(x, right, bias, self.mp, keep=keep)
+        ((_, x_MBsI),) = _landings(_gather(x, self, Overlap(pieces=1)), self)
+        whole = x_MBsI.transpose(0, 1).flatten(1, 2)  # of one sample a view
+        y = None if right is None else F.linear(whole, right.t(), bias)
+        return whole if keep else None, y
+
+    def product_scatter(self, x: Tensor, right: Tensor) -> Tensor:
+        """x [B, S, I] @ right [I, O] -> summed over the ranks, this one's rows [B, s, O]."""
+        if self.overlap.fused:
+            return fused_product_scatter(x, right, self.mp)
+        y = x @ right
+        by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
+        return self.traffic.land(self.launch(ReduceScatter(self.mp), by_rank))
+
     def launch(self, exchange: Exchange, x: Tensor) -> Flight:
         """Start a collective."""
         flight = self.traffic.launch(exchange, x)
@@ -100,13 +134,15 @@ class GatheredColumn(torch.autograd.Function):
         """y [B, S, O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
+        if road.overlap.whole:
+            return road.gather_product(x, weight.t(), bias)[1]  # type: ignore[return-value]
         flights = _gather(x, road, road.overlap)
         y = x.new_empty((x.shape[0], road.mp.size * x.shape[1], weight.shape[0]))
-        y_BMsO, right = y.unflatten(1, (road.mp.size, -1)), weight.t()
-        _multiply(x, right, bias, y_BMsO[:, road.mp.rank])
+        y_MBsO, right = y.unflatten(1, (road.mp.size, -1)).transpose(0, 1), weight.t()
+        _multiply(x, right, bias, y_MBsO[road.mp.rank], road.overlap)
         for rows, x_MBpI in _landings(flights, road):
-            for rank in _others(road.mp):
-                _multiply(x_MBpI[rank], right, bias, y_BMsO[:, rank, rows])
+            for others in _others(road.mp):
+                _multiply(x_MBpI[others], right, bias, y_MBsO[others, :, rows], road.overlap)
         return y
 
     @staticmethod
@@ -116,11 +152,13 @@ class GatheredColumn(torch.autograd.Function):
         road, (x, weight), dy = ctx.road, ctx.saved_tensors, grads[0].contiguous()
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx, back = None, None
+        if road.overlap.whole:
+            return *_whole_column_gradients(dy, x, weight, road, needs_dx, needs_dw), _bias_gradient(dy, ctx), None
         gathered = _gather(x, road, Overlap(pieces=1)) if needs_dw else []
         if needs_dx:
             back = road.launch(ReduceScatter(road.mp), _gathered_dgrad(dy, x, weight, road).flatten(0, 1))
         dw = _gathered_wgrad(dy, gathered, road)
-        db = dy.sum((0, 1)) if ctx.biased else None
+        db = _bias_gradient(dy, ctx)
         if back is not None:
             dx = road.traffic.land(back)
         return dx, dw, db, None
@@ -140,11 +178,8 @@ class ArrivedColumn(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         size = road.mp.size
         y, right = x.new_empty((x.shape[0], size * x.shape[1], weight.shape[0])), weight.t()
-        if x.shape[0] == 1:  # the ranks' rows lie in order
-            _multiply(gathered.flatten(0, 1).unsqueeze(0), right, bias, y)
-        else:
-            for x_BsI, y_BsO in zip(gathered.chunk(size), y.unflatten(1, (size, -1)).unbind(1), strict=True):
-                _multiply(x_BsI, right, bias, y_BsO)
+        y_MBsO = y.unflatten(1, (size, -1)).transpose(0, 1)
+        _multiply(gathered.unflatten(0, (size, -1)), right, bias, y_MBsO, road.overlap)
         return y
 
     @staticmethod
@@ -155,7 +190,7 @@ class ArrivedColumn(torch.autograd.Function):
         needs_dx, _, needs_dw = ctx.needs_input_grad[:3]
         flights = _gather(x, road, Overlap(pieces=1)) if needs_dw else []
         dx = _gathered_dgrad(dy, x, weight, road).flatten(0, 1) if needs_dx else None
-        return dx, None, _gathered_wgrad(dy, flights, road), dy.sum((0, 1)) if ctx.biased else None, None
+        return dx, None, _gathered_wgrad(dy, flights, road), _bias_gradient(dy, ctx), None
 
 
 class ScatteredRow(torch.autograd.Function):
@@ -171,16 +206,18 @@ class ScatteredRow(torch.autograd.Function):
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
         size, batch = road.mp.size, x.shape[0]
-        x_BMsI, right = x.unflatten(1, (size, -1)), weight.t()
-        y = x.new_empty((batch, x_BMsI.shape[2], weight.shape[0]))
+        x_MBsI, right = x.unflatten(1, (size, -1)).transpose(0, 1), weight.t()
         if road.unused:
-            return y.zero_()
+            return x.new_zeros((batch, x_MBsI.shape[2], weight.shape[0]))
+        if road.overlap.whole:
+            y = road.product_scatter(x, right)
+            return y if bias is None else y.add_(bias)
+        y = x.new_empty((batch, x_MBsI.shape[2], weight.shape[0]))
         flights = []
-        for rows in road.overlap.cut(y.shape[1], batch * y.shape[2] * y.element_size()):
-            x_BMpI = x_BMsI[:, :, rows]
-            y_MBpO = y.new_empty((size, batch, x_BMpI.shape[2], y.shape[2]))
-            for rank in range(size):
-                _multiply(x_BMpI[:, rank], right, None, y_MBpO[rank])
+        for rows in road.overlap.cut(y.shape[1], batch * y.shape[2] * y.element_size(), size * batch):
+            x_MBpI = x_MBsI[:, :, rows]
+            y_MBpO = y.new_empty((*x_MBpI.shape[:3], y.shape[2]))
+            _multiply(x_MBpI, right, None, y_MBpO, road.overlap)
             # Rows of one sample lie together and can land where they belong.
             into = y[:, rows] if batch == 1 else None
             flights.append((rows, road.launch(ReduceScatter(road.mp, into), y_MBpO.flatten(0, 1))))
@@ -196,22 +233,25 @@ class ScatteredRow(torch.autograd.Function):
         road, (x, weight), dy = ctx.road, ctx.saved_tensors, grads[0].contiguous()
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         mp, dx, dw = road.mp, None, None
+        if road.overlap.whole:
+            return *_whole_row_gradients(dy, x, weight, road, needs_dx, needs_dw), _bias_gradient(dy, ctx), None
         flights = _gather(dy, road, road.overlap) if needs_dx or needs_dw else []
         x_BMsI = x.unflatten(1, (mp.size, -1))
         if needs_dx:
             dx = x.new_empty(x.shape)
-            _multiply(dy, weight, None, dx.unflatten(1, (mp.size, -1))[:, mp.rank])
+            dx_MBsI = dx.unflatten(1, (mp.size, -1)).transpose(0, 1)
+            _multiply(dy, weight, None, dx_MBsI[mp.rank], road.overlap)
         if needs_dw and road.later is None:  # under the gathers
             dw = _own_product(dy, x_BMsI, mp)
         pieces = []
         for rows, dy_MBpO in _landings(flights, road):
             pieces.append(dy_MBpO)
             if dx is not None:
-                for rank in _others(mp):
-                    _multiply(dy_MBpO[rank], weight, None, dx.unflatten(1, (mp.size, -1))[:, rank, rows])
+                for others in _others(mp):
+                    _multiply(dy_MBpO[others], weight, None, dx_MBsI[others, :, rows], road.overlap)
         if needs_dw:
             dw = road.weight_gradient(lambda own=dw: _whole_product(own, dy, pieces, x_BMsI, mp))
-        return dx, dw, dy.sum((0, 1)) if ctx.biased else None, None
+        return dx, dw, _bias_gradient(dy, ctx), None
 
 
 class CopiedColumn(torch.autograd.Function):
@@ -275,12 +315,37 @@ class ReducedRow(torch.autograd.Function):
 def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, road: Road) -> Tensor:
     """dx [M, B, s, I] of all ranks' rows; x: this rank's."""
     dx_MBsI = dy.new_empty((road.mp.size, *x.shape))
-    if x.shape[0] == 1:  # the ranks' rows lie in order
-        _multiply(dy, weight, None, dx_MBsI.flatten(0, 2).unsqueeze(0))
-    else:
-        for rank, dy_BsO in enumerate(dy.chunk(road.mp.size, 1)):
-            _multiply(dy_BsO, weight, None, dx_MBsI[rank])
+    _multiply(dy.unflatten(1, (road.mp.size, -1)).transpose(0, 1), weight, None, dx_MBsI, road.overlap)
     return dx_MBsI
+
+
+def _whole_column_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, road: Road, needs_dx: bool, needs_dw: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx [B, s, I], dw [O, I]) by one product each."""
+    fused = road.overlap.fused
+    flights = _gather(x, road, Overlap(pieces=1)) if needs_dw and fused else []  # under the product of dx
+    dx = road.product_scatter(dy, weight) if needs_dx else None
+    if needs_dw and not fused:
+        flights = _gather(x, road, Overlap(pieces=1))
+    return dx, _gathered_wgrad(dy, flights, road)
+
+
+def _whole_row_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, road: Road, needs_dx: bool, needs_dw: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx [B, S, I], dw [O, I]) by one product each; dy [B, s, O]."""
+    if not needs_dx and not needs_dw:
+        return None, None
+    dy_BSO, dx = road.gather_product(dy, weight if needs_dx else None, None, keep=needs_dw)
+    if not needs_dw or dy_BSO is None:
+        return dx, None
+    return dx, road.weight_gradient(lambda: dy_BSO.flatten(0, 1).t() @ x.flatten(0, 1))
+
+
+def _bias_gradient(dy: Tensor, ctx: Any) -> Tensor | None:
+    """db [O] of the rows that are here."""
+    return dy.sum((0, 1)) if ctx.biased else None
 
 
 def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, Flight]], road: Road) -> Tensor | None:
@@ -300,16 +365,15 @@ def _whole_product(own: Tensor | None, dy: Tensor, pieces: list[Tensor], x_BMsI:
     """dw [O, I] of all rows; ``own``: of this rank's, where it is there already. pieces: gathered dy [M, B, p, O]."""
     dw = _own_product(dy, x_BMsI, mp) if own is None else own
     dy_BMsO = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(0, 1)
-    for others in (slice(0, mp.rank), slice(mp.rank + 1, mp.size)):
-        if others.start < others.stop:
-            dw.addmm_(dy_BMsO[:, others].flatten(0, 2).t(), x_BMsI[:, others].flatten(0, 2))
+    for others in _others(mp):
+        dw.addmm_(dy_BMsO[:, others].flatten(0, 2).t(), x_BMsI[:, others].flatten(0, 2))
     return dw
 
 
 def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, Flight]]:
     """Launch the all-gathers of x [B, s, H]: per piece its rows of the sequence, and the flight of [M B, p, H]."""
     mp, flights = road.mp, []
-    for rows in overlap.cut(x.shape[1], x.shape[0] * x.shape[2] * x.element_size()):
+    for rows in overlap.cut(x.shape[1], x.shape[0] * x.shape[2] * x.element_size(), x.shape[0]):
         piece = x[:, rows]
         whole = x.new_empty((mp.size, *piece.shape))
         # In place: x itself is used under the collective and kept behind it, so it does not travel.
@@ -335,15 +399,47 @@ def _multiply_and_sum(x: Tensor, right: Tensor, road: Road) -> tuple[Tensor, lis
     return y, flights
 
 
-def _multiply(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [B, p, O] = x [B, p, I] @ right [I, O] (+ bias [O]); samples may lie apart, a sample's rows do not."""
-    for x_pI, out_pO in zip(x.unbind(), out.unbind(), strict=True):
+def _multiply(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, overlap: Overlap) -> None:
+    """out [.., p, O] = x [.., p, I] @ right [I, O] (+ bias [O]), by few and large products.
+
+    Of the leading dims those that lie behind one another in both become rows. Where products are batched, one dim that
+    is left goes into the product, the longest; there is one for every index of the others.
+    """
+    x, out = _joined(x, out)
+    if x.dim() == 2:
+        _product(x, right, bias, out)
+        return
+    if x.dim() == 3 and overlap.batched:
+        right_kIO = right.expand(x.shape[0], -1, -1)
         if bias is None:
-            torch.mm(x_pI, right, out=out_pO)
+            torch.bmm(x, right_kIO, out=out)
         else:
-            torch.addmm(bias, x_pI, right, out=out_pO)
+            torch.baddbmm(bias.expand_as(out), x, right_kIO, out=out)
+        return
+    along = min(range(x.dim() - 2), key=lambda dim: int(x.shape[dim])) if overlap.batched else 0
+    for x_one, out_one in zip(x.unbind(along), out.unbind(along), strict=True):
+        _multiply(x_one, right, bias, out_one, overlap)
 
 
-def _others(mp: Axis) -> list[int]:
-    """The other ranks of the axis."""
-    return [rank for rank in range(mp.size) if rank != mp.rank]
+def _product(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [p, O] = x [p, I] @ right [I, O] (+ bias [O])."""
+    if bias is None:
+        torch.mm(x, right, out=out)
+    else:
+        torch.addmm(bias, x, right, out=out)
+
+
+def _joined(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with leading dims joined to the next one where in both that is a view."""
+    dim = x.dim() - 3
+    while dim >= 0:
+        if all(t.shape[dim] == 1 or t.stride(dim) == t.shape[dim + 1] * t.stride(dim + 1) for t in (x, out)):
+            x, out = x.flatten(dim, dim + 1), out.flatten(dim, dim + 1)
+        dim -= 1
+    return x, out
+
+
+def _others(mp: Axis) -> list[slice]:
+    """The other ranks of the axis: those before this one and those behind it."""
+    parts = slice(0, mp.rank), slice(mp.rank + 1, mp.size)
+    return [ranks for ranks in parts if ranks.start < ranks.stop]

@@ -51,6 +51,16 @@ def count_all_reduce(x: Tensor, axis: Axis) -> None:
     axis.count("all_reduce", 2 * x.nbytes * (axis.size - 1) / axis.size)
 
 
+def count_all_gather(piece: Tensor, axis: Axis) -> None:
+    """Note an all-gather of every rank's ``piece`` that somebody else makes."""
+    axis.count("all_gather", piece.nbytes * (axis.size - 1))
+
+
+def count_reduce_scatter(piece: Tensor, axis: Axis) -> None:
+    """Note a reduce-scatter that gives every rank a ``piece`` and that somebody else makes."""
+    axis.count("reduce_scatter", piece.nbytes * (axis.size - 1))
+
+
 def all_to_all(
     received: Tensor,
     sent: Tensor,

@@ -145,9 +145,12 @@ def _make_model(*arguments: Any, meta: bool) -> job.Model:
         return _model(*arguments, meta=meta)
 
 
-def _multiply_one(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Products into memory that is there; one sample's are looked at, the others' are the same."""
-    _multiply(x[:1], right, bias, out[:1])
+def _multiply_one(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, how: overlap.Overlap) -> None:
+    """Products into memory that is there; where each sample has its own, one is looked at, the others are the same."""
+    if not how.batched:
+        first = (slice(1),) * (x.dim() - 2)
+        x, out = x[first], out[first]
+    _multiply(x, right, bias, out, how)
 
 
 def _fully_shard(*arguments: Any, **options: Any) -> Any:

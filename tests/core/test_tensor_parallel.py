@@ -62,6 +62,8 @@ WAYS = {
     "blocking": Overlap(pieces=1, blocking=True),
     "whole": Overlap(pieces=1),
     "pieces": Overlap(pieces=3, piece_bytes=1),
+    "batched": Overlap(pieces=3, piece_bytes=1, batched=True),
+    "batched whole": Overlap(pieces=1, batched=True),
 }
 SAMPLES, LENGTH = 3, 16
 
