@@ -47,7 +47,13 @@ class Parallel:
         ("dp", "pp", "sharding", "cp", "mp"), "axes from the outermost to the innermost", comma=True, count=5
     )
     sequence_parallel: bool = flag(False, "split activations along the sequence between mp ranks outside the products")
-    tp_comm_overlap: bool = flag(True, "hide the mp collectives of linear layers under their products")
+    tp_comm_overlap: str = flag(
+        "auto",
+        "hide the mp collectives of linear layers: on, in pieces under their products; fused, inside torch's operators",
+        type="switch",
+        choices=(*SWITCH, "fused"),
+        derived="on where the device's class gains by it",
+    )
     context_parallel_algo: str = flag(
         "megatron_cp_algo",
         "how a sequence is shared: ring with zig-zag balance, heads by all-to-all, or gathered keys and values",

@@ -137,7 +137,7 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
     if attached is not None:
         return attached
     if not flag.takes_value:
-        words = SWITCH + TRUE + FALSE if flag.type == "switch" else TRUE + FALSE
+        words = (flag.choices or SWITCH) + TRUE + FALSE if flag.type == "switch" else TRUE + FALSE
         return tokens.pop(0) if tokens and tokens[0].lower() in words else True
     if flag.takes_list:
         values = _values(tokens)

@@ -14,6 +14,7 @@ from megapar.core.sharding.cut import shard_dim
 from megapar.model.sizes import DecoderSizes
 from megapar.model.table import ParameterSpec
 from megapar.planning.assume import Assumed
+from megapar.training.hiding import hiding
 from megapar.training.sizes import ITEM_BYTES, make_sizes
 from megapar.training.stages import Sizes, effective_schedule, make_stages
 
@@ -57,6 +58,11 @@ class Layout:
         """The compute dtype; ``auto`` as this device would choose it."""
         asked = self.config.training.dtype
         return self.kind.default_dtype if asked == "auto" else asked
+
+    @cached_property
+    def hiding(self) -> str:
+        """Which way the collectives of layers cut over mp take: off, on or fused."""
+        return hiding(self.config, self.kind, self.dtype, self.sizes)
 
     @property
     def item(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megapar.core.device.kinds import LINK_SHARE, DeviceKind
+from megapar.core.hiding import OFF
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.flops import step_flops
 from megapar.planning.layout import Layout
@@ -256,7 +257,7 @@ class Clock:
             if message.phase != phase:
                 continue
             seconds = self.seconds(message)
-            if message.hidden and layout.config.parallel.tp_comm_overlap:
+            if message.hidden and (message.axis != "mp" or layout.hiding != OFF):
                 left = max(seconds - cover, self._c.shown * seconds)
                 cover = max(0.0, cover - seconds)
                 total += left

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 
 from megapar.config.config import Config
+from megapar.core.device.kinds import kind_of
+from megapar.core.hiding import OFF
+from megapar.training.hiding import hiding
 
 MOST_CONNECTIONS = "32"
 
@@ -43,7 +46,10 @@ def _connections(config: Config | None) -> str:
     streams of their own, would stand behind products otherwise. As many as there can be then: streams beyond their
     number share one, and a run has about a dozen.
     """
-    if config is None or config.parallel.mp_degree == 1 or not config.parallel.tp_comm_overlap:
+    if config is None or config.parallel.mp_degree == 1:
+        return MOST_CONNECTIONS
+    dtype = "bf16" if config.training.dtype == "auto" else config.training.dtype
+    if hiding(config, kind_of("cuda", ""), dtype) == OFF:
         return MOST_CONNECTIONS
     overtakes = (
         config.sharding.sharding_stage == 3 or config.ampipe.ampipe_degree != 1 or config.ampipe.use_pipe_experts

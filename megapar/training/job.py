@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,14 @@ from torch.distributed.tensor import DTensor
 from megapar.arguments import Config
 from megapar.core.adaptive import Adaptive
 from megapar.core.axis import Axis
+from megapar.core.collective_product import enable
 from megapar.core.compiled import Compiled, run_functions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import wide
+from megapar.core.device.kinds import kind_of
 from megapar.core.fp8 import Fp8Linear, odd_widths, torchao_lacks, use_fp8
+from megapar.core.hiding import FUSED, OFF
 from megapar.core.kept import Keeper
 from megapar.core.meter import WaitMeter
 from megapar.core.offload import OffloadedOptimizer
@@ -46,7 +50,8 @@ from megapar.model.mlp import Mlp
 from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.moe.experts import Experts
-from megapar.training.build import compute_dtype, make_layout, make_objective, make_slicing, reduce_dtype
+from megapar.training.build import DTYPES, compute_dtype, make_layout, make_objective, make_slicing, reduce_dtype
+from megapar.training.hiding import hiding
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.sizes import Sizes, make_segments, make_sizes
 from megapar.training.stages import effective_schedule, make_stages
@@ -118,6 +123,9 @@ def check_device(config: Config, device: Device) -> None:
     complaints = []
     if config.training.compile and (lacks := device.compiler_lacks()):
         complaints.append(Complaint("compile", f"--compile, but {lacks}.", "Leave it out."))
+    if config.parallel.tp_comm_overlap == FUSED and device.type != "cuda":
+        message = f"--tp-comm-overlap fused reads the memory of other GPUs, and this is {device.name}."
+        complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Choose --tp-comm-overlap on."))
     if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
         complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Leave it out."))
     if complaints:
@@ -202,14 +210,32 @@ def _make_model(
     else:
         slicing = make_slicing(config)
         model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, slicing=slicing, **common)
-    hide_communication(
-        model, Overlap() if config.parallel.tp_comm_overlap else Overlap(pieces=1, blocking=True), traffic
-    )
+    hide_communication(model, make_overlap(config, world, sizes), traffic)
     model.recompute = make_recompute(config, world, traffic)
     for module in model.modules():
         if isinstance(module, Attention | Mlp | Experts):
             module.selective = config.recompute.recompute_granularity == "selective"
     return model
+
+
+def make_overlap(config: Config, world: World, sizes: Sizes) -> Overlap:
+    """How the collectives of layers cut over mp are hidden on this device.
+
+    Raises ConfigError where they should be fused and the ranks of mp do not share a node.
+    """
+    device, mp = world.device, world.axis("mp")
+    kind, computed = kind_of(device.type, device.name), compute_dtype(config, device)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == computed)
+    form = hiding(config, kind, dtype, sizes) if mp.size > 1 else OFF
+    if form == FUSED:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.grid.world_size))
+        if len({rank // per_node for rank in mp.ranks}) > 1:
+            message = f"--tp-comm-overlap fused, but ranks {mp.ranks} of mp are on nodes of {per_node} ranks."
+            fix = "Choose an --mp-degree that fits into a node, or --tp-comm-overlap on."
+            raise ConfigError([Complaint("tp-comm-overlap-node", message, fix)])
+        enable(mp)
+    of = kind.of
+    return Overlap(of.pieces, of.piece_bytes, of.least_rows, of.batched, blocking=form == OFF, fused=form == FUSED)
 
 
 def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:

@@ -26,7 +26,7 @@ from megapar.core.tensor_parallel import (
     vocabulary_range,
 )
 from megapar.core.traffic import Traffic
-from tests.support import late
+from tests.support import fused, late
 from tests.support.ranks import run_ranks
 
 SINGLE = Axis.single("mp")
@@ -127,9 +127,32 @@ def linear_on_ranks(rank, world_size):
     }
 
 
+def fused_on_ranks(rank, world_size):
+    """The same by torch's fused operators, in their plain forms, and what was sent."""
+    fused.on_a_cpu()
+    mp, way = world(rank, world_size), Overlap(fused=True)
+    keys = itertools.product((True,), ("fused",), (1, SAMPLES), (False, True), (False, True))
+    results = {key: mlp(mp, True, way, *key[2:]) for key in keys}
+    mp.ledger.clear()
+    mlp(mp, True, way)
+    sent = mp.ledger.take()
+    mlp(mp, True, WAYS["blocking"])
+    assert sent == mp.ledger.take()
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fused_operators_equal_one_rank(ranks):
+    compare(run_ranks(ranks, fused_on_ranks))
+
+
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "late"), (4, "late"), (2, "gloo")])
 def test_linear_layers_equal_one_rank(ranks, backend):
-    results = run_ranks(ranks, linear_on_ranks, backend=backend)
+    compare(run_ranks(ranks, linear_on_ranks, backend=backend))
+
+
+def compare(results):
+    """Of all ranks with the same layers on one."""
     for key in results[0]:
         sequence_parallel, _, samples, bias, _ = key
         whole = mlp(SINGLE, samples=samples, bias=bias)

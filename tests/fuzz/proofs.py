@@ -50,6 +50,9 @@ PROOFS: dict[str, Proof] = {
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
+    "tp-comm-overlap-fused": Proof(argument="all-reduces would stay as they are, one behind each product"),
+    "tp-comm-overlap-fused-device": Proof(argument=_ACCELERATOR),
+    "tp-comm-overlap-fused-dtype": Proof(argument=_ACCELERATOR),
     "mp-ffn": Proof("--mp-degree 2 --num-experts 0 --ffn-hidden-size 641", 2),
     "mp-shared-experts": Proof(
         "--mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-shared-experts 1 --moe-ffn-hidden-size 255", 2

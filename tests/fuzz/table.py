@@ -115,7 +115,13 @@ LAYOUT = (
     ),
     Option(name="ep_degree", values=legal.ep_degrees, wild=(2, 3, 4, 16), group=degree, layout=True, kinds=MOE),
     Option(name="rank_order", values=(None, *ORDERS), wild=(("dp", "pp", "mp"), (*ORDERS[0][1:], "tp")), layout=True),
-    Option(name="tp_comm_overlap", values=(None, False), when=lambda d: legal.mp(d) > 1, wild=(False,), layout=True),
+    Option(
+        name="tp_comm_overlap",
+        values=(None, "on", "off"),
+        when=lambda d: legal.mp(d) > 1,
+        wild=("on", "off", "fused"),
+        layout=True,
+    ),
     Option(
         name="optimizer_offload",
         values=(None, None, True),

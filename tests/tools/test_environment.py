@@ -19,10 +19,11 @@ def of(*flags: str, ranks: int = 4) -> dict[str, str]:
     ("flags", "queues"),
     [
         ((), "32"),
-        (("--mp-degree", "2"), "1"),
+        (("--mp-degree", "2", "--tp-comm-overlap"), "1"),
+        (("--mp-degree", "2", "--hidden-size", "4096", "--seq-length", "8192"), "1"),  # as it is priced
         (("--mp-degree", "2", "--no-tp-comm-overlap"), "32"),
-        (("--mp-degree", "2", "--sharding-stage", "3"), "32"),
-        (("--mp-degree", "2", "--ampipe-degree", "2", "--ep-degree", "2"), "32"),
+        (("--mp-degree", "2", "--tp-comm-overlap", "--sharding-stage", "3"), "32"),
+        (("--mp-degree", "2", "--tp-comm-overlap", "--ampipe-degree", "2", "--ep-degree", "2"), "32"),
     ],
 )
 def test_kernels_start_in_program_order_where_only_products_hide_collectives(flags, queues):

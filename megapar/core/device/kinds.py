@@ -34,6 +34,7 @@ class DeviceClass:
     piece_bytes: int
     least_rows: int
     batched: bool
+    hides: bool
     logits_bytes: int
 
 
@@ -154,5 +155,6 @@ def _class(row: Mapping[str, Any]) -> DeviceClass:
         piece_bytes=row["piece_mib"] * MEGABYTE,
         least_rows=row["least_rows"],
         batched=row["batched"],
+        hides=row["hides"],
         logits_bytes=row["logits_mib"] * MEGABYTE,
     )
