@@ -14,6 +14,10 @@ Program order (``^`` launch, ``v`` wait). ``own``: this rank's rows; ``1``, ``2`
         row     forward    product 1  a1^  product 2  a2^  a1v a2v
                 backward   dgrad  wgrad
 
+Where nothing is to be hidden, and where torch's operators hide it, there is one product for each of forward, dgrad and
+wgrad: ``Road.gather_product`` and ``Road.product_scatter`` are it and its collective. A piece of the others' rows is
+two products, of the ranks before this one and of those behind it.
+
 What is launched inside a call is waited for inside it: nothing is in flight where hooks, casts or a recomputation look.
 Of a gathered input only the own rows are kept for the backward pass, which gathers the others again, under dgrad.
 
