@@ -47,11 +47,15 @@ class NoStream:
     def wait_stream(self, other: object) -> None:
         """Nothing to wait for."""
 
-    def record_event(self) -> None:
+    def record_event(self) -> NoEvent:
         """What has been enqueued has happened."""
+        return NoEvent()
 
     def wait_event(self, event: object) -> None:
         """It has happened."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
     def __enter__(self) -> NoStream:
         return self
@@ -159,7 +163,7 @@ class Device:
 
     def event(self) -> Event:
         """A mark behind everything that stands in the current stream."""
-        return NoEvent()
+        return self.current_stream().record_event()
 
     def timed_event(self) -> Callable[[], Event] | None:
         """What makes marks that know their time; None where waits block the host and its clock will do."""
@@ -171,10 +175,18 @@ class Device:
         stream: None is the current one. after: an event; on a stream of its own ``op`` then starts behind that event
         and not behind what the current stream was given since. Returns what ``op`` returns.
         """
-        return op()
+        if stream is None:
+            return op()
+        if after is None:
+            stream.wait_stream(self.current_stream())
+        else:
+            stream.wait_event(after)
+        with stream:
+            return op()
 
     def after(self, stream: Stream) -> None:
-        """Wait, from any thread of the host, until a stream has done what it was given."""
+        """Wait, from any thread of the host, until a stream has done what it was given, and for no other one."""
+        stream.synchronize()
 
     def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
         """(the same on the host, the event behind which it is there)."""
@@ -249,10 +261,6 @@ class Accelerator(Device):
         stream: Stream = torch.accelerator.current_stream(self.torch_device)
         return stream
 
-    def event(self) -> Event:
-        """An event on the current stream."""
-        return self.current_stream().record_event()
-
     def timed_event(self) -> Callable[[], Event] | None:
         """Timed events on the current stream."""
 
@@ -262,21 +270,6 @@ class Accelerator(Device):
             return event
 
         return mark
-
-    def launch(self, op: Callable[[], T], stream: Stream | None = None, after: Event | None = None) -> T:
-        """On ``stream``, behind ``after`` (without it behind the current stream)."""
-        if stream is None:
-            return op()
-        if after is None:
-            stream.wait_stream(self.current_stream())
-        else:
-            stream.wait_event(after)
-        with stream:
-            return op()
-
-    def after(self, stream: Stream) -> None:
-        """Of this stream only."""
-        stream.synchronize()
 
     def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
         """Into page-locked memory, without waiting."""
