@@ -29,6 +29,7 @@ from megapar.trainer import Trainer
 from megapar.training import build, gradients
 from megapar.training.collect import collect_buffers
 from tests.support import late
+from tests.support.lazy import LazyDevice
 
 # (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
 Routing = dict[tuple[int, int], Tensor]
@@ -65,25 +66,31 @@ def trace(
     """Train ``steps`` steps; the Trace on rank 0, None elsewhere.
 
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
-    or reuses a buffer in flight.
+    or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device.
     """
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
         # One log line would be printed per flush; an interval beyond the end keeps the terminal quiet.
         config = parse(kind, [*flags, "--log-interval", str(steps + 1)], dict(os.environ))
         corpus = build.make_corpus(config)
-        world = World.start(config.grid, _device(backend), timedelta(seconds=60), f"file://{rendezvous}")
+        device = _device(backend)
+        if isinstance(device, LazyDevice):
+            stack.enter_context(device)
+        world = World.start(config.grid, device, timedelta(seconds=60), f"file://{rendezvous}")
         trainer = Trainer(config, world, corpus)
         routing = _follow_routing(stack, trainer, replay)
         gradients = _keep_gradients(stack, trainer)
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
             trainer._adapt()
+            if isinstance(device, LazyDevice):
+                device.settle()
+        trainer._settle()
         records = trainer.monitor.flush()
         parameters = _parameters(trainer)
         trainer.loader.close()
         trainer.job.sharding.wait()
-        assert backend != "late" or late.in_flight() == []
+        assert backend == "gloo" or late.in_flight() == []
         world.close()
     if rank:
         return None
@@ -100,10 +107,11 @@ def trace(
 
 
 def _device(backend: str) -> Device:
-    device = pick("cpu")
-    if backend == "late":
-        late.register()
-        device.backend = backend
+    if backend == "gloo":
+        return pick("cpu")
+    late.register()
+    device = LazyDevice() if backend == "lazy" else pick("cpu")
+    device.backend = "late"
     return device
 
 

@@ -92,6 +92,11 @@ class Row:
         stage_3 = ("--sharding-stage", "3") in itertools.pairwise(layout)
         return not set(NO_OVERLAP) & set(layout) and not stage_3
 
+    @property
+    def on_streams(self) -> bool:
+        """Whether an accelerator does part of it on streams beside the main one."""
+        return any(flag in self.layout for flag in ON_STREAMS)
+
     def reference_flags(self) -> tuple[str, ...]:
         """Flags of the run on one process."""
         size = ("--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(self.batch))
@@ -112,6 +117,9 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "--moe-min-capacity", "1")
 BIASED = ("--moe-router-bias-update-rate", "0.01")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
+ON_STREAMS = (
+    *("--ampipe-degree", "--use-pipe-experts", "--optimizer-offload", "--recompute-partition", "--recompute-offload"),
+)
 
 MP2, MP4 = ("--mp-degree", "2"), ("--mp-degree", "4")
 SP = ("--sequence-parallel",)

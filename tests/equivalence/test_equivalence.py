@@ -84,6 +84,21 @@ def test_fp64(row: Row) -> None:
     assert differences(got, want) == []
 
 
+@pytest.mark.parametrize("row", _covered([row for row in ROWS if row.on_streams], 1))
+def test_on_streams(row: Row) -> None:
+    """The same in fp64 where the host runs ahead of a device with streams: what waits for too little shows.
+
+    There messages are launched late, bad steps are judged late, and any number of gradients is in flight.
+    """
+    flags = (*row.flags(), "--dtype", "fp64")
+    got, want = side_by_side(
+        row.world_size,
+        lambda: _run(row.kind, row.world_size, flags, STEPS, backend="lazy"),
+        lambda: reference(row.kind, row.reference_flags(), "fp64", STEPS),
+    )
+    assert differences(got, want) == []
+
+
 def _steady(row: Row) -> Row:
     """The row as bf16 can compare it: with drops by position where attention runs in blocks.
 

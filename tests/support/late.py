@@ -17,6 +17,9 @@ output (gather in place), the tensor of a broadcast's source, and what is sent p
 sent stay in use for the backward). ``keep_inputs()`` lifts it for a stretch of the program whose inputs live on by
 design. Synchronous calls, and the functional collectives under DTensor, which wait by themselves, are plain gloo.
 ``in_flight()`` names what was launched and not waited for.
+
+On the streams of ``tests.support.lazy`` a call runs on a queue of its own behind the stream that launched it, as NCCL's
+do: whoever waits for it has waited for what stood before it, and nobody else has.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Launch = Callable[[list[Tensor], list[Tensor]], dist.Work]
 
@@ -38,9 +42,22 @@ class LateError(AssertionError):
     """A buffer was touched while its collective was in flight."""
 
 
+class Queue:
+    """Where a call runs beside the program, behind what was launched before it. This one knows of no streams."""
+
+    def __init__(self, name: str, inputs: Sequence[Tensor]) -> None:
+        """inputs: what it reads until somebody has waited for it."""
+
+    def join(self, land: Callable[[], None] | None) -> None:
+        """Wait for it. land: what it still has to do; None where somebody else has waited before."""
+        if land is not None:
+            land()
+
+
 def register() -> None:
     """Make the backend "late" known to torch.distributed in this process, and forget what an earlier test left."""
     LateWork.flying = []
+    LateWork.queue = Queue
     LateGroup.overwrite = True
     if "LATE" not in dist.Backend._plugins:
         dist.Backend.register_backend("late", _create, devices=["cpu"])
@@ -65,6 +82,7 @@ class LateWork(dist.Work):
     """What a late launch returns. The result is private until ``wait``."""
 
     flying: list[LateWork] = []  # noqa: RUF012 (shared by all works of the process on purpose)
+    queue: Callable[[str, Sequence[Tensor]], Queue] = Queue
 
     def __init__(
         self,
@@ -82,24 +100,28 @@ class LateWork(dist.Work):
         self._inputs = inputs
         self._overwrite = overwrite
         self._done = False
+        self._queue = type(self).queue(name, [tensor for tensor, _ in inputs])
         LateWork.flying.append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Check the inputs, land the result, overwrite the inputs; the second time nothing."""
-        if self._done:
-            return True
+        land = None if self._done else self._land
         self._done = True
+        self._queue.join(land)
+        return True
+
+    def _land(self) -> None:
         LateWork.flying = [work for work in LateWork.flying if work is not self]
         self._inner.wait()
-        for tensor, copy in self._inputs:
-            if not _same_bits(tensor, copy):
-                raise LateError(f"{self.name}: an input of shape {list(tensor.shape)} was changed before the wait")
+        with _disable_current_modes():
+            for tensor, copy in self._inputs:
+                if not _same_bits(tensor, copy):
+                    raise LateError(f"{self.name}: an input of shape {list(tensor.shape)} was changed before the wait")
         for output, result in self._landings:
             output.data.copy_(result)
-        if self._overwrite:
-            for tensor, _ in self._inputs:
+        with _disable_current_modes():
+            for tensor, _ in self._inputs if self._overwrite else ():
                 poison(tensor)
-        return True
 
     def is_completed(self) -> bool:
         """True only after the wait: a program that polls instead of waiting is not helped by luck."""
@@ -218,7 +240,7 @@ class LateGroup(dist.ProcessGroup):
         return self._synchronous("scatter", opts, lambda: self._inner.scatter(outputs, inputs, opts))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._inner.barrier(opts or dist.BarrierOptions())
+        return _by_gloo(lambda: self._inner.barrier(opts or dist.BarrierOptions()))
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -233,7 +255,7 @@ class LateGroup(dist.ProcessGroup):
     def _synchronous(self, name: str, opts: Any, call: Callable[[], dist.Work]) -> dist.Work:
         if opts.asyncOp and _by_program():
             raise NotImplementedError(f"asynchronous {name} is not part of the late backend")
-        return call()
+        return _by_gloo(call)
 
     def _launch(
         self,
@@ -246,14 +268,15 @@ class LateGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Launch ``call(outputs, inputs)`` on private copies; in place where both lists are the same."""
         if not (opts is None or opts.asyncOp) or not _by_program():
-            return call(outputs, inputs)
-        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in inputs]
-        if outputs is inputs:
-            results = [copy.clone() for copy in copies]
-            work = call(results, results)
-        else:
-            results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
-            work = call(results, [copy.clone() for copy in copies])
+            return _by_gloo(lambda: call(outputs, inputs))
+        with _disable_current_modes():
+            copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in inputs]
+            if outputs is inputs:
+                results = [copy.clone() for copy in copies]
+                work = call(results, results)
+            else:
+                results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in outputs]
+                work = call(results, [copy.clone() for copy in copies])
         for tensor in outputs:
             poison(tensor)
         apart = []
@@ -261,7 +284,8 @@ class LateGroup(dist.ProcessGroup):
             if not any(_share(tensor, output) for output in outputs):
                 apart.append((tensor, copy))
             elif outputs is not inputs:
-                tensor.data.copy_(copy)  # gather in place: the own part of the output is not written
+                with _disable_current_modes():
+                    tensor.data.copy_(copy)  # gather in place: the own part of the output is not written
         landings = list(zip(outputs, results, strict=True))
         return LateWork(name, work, landings, apart, overwrite and LateGroup.overwrite)
 
@@ -279,6 +303,12 @@ def poison(tensor: Tensor) -> None:
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LateGroup:
     return LateGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+
+def _by_gloo(call: Callable[[], dist.Work]) -> dist.Work:
+    """What watches the program's operators must not watch gloo's threads, which take the modes of this one over."""
+    with _disable_current_modes():
+        return call()
 
 
 def _by_program() -> bool:
