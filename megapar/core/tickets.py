@@ -178,6 +178,9 @@ class Deferred:
 
         @torch.no_grad()
         def send() -> None:
+            if aside:  # nobody else may hold the inputs, and this stream has yet to read them
+                for x in inputs:
+                    traffic.device.adopt(x)
             parts = message.build(*inputs).split(list(rows))
             self._unsent = list(zip(self.tickets, exchanges, parts, strict=True))
             while self._unsent:
