@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.core.axis import Axis
-from megapar.core.device.base import Device, Stream
+from megapar.core.device.base import Device, Event, Stream
 from megapar.core.exchange import Exchange
 from megapar.core.meter import WaitMeter
 from megapar.errors import DistributedError
@@ -64,14 +64,17 @@ class Traffic:
         aside: the current stream is not where it will be used. owned: whoever launches it waits for it, nobody else.
         """
         x = x.contiguous()
+        stream = self.device.current_stream()
         if exchange.axis.size == 1:
             output, work = x, None
         elif exchange.axis.name in self.chained:
-            output, work = self.device.launch(lambda: self._behind_others(exchange, x), self._stream("link"))
-            aside = True
+            stream, aside = self._stream("link"), True
+            output, work = self.device.launch(lambda: self._behind_others(exchange, x), stream)
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
-        flight = Flight(exchange, x, output, work, aside, owned)
+        # Where nothing travels there is no work to wait for, but the output is made on that stream all the same.
+        made = stream.record_event() if aside and work is None else None
+        flight = Flight(exchange, x, output, work, aside, owned, made)
         if work is not None:
             self.launched[exchange.kind] += 1
         self._open[id(flight)] = flight
@@ -83,6 +86,8 @@ class Traffic:
             flight.work.wait()
         elif flight.work is not None:
             self.meter.wait(flight.work, flight.kind)
+        if flight.made is not None:
+            self.device.current_stream().wait_event(flight.made)
         if flight.aside:
             self.device.adopt(flight.output)
         del self._open[id(flight)]
@@ -110,7 +115,11 @@ class Traffic:
 
 
 class Flight(NamedTuple):
-    """A launched collective and the buffers that nobody may touch until it has been waited for."""
+    """A launched collective and the buffers that nobody may touch until it has been waited for.
+
+    aside: launched on another stream than it is used on. owned: see ``Traffic.launch``. made: of one that is aside and
+    has no work, the event behind which its output is there.
+    """
 
     exchange: Exchange
     input: Tensor
@@ -118,6 +127,7 @@ class Flight(NamedTuple):
     work: dist.Work | None
     aside: bool = False
     owned: bool = False
+    made: Event | None = None
 
     @property
     def kind(self) -> str:
