@@ -183,8 +183,12 @@ class KeptTensor:
 
     def __del__(self) -> None:
         host = getattr(self, "_host", None)
-        if host is not None and self._keeper.host is not None:
-            self._keeper.host.give(host, self._back)
+        if host is None or self._keeper.host is None:
+            return
+        if self._flat is not None:
+            # As in ``store``: of the newest units nobody else waits for the copy.
+            self._keeper.device.current_stream().wait_event(self._back or self._sent)
+        self._keeper.host.give(host, self._back)
 
 
 class HostPool:
