@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -99,7 +99,9 @@ class Traffic:
             axis = flight.exchange.axis
             if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
                 if self.device.runs_ahead:
+                    # Some works compute when they are waited for: then that is done here, on the link's stream.
                     flight.work.wait()
+                    flight.made = self.device.event()
                 else:
                     self.meter.wait(flight.work, flight.kind)
         return exchange.launch(x)
@@ -114,11 +116,12 @@ class Traffic:
         return self._streams[name]
 
 
-class Flight(NamedTuple):
+@dataclass(eq=False)
+class Flight:
     """A launched collective and the buffers that nobody may touch until it has been waited for.
 
-    aside: launched on another stream than it is used on. owned: see ``Traffic.launch``. made: of one that is aside and
-    has no work, the event behind which its output is there.
+    aside: launched on another stream than it is used on. owned: see ``Traffic.launch``. made: the event behind which
+    its output is there, where the work does not say it: there is none, or another stream has waited for it.
     """
 
     exchange: Exchange
