@@ -15,8 +15,8 @@ from megapar.core.kept import Keeper
 from megapar.core.memory import MemoryTracker
 from megapar.core.recompute import Interval, Recompute
 from megapar.core.traffic import Traffic
+from tests.support.lazy import LazyDevice
 from tests.support.ranks import run_ranks
-from tests.support.streams import LateDevice, LateTraffic
 
 UNITS = 6
 
@@ -44,9 +44,19 @@ def chain(recompute: Recompute | None, x: Tensor, keep: Tensor) -> tuple[Tensor,
     return x, plan
 
 
-def keeps(rank: int, world_size: int, partition: bool, offload: bool, newest: int, late: bool) -> dict[str, Any]:
+def keeps(rank: int, world_size: int, partition: bool, offload: bool, newest: int, lazy: bool) -> dict[str, Any]:
     """Two micro-batches forward, then their backwards, as a pipeline runs them; then one alone."""
-    traffic, device = LateTraffic(), LateDevice() if late else Device()
+    if not lazy:
+        return kept(Device(), rank, world_size, partition, offload, newest)
+    with LazyDevice() as device:
+        found = kept(device, rank, world_size, partition, offload, newest)
+        device.settle()
+    return found
+
+
+def kept(device: Device, rank: int, world_size: int, partition: bool, offload: bool, newest: int) -> dict[str, Any]:
+    """On a device."""
+    traffic = Traffic(device=device)
     mp = make_axis(rank, world_size) if partition else Axis.single("mp")
     keeper = Keeper(device, mp, traffic, offload=offload, newest=newest)
     recompute = Recompute(Interval(1), traffic, Ledger(), keeper)
@@ -70,10 +80,10 @@ def keeps(rank: int, world_size: int, partition: bool, offload: bool, newest: in
 
 
 @pytest.mark.parametrize("newest", [1, 2])
-@pytest.mark.parametrize("late", [False, True])
-def test_offloaded(late: bool, newest: int) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+def test_offloaded(lazy: bool, newest: int) -> None:
     """Host memory is taken once and used again; copies are waited for in both directions."""
-    got = keeps(0, 1, False, True, newest, late)
+    got = keeps(0, 1, False, True, newest, lazy)
     assert got["same"] == [True, True]
     assert got["host"][0] > 0
     assert got["host"][0] == got["host"][1]

@@ -405,6 +405,7 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1, SELECTIVE),
     sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], (*DROPS, *TOP1), 1, BOUNDARIES),
     sliced_row(2, (*_pipe(2), *CHAINED), SLICED_PLACES[3], DROPS, 1),
+    sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], DROPS, 1, _every(1)),
     sliced_row(2, (*_pipe(4), *CROSS), REPLICAS, DROPS, 1, _every(2)),
     sliced_row(3, _pipe(6), SLICED_PLACES[3], (*DROPS, *TOP4), 1),
     sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1, SELECTIVE),
