@@ -40,8 +40,8 @@ OWN_FILES = ("tests/support/lazy.py", "tests/support/late.py", "megapar/core/dev
 class LazyStream:
     """A queue of work. clock: how far each other stream was when this one last waited for it."""
 
-    def __init__(self, device: LazyDevice, name: str) -> None:
-        self._device, self.name = device, name
+    def __init__(self, device: LazyDevice, name: str, urgent: bool = False) -> None:
+        self._device, self.name, self.urgent = device, name, urgent
         self.clock: dict[LazyStream, int] = {}
         self.position = 0
         self.line = ""
@@ -132,9 +132,9 @@ class LazyDevice(Device):
 
     # What the package asks of a device
 
-    def new_stream(self) -> LazyStream:
+    def new_stream(self, *, urgent: bool = False) -> LazyStream:
         """A queue beside the main one."""
-        self.streams.append(LazyStream(self, str(len(self.streams))))
+        self.streams.append(LazyStream(self, str(len(self.streams)), urgent))
         return self.streams[-1]
 
     def current_stream(self) -> LazyStream:
