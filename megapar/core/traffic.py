@@ -112,7 +112,7 @@ class Traffic:
 
     def _stream(self, name: str) -> Stream:
         if name not in self._streams:
-            self._streams[name] = self.device.new_stream()
+            self._streams[name] = self.device.new_stream(urgent=True)
         return self._streams[name]
 
 

@@ -20,6 +20,7 @@ from megapar.core.device.grouped import ALIGNMENT_BYTES, GROUPED_DTYPES
 Stream = Any
 Event = Any
 
+URGENT = -1  # the priority above the usual 0, as torch counts them on every device
 
 T = TypeVar("T")
 
@@ -153,8 +154,12 @@ class Device:
     def synchronize(self) -> None:
         """Wait until everything enqueued is done; nothing to do on a CPU."""
 
-    def new_stream(self) -> Stream:
-        """A queue of work beside the current one."""
+    def new_stream(self, *, urgent: bool = False) -> Stream:
+        """A queue of work beside the current one.
+
+        urgent: its kernels go before those of other streams that stand ready. For what feeds a message: small kernels,
+        which would else begin when the large one that the message is to hide under has begun its last block.
+        """
         return NoStream()
 
     def current_stream(self) -> Stream:
@@ -251,9 +256,9 @@ class Accelerator(Device):
         """Wait until everything enqueued on the device is done."""
         self.module.synchronize()
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, *, urgent: bool = False) -> Stream:
         """A stream of this rank's device."""
-        stream: Stream = torch.Stream(self.torch_device)
+        stream: Stream = torch.Stream(self.torch_device, priority=URGENT if urgent else 0)
         return stream
 
     def current_stream(self) -> Stream:
