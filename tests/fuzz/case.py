@@ -14,7 +14,8 @@ from megapar.arguments import FLAGS, SCRIPTS, resolved_values
 from tests.fuzz.option import Drawn, Option, degree, spell_all
 from tests.fuzz.table import FIXED, FP16, OPTIONS, STILL, WORLD_SIZES
 
-GLOO, LATE = "gloo", "late"
+GLOO, LATE, LAZY = "gloo", "late", "lazy"
+BACKENDS = (GLOO, GLOO, LAZY, LATE)  # as often as each stands here
 Atom = tuple[str, str]
 Pair = tuple[Atom, Atom]
 KINDS_DRAWN = ("moe", "moe", "ernie")
@@ -28,7 +29,7 @@ class Case:
 
     settings: (flag's name, value) of every row of the table that was given. wild: the rows that were drawn without
     being asked whether they are legal; without any the case must not be refused. backend: gloo, or late, which shows
-    what reads or reuses a buffer in flight.
+    what reads or reuses a buffer in flight, or lazy, which is that on a device with streams.
     """
 
     kind: str
@@ -107,11 +108,11 @@ def draw_case(kind: str, world_size: int, choose: Choose, forced: Mapping[str, S
     return drawn
 
 
-def case_from(drawn: Drawn, wild: tuple[str, ...] = (), *, late: bool = False) -> Case:
-    """The case of what was drawn. late: on the late backend, if it can."""
+def case_from(drawn: Drawn, wild: tuple[str, ...] = (), backend: str = GLOO) -> Case:
+    """The case of what was drawn. backend: if it can."""
     given = tuple((row.name, drawn[row.name]) for row in OPTIONS if drawn.get(row.name) is not None)
     can = drawn.world_size > 1 and drawn.sharding_stage < 3
-    return Case(drawn["kind"], drawn.world_size, given, wild, LATE if late and can else GLOO)
+    return Case(drawn["kind"], drawn.world_size, given, wild, backend if can else GLOO)
 
 
 @st.composite
@@ -131,7 +132,7 @@ def cases(draw: st.DrawFn, *, rare: bool = True) -> Case:
         return values[0] if name in slow else chosen
 
     drawn = draw_case(kind, world_size, choose, forced)
-    return case_from(drawn, wild, late=draw(st.integers(0, 3)) == 3)
+    return case_from(drawn, wild, BACKENDS[draw(st.integers(0, 3))])
 
 
 @st.composite
