@@ -40,7 +40,8 @@ class Trace:
     """What one run computed.
 
     losses, lm_losses, aux_losses, norms, dropped: per step. gradients: per step, of every parameter, before clipping.
-    parameters: every master and buffer after the last step. routing: the experts that were chosen.
+    parameters: every master and buffer after the last step. routing: the experts that were chosen. judged_late: whether
+    each step was over before the host knew its norm.
     """
 
     losses: list[float]
@@ -51,6 +52,7 @@ class Trace:
     gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
     routing: Routing = field(default_factory=dict)
+    judged_late: bool = False
 
 
 def trace(
@@ -103,6 +105,7 @@ def trace(
         gradients=gradients,
         parameters=parameters,
         routing=routing,
+        judged_late=trainer.judge.late,
     )
 
 
