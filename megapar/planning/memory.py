@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE
+from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
 from megapar.planning.layout import Layout
 from megapar.planning.parts import Unit
 from megapar.planning.pool import pool_bytes
@@ -27,7 +27,6 @@ from megapar.training.sizes import ITEM_BYTES
 # Beside the tensors: the driver's context, communicators, and what the caching allocator cannot use again.
 RESERVED_BYTES = round(1.5 * 2**30)
 RESERVED_SHARE = 0.02
-SENDS_PER_CHUNK = 4
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     # The schedules' orders come from torch, which nothing else here needs.
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.schedule import make_schedule
-    from megapar.core.pipeline.simulate import Costs, bubble_formula, check, simulate
+    from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
     from megapar.training.sizes import make_sizes
     from megapar.training.stages import effective_schedule, make_stages, outline, pipeline_layers
 
@@ -210,7 +210,7 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     if chunk_costs:
         own = [layers.cost(chunk) for chunk in stages.chunks]
         costs = Costs(chunks=tuple(cost * len(own) / sum(own) for cost in own))
-    simulation = simulate(schedule, costs)
+    simulation = simulate(schedule, costs, RUNNERS)
     formula = None if chunk_costs else bubble_formula(name, config.grid.pp, vpp, schedule.num_micro_batches)
     facts = _facts(schedule, simulation, formula)
     title = f"{name}, {config.grid.pp} stages x {vpp} chunks, {schedule.num_micro_batches} micro-batches"

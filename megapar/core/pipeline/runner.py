@@ -133,7 +133,7 @@ class Runner:
         to = action.chunk + (1 if action.kind == kinds.SEND_F else -1)
         self._sent.append((x, transport.send(x, self._pp, self._schedule.rank_of(to))))
         # Even if every send were waited for at once nothing could hang: both ends have the same order.
-        self._settle(4 * self._schedule.num_chunks)
+        self._settle(self._schedule.sends_kept)
 
     def _receive(self, action: Action) -> None:
         into = action.chunk if action.kind == kinds.RECV_F else action.chunk + 1

@@ -25,6 +25,8 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = "gpipe", "1f1b", "interleaved", "
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
+# A rank waits for its oldest send when it has more unfinished ones than this for every chunk of the pipeline.
+SENDS_PER_CHUNK = 4
 
 
 class Action(NamedTuple):
@@ -56,6 +58,11 @@ class Schedule:
     def num_ranks(self) -> int:
         """Pipeline ranks."""
         return len(self.programs)
+
+    @property
+    def sends_kept(self) -> int:
+        """Sends that a rank leaves unfinished behind it."""
+        return SENDS_PER_CHUNK * self.num_chunks
 
     @property
     def splits_backward(self) -> bool:

@@ -4,13 +4,15 @@ Standard library only. Two questions, two models of a message:
 
     check       a send waits until its receiver is at the receive, and both go on together. What passes cannot hang on
                 any network: whatever a backend buffers only makes it freer.
-    simulate    sends and receives cost nothing to launch; a message arrives ``send`` after it was launched, and only
-                computations wait for it. That is what the runner does.
+    simulate    sends and receives cost nothing to launch, and the host launches them long before they run. A message
+                takes ``send`` and begins when both of its ends have come to it, each on the queue that carries it
+                there (``Wiring``); computations wait for it, and a rank keeps only so many sends unfinished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +58,27 @@ class Costs:
             WEIGHT: self.weight,
         }[action.kind]
         return one * self.chunks[action.chunk] if self.chunks else one
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which messages share a queue: a communicator runs what it was given in the order of its launch, on every rank.
+
+    queue: (sender, receiver) -> what names the queue on both; None, as a result: each message has one of its own.
+    receipts_aside: a receipt is launched from a stream of its own; else it waits, as a send does, until what was
+    computed before it is done, and holds up whatever stands behind it on its queue.
+    """
+
+    queue: Callable[[int, int], Hashable | None]
+    receipts_aside: bool
+
+
+FREE = Wiring(lambda sender, receiver: None, receipts_aside=True)
+ONE_QUEUE = Wiring(lambda sender, receiver: "pp", receipts_aside=False)
+PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), receipts_aside=False)
+PER_DIRECTION = Wiring(lambda sender, receiver: (sender, receiver), receipts_aside=True)
+# What the runner has.
+RUNNERS = ONE_QUEUE
 
 
 class Slot(NamedTuple):
@@ -112,33 +135,61 @@ def check(schedule: Schedule) -> None:
     _check_complete(schedule, done)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FREE) -> Simulation:
     """When every computation runs. Raises DeadlockError where some never does."""
     costs = costs or Costs()
-    programs = [list(program) for program in schedule.programs]
-    clocks = [0.0] * schedule.num_ranks
-    ended: dict[Action, float] = {}
-    arrived: dict[Action, float] = {}
-    slots: list[list[Slot]] = [[] for _ in programs]
-    progress = True
-    while progress:
-        progress = False
-        for rank, program in enumerate(programs):
-            while program:
-                start = _start(schedule, program[0], clocks[rank], ended, arrived)
-                if start is None:
-                    break
-                action = program.pop(0)
-                progress = True
-                if action.kind in COMPUTE:
-                    clocks[rank] = ended[action] = start + costs.of(action)
-                    slots[rank].append(Slot(action, start, clocks[rank]))
-                elif action.kind in (SEND_F, SEND_B):
-                    arrived[_receipt(action)] = clocks[rank] + costs.send
-    if any(programs):
-        waiting = ", ".join(f"rank {rank} before {program[0]}" for rank, program in enumerate(programs) if program)
+    waits_for = _dependencies(schedule, wiring)
+    then: defaultdict[Action, list[Action]] = defaultdict(list)
+    for action, needs in waits_for.items():
+        for need in needs:
+            then[need].append(action)
+    missing = {action: len(needs) for action, needs in waits_for.items()}
+    ready = deque(action for action, number in missing.items() if not number)
+    slots: dict[Action, Slot] = {}
+    while ready:
+        action = ready.popleft()
+        start = max((slots[need].end for need in waits_for[action]), default=0.0)
+        slots[action] = Slot(action, start, start + (costs.of(action) if action.kind in COMPUTE else costs.send))
+        for following in then[action]:
+            missing[following] -= 1
+            if not missing[following]:
+                ready.append(following)
+    if len(slots) < len(waits_for):
+        left = [[action for action in program if _seen(action) not in slots] for program in schedule.programs]
+        waiting = ", ".join(f"rank {rank} before {own[0]}" for rank, own in enumerate(left) if own)
         raise DeadlockError(f"{schedule.name} over {schedule.num_ranks} ranks never ends: {waiting}")
-    return Simulation(tuple(map(tuple, slots)), tuple(_most_in_flight(program) for program in schedule.programs))
+    programs = schedule.programs
+    computed = tuple(tuple(slots[action] for action in program if action.kind in COMPUTE) for program in programs)
+    return Simulation(computed, tuple(map(_most_in_flight, programs)))
+
+
+def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Action]]:
+    """What must have ended before each computation and each message; a message is known by its receipt."""
+    found: defaultdict[Action, list[Action]] = defaultdict(list)
+    for rank, program in enumerate(schedule.programs):
+        computed: Action | None = None
+        queued: dict[Hashable, Action] = {}
+        unfinished: deque[Action] = deque()
+        for action in program:
+            seen = _seen(action)
+            needs = found[seen]
+            if action.kind in COMPUTE:
+                needs += _needs(schedule, action)
+                needs += [unfinished.popleft() for _ in range(len(unfinished) - schedule.sends_kept)]
+                needs += [computed] if computed is not None else []
+                computed = action
+                continue
+            sends = action.kind in (SEND_F, SEND_B)
+            if computed is not None and (sends or not wiring.receipts_aside):
+                needs.append(computed)
+            ends = (rank, schedule.rank_of(seen.chunk)) if sends else (schedule.rank_of(_source(seen)), rank)
+            name = wiring.queue(*ends)
+            if name is not None:
+                needs += [queued[name]] if name in queued else []
+                queued[name] = seen
+            if sends:
+                unfinished.append(seen)
+    return dict(found)
 
 
 def bubble_formula(name: str, num_ranks: int, chunks_per_rank: int, num_micro_batches: int) -> float | None:
@@ -192,6 +243,16 @@ def _receipt(action: Action) -> Action:
     return Action(action.chunk - 1, RECV_B, action.micro_batch)
 
 
+def _seen(action: Action) -> Action:
+    """A message by its receipt, whichever end is asked; a computation as it is."""
+    return _receipt(action) if action.kind in (SEND_F, SEND_B) else action
+
+
+def _source(receipt: Action) -> int:
+    """The chunk that a message comes from."""
+    return receipt.chunk + (-1 if receipt.kind == RECV_F else 1)
+
+
 def _once(action: Action, done: set[Action]) -> Action:
     if action in done:
         raise DeadlockError(f"{action} is done twice")
@@ -206,21 +267,6 @@ def _check_complete(schedule: Schedule, done: set[Action]) -> None:
             missing = [action for action in missing if action not in done]
             if missing:
                 raise DeadlockError(f"{schedule.name} leaves out {', '.join(map(str, missing))}")
-
-
-def _start(
-    schedule: Schedule, action: Action, clock: float, ended: dict[Action, float], arrived: dict[Action, float]
-) -> float | None:
-    """When an action of a rank whose clock stands at ``clock`` can start; None: not yet known."""
-    if action.kind not in COMPUTE:
-        return clock
-    start = clock
-    for need in _needs(schedule, action):
-        there = arrived if need.kind in (RECV_F, RECV_B) else ended
-        if need not in there:
-            return None
-        start = max(start, there[need])
-    return start
 
 
 def _most_in_flight(program: Sequence[Action]) -> int:

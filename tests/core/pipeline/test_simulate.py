@@ -8,7 +8,19 @@ import pytest
 
 from megapar.core.pipeline.draw import as_svg, as_text
 from megapar.core.pipeline.schedule import Schedule, least_micro_batches, make_schedule
-from megapar.core.pipeline.simulate import Costs, DeadlockError, bubble_formula, check, simulate
+from megapar.core.pipeline.simulate import (
+    FREE,
+    ONE_QUEUE,
+    PER_DIRECTION,
+    PER_PAIR,
+    RUNNERS,
+    Costs,
+    DeadlockError,
+    Wiring,
+    bubble_formula,
+    check,
+    simulate,
+)
 
 KINDS = [
     *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)),
@@ -47,6 +59,59 @@ def test_slow_messages_and_a_heavy_head_show() -> None:
     heavy = simulate(schedule, Costs(chunks=(1, 1, 1, 2)))
     assert heavy.end == 8 * 6 + 3 + 6  # the last stage never rests; before it three forwards, behind it three backwards
     assert heavy.bubble_share == pytest.approx(1 - 8 * 3 * 5 / (4 * heavy.end))
+
+
+def slower(schedule: Schedule, message: float, wiring: Wiring) -> float:
+    """Percent over messages that share no queue. message: its time, in forwards of a whole stage."""
+    part = schedule.num_ranks / schedule.num_chunks
+    costs = Costs(part, part, part, message)
+    return 100 * (simulate(schedule, costs, wiring).end / simulate(schedule, costs, FREE).end - 1)
+
+
+QUEUED = {
+    # one communicator for all ranks; one for each two neighbours; percent at messages of 2 and 10 % of a forward
+    ("1f1b", 8, 1, 32): ((0.1, 0.5), (0.1, 0.5)),
+    ("gpipe", 4, 1, 8): ((1.7, 8.3), (0.8, 4.2)),
+    ("interleaved", 4, 2, 16): ((10.5, 14.1), (0.0, 0.0)),
+    ("interleaved", 8, 4, 32): ((39.8, 79.2), (0.0, 0.0)),
+    ("zero_bubble", 4, 2, 16): ((4.2, 4.9), (0.0, 0.0)),
+    ("interleaved", 2, 4, 2): ((3.1, 13.5), (3.1, 13.5)),
+}
+
+
+@pytest.mark.parametrize("case", QUEUED, ids=str)
+def test_messages_that_share_a_queue_hold_each_other_up(case: tuple[str, int, int, int]) -> None:
+    for wiring, percent in zip((ONE_QUEUE, PER_PAIR), QUEUED[case], strict=True):
+        found = [round(slower(make_schedule(*case), message, wiring), 1) for message in (0.02, 0.1)]
+        assert found == list(percent), wiring
+
+
+@pytest.mark.parametrize(("name", "chunks"), [*KINDS, ("interleaved", 4)])
+def test_what_the_runner_has_costs_nothing_over_free_messages(name: str, chunks: int) -> None:
+    """Half a percent at most, for 2 to 8 ranks and messages of 2 and 10 % of a forward."""
+    found = {
+        (ranks, times, message): slower(make_schedule(name, ranks, chunks, times * ranks), message, RUNNERS)
+        for ranks in range(2, 9)
+        for times in (1, 2, 4)
+        for message in (0.02, 0.1)
+    }
+    worst = max(found, key=lambda case: found[case])
+    assert found[worst] <= 0.5, worst
+
+
+def test_receipts_have_to_be_launched_aside() -> None:
+    """A queue per direction alone leaves GPipe where two neighbours' common queue leaves it."""
+    behind = replace(PER_DIRECTION, receipts_aside=False)
+    schedule = make_schedule("gpipe", 8, 1, 32)
+    assert slower(schedule, 0.1, behind) == pytest.approx(5.2, abs=0.05)
+    assert slower(schedule, 0.1, PER_DIRECTION) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_queue_whose_ends_have_another_order_never_ends() -> None:
+    schedule = changed(make_schedule("1f1b", 2, 1, 4), 1, "1RECV_F0", "1RECV_F1")
+    simulate(schedule)  # free messages find their way
+    with pytest.raises(DeadlockError, match=r"never ends: rank 0 before .* rank 1 before"):
+        simulate(schedule, wiring=PER_DIRECTION)
 
 
 @pytest.mark.parametrize(
