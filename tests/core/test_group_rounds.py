@@ -1,0 +1,121 @@
+"""The order in which groups are made, as an accelerator needs it.
+
+Under a bound device a group is made by a split of the world's communicator: every rank takes part in every split, in
+the same order, and says by a color to which group it goes. So the k-th group that a rank makes is its part of the k-th
+round of all ranks. Groups of gloo and fake ones are made by their own ranks alone and never show a breach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import megapar.core.world
+from megapar.core.device.base import Device
+from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.world import World, axis_ranks
+from tests.test_configs import FILES, load
+
+Made = tuple[str, tuple[int, ...]]  # what a group is called, and its ranks
+
+
+def creations(grid: Grid) -> list[list[Made]]:
+    """The groups that every rank makes at its start, in order."""
+
+    @cache
+    def whole(grid: Grid, axis: str) -> Mapping[int, tuple[int, ...]]:
+        groups: dict[int, tuple[int, ...]] = {}
+        for rank in range(grid.world_size):
+            if rank not in groups:
+                group = axis_ranks(grid, axis, rank)
+                groups |= dict.fromkeys(group, group)
+        return groups
+
+    made: list[list[Made]] = []
+
+    def new_group(ranks: Sequence[int], *, group_desc: str, **_: Any) -> object:
+        made[-1].append((group_desc, tuple(ranks)))
+        return SimpleNamespace()
+
+    numbers = range(grid.world_size)
+    with (
+        patch.object(dist, "new_group", new_group),
+        # Every rank would work out the same ranks again.
+        patch.object(megapar.core.world, "axis_ranks", lambda grid, axis, rank: whole(grid, axis)[rank]),
+    ):
+        for rank in numbers:
+            made.append([])
+            World(grid, rank, Device(), None, timedelta(1), numbers)
+    return made
+
+
+def breaches(made: Sequence[Sequence[Made]]) -> Iterator[str]:
+    """What is no round of all ranks."""
+    lengths = {len(own) for own in made}
+    if len(lengths) > 1:
+        yield f"ranks make {sorted(lengths)} groups"
+    for number in range(min(lengths)):
+        for rank, own in enumerate(made):
+            name, ranks = own[number]
+            strangers = [other for other in ranks if made[other][number] != (name, ranks)]
+            if rank not in ranks or strangers:
+                yield f"round {number}: rank {rank} makes {name} of {ranks}, ranks {strangers} something else"
+        # The color that torch makes of a group's ranks.
+        groups = {own[number][1] for own in made}
+        if len({dist.distributed_c10d._process_group_color(list(ranks)) for ranks in groups}) < len(groups):
+            yield f"round {number}: two groups have one color, and would become one"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_rank_of_every_preset_makes_its_groups_in_common_rounds(path: Path) -> None:
+    made = creations(load(path).grid)
+    assert len(made) > 1 or made == [[]]
+    assert list(breaches(made)) == []
+
+
+def small_grids() -> Iterator[Grid]:
+    """All grids of up to twelve ranks in the order in which groups are made."""
+    for sizes in product(range(1, 5), repeat=len(DENSE_AXES)):
+        dense = dict(zip(DENSE_AXES, sizes, strict=True))
+        for ep, emp in product((1, 2, 3, 4), (1, 2)):
+            try:
+                grid = Grid(**dense, ep=ep, emp=emp)
+            except ValueError:
+                continue
+            if grid.world_size <= 12:
+                yield grid
+
+
+def test_every_small_grid_makes_its_groups_in_common_rounds() -> None:
+    grids = list(small_grids())
+    assert len(grids) > 300
+    assert {str(grid): found for grid in grids if (found := list(breaches(creations(grid))))} == {}
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([[("mp", (0, 1))], [("mp", (0, 1))], []], "ranks make [0, 1] groups"),
+        ([[("mp", (0, 1)), ("dp", (0,))], [("dp", (1,)), ("mp", (0, 1))]], "round 0: rank 0 makes mp"),
+        ([[("mp", (0, 1))], [("dp", (0, 1))]], "round 0: rank 1 makes dp of (0, 1), ranks [0]"),
+        ([[("mp", (1,))], [("mp", (1,))]], "round 0: rank 0 makes mp"),
+    ],
+)
+def test_a_breach_is_found(made: list[list[Made]], words: str) -> None:
+    assert any(found.startswith(words) for found in breaches(made))
+
+
+def test_groups_of_one_color_are_found() -> None:
+    made: list[list[Made]] = [[("dp", (0,))], [("dp", (1,))]]
+    assert list(breaches(made)) == []
+    with patch.object(dist.distributed_c10d, "_process_group_color", lambda ranks: 7):
+        assert list(breaches(made)) == ["round 0: two groups have one color, and would become one"]
