@@ -42,7 +42,8 @@ class Axis:
     name: for messages. size: ranks along the axis. rank: this rank's coordinate, 0 <= rank < size.
     group: the process group; None exactly when size is 1, where nothing is communicated.
     ranks: the global ranks along the axis through this rank, in coordinate order. ledger: (axis, kind of collective)
-    -> bytes that this rank sent; all axes of a world write into one.
+    -> bytes that this rank sent; all axes of a world write into one. queue: of two ranks between which messages go one
+    way, its name among the queues of the axis.
     """
 
     name: str
@@ -51,6 +52,12 @@ class Axis:
     group: ProcessGroup | None
     ranks: tuple[int, ...]
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
+    queue: str = ""
+
+    @property
+    def communicator(self) -> str:
+        """What the journal calls it."""
+        return f"{self.name} {self.queue}" if self.queue else self.name
 
     def count(self, kind: str, sent_bytes: float) -> None:
         """Note what a collective sends from here."""
@@ -60,7 +67,7 @@ class Axis:
 
     def note(self, kind: str) -> None:
         """A collective is about to be launched here."""
-        self.ledger.journal.note(self.name, kind)
+        self.ledger.journal.note(self.communicator, kind)
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
         """Around a collective over this axis that is launched and waited for at once."""

@@ -1,8 +1,8 @@
 """A grid's process groups; the only place where a run makes groups.
 
-Every group is made eagerly, in one order on every rank, and is followed by a roll call and a collective, so that a bad
-network or a missing rank shows at start-up with the group's name and the ranks that did not answer. An axis of size 1
-has no group, and axes with the same ranks share one communicator.
+Every group is made eagerly, in rounds that are the same on every rank (``core/rounds.py``), behind a roll call, and is
+followed by a collective or a message, so that a bad network or a missing rank shows at start-up with the group's name
+and the ranks that did not answer. An axis of size 1 has no group, and axes with the same ranks share one communicator.
 """
 
 from __future__ import annotations
@@ -21,30 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 from megapar.config.launched import starts_before
 from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
+from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
 
 GRACE = timedelta(seconds=3)
-
-# Made in this order on every rank. "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat
-# them, "data" are the positions that read data of their own.
-_AXES: tuple[str, ...] = (
-    *("dp", "pp", "sharding", "cp", "mp", "data", "shard", "replica"),
-    *("edp", "ep", "emp", "expert_shard", "expert_replica"),
-)
-
-
-def axis_ranks(grid: Grid, axis: str, rank: int) -> tuple[int, ...]:
-    """Global ranks along a named axis through ``rank``, in coordinate order."""
-    composed = {
-        "data": lambda: grid.group(("dp", "sharding"), rank),
-        "shard": lambda: grid.shard_group(rank, expert=False),
-        "replica": lambda: grid.replica_group(rank, expert=False),
-        "expert_shard": lambda: grid.shard_group(rank, expert=True),
-        "expert_replica": lambda: grid.replica_group(rank, expert=True),
-    }
-    return composed[axis]() if axis in composed else grid.group(axis, rank)
 
 
 class World:
@@ -72,8 +55,15 @@ class World:
         self._store = store
         self._timeout = timeout
         self.ledger = Ledger()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._axes = {name: self._make_axis(name) for name in _AXES}
+        self._rounds = 0
+        self._queues: dict[tuple[int, int], Axis] = {}
+        self._axes = {name: Axis.single(name, rank) for name in AXES}
+        rounds = axis_rounds(grid)
+        for names in rounds:
+            ranks = axis_ranks(grid, names[0], rank)
+            made = self._make_group(names, ranks)
+            self._axes |= {name: Axis(name, len(ranks), ranks.index(rank), made, ranks, self.ledger) for name in names}
+        self._rounds_of_axes = rounds
         everyone = tuple(range(grid.world_size))
         group = dist.group.WORLD if grid.world_size > 1 else None
         self._axes["world"] = Axis("world", grid.world_size, rank, group, everyone, self.ledger)
@@ -128,8 +118,14 @@ class World:
 
     @property
     def num_groups(self) -> int:
-        """Communicators of this rank, the world's included."""
-        return len(self._groups) + (self.grid.world_size > 1)
+        """Communicators of this rank, the world's and the pipeline's queues included."""
+        return len(self._rounds_of_axes) + len(self._queues) + (self.grid.world_size > 1)
+
+    @property
+    def group_bytes(self) -> int:
+        """About what these communicators keep on the device."""
+        world = [("world",)] if self.grid.world_size > 1 else []
+        return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues))
 
     def axis(self, name: str) -> Axis:
         """This rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""
@@ -138,6 +134,29 @@ class World:
     def axes(self) -> list[Axis]:
         """All axes, the world's included."""
         return list(self._axes.values())
+
+    @property
+    def queues(self) -> list[Axis]:
+        """The pipeline's queues that this rank has an end of, once they have been made."""
+        return list(self._queues.values())
+
+    def make_queues(self, *, closed: bool) -> dict[tuple[int, int], Axis]:
+        """A queue for each ordered pair of neighbouring stages: (sender, receiver) -> both, the sender first.
+
+        Those of which this rank is an end. closed: the last stage and the first are neighbours too. Every rank calls
+        this at the same place, once.
+        """
+        assert not self._queues, "queues are made once"
+        for groups in queue_rounds(self.grid.pp, closed=closed):
+            stage = self.axis("pp").rank
+            ends = next(group for group in groups if stage in group)
+            ranks = tuple(self.axis("pp").ranks[end] for end in ends)
+            group = self._make_group(("pp",), ranks, self.device.queue_backend, queue=True)
+            if len(ends) == 2:
+                name = "{}>{}".format(*ends)
+                here = ends.index(stage)
+                self._queues[ends] = Axis("pp", 2, here, group, ranks, self.ledger, queue=name)
+        return dict(self._queues)
 
     def mesh(self, *names: str) -> DeviceMesh:
         """A device mesh over named axes, outermost first, for the parts of torch that want one."""
@@ -170,17 +189,6 @@ class World:
         with suppress(RuntimeError):  # where the vendor's library knows no abort, they end with the process
             abort_process_groups()
 
-    def _make_axis(self, name: str) -> Axis:
-        ranks = axis_ranks(self.grid, name, self.rank)
-        if len(ranks) == 1:
-            return Axis.single(name, self.rank)
-        # Data ranks exchange counts while gradients are being reduced; experts' rows, keys and values, and sharding's
-        # segments overlap by design: these never share a communicator with another axis that has the same ranks.
-        key = (-1, *ranks) if name == "ep" else (-2, *ranks) if name == "cp" else ranks
-        if key not in self._groups:
-            self._groups[key] = self._make_group(name, ranks)
-        return Axis(name, len(ranks), ranks.index(self.rank), self._groups[key], ranks, self.ledger)
-
     def spare_store(self, name: str) -> dist.Store | None:
         """A connection to the ranks' store for threads beside the training; None where there is one rank."""
         return None if self._store is None else dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
@@ -192,29 +200,60 @@ class World:
         """
         if self.grid.world_size == 1:
             return None
-        return self._make_group(name, tuple(range(self.grid.world_size)), "gloo")
+        return self._make_group((name,), tuple(range(self.grid.world_size)), "gloo")
 
-    def _make_group(self, name: str, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    def _make_group(
+        self, names: tuple[str, ...], ranks: tuple[int, ...], backend: str | None = None, *, queue: bool = False
+    ) -> dist.ProcessGroup:
+        """This rank's group of the next round.
+
+        names: of the axes that share it. queue: between the ranks, sender first, or of this rank alone.
+        """
+        self._rounds += 1
+        name = names[0]
         if self._store is None:  # pretended
             alone: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
             return alone
-        store = dist.PrefixStore(f"group/{name}/{ranks[0]}", self._store)
-        launched = tuple(self.launched[rank] for rank in ranks)
-        roll_call(store, name, launched, self.launched[self.rank], self._timeout)
+        # A split of the world's communicator waits for all of its ranks.
+        splits = self.device.device_id is not None and backend != "gloo"
+        called = self.launched if splits else tuple(self.launched[rank] for rank in ranks)
+        here = self.launched[self.rank]
+        store = dist.PrefixStore(f"round/{self._rounds}/{'all' if splits else ranks[0]}", self._store)
+        roll_call(store, f"{name}, in round {self._rounds}," if splits else name, called, here, self._timeout)
         try:
             group: dist.ProcessGroup = dist.new_group(
-                ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc=name
+                ranks,
+                timeout=self._timeout,
+                backend=backend,
+                pg_options=self.device.group_options(names, self._timeout, queue=queue) if backend != "gloo" else None,
+                use_local_synchronization=True,
+                group_desc=name,
             )
-            place = self.device.torch_device if backend is None else torch.device("cpu")
-            dist.all_reduce(torch.ones(1, device=place), group=group)
-            self.device.synchronize()
+            place = self.device.torch_device if backend != "gloo" else torch.device("cpu")
+            self._try(group, ranks, torch.ones(1, device=place), queue=queue)
         except RuntimeError as error:
-            silent = silent_ranks(store, launched, self.launched[self.rank])
+            silent = silent_ranks(store, called, here)
             who = f"ranks {silent} are silent" if silent else "all its ranks are there, so look at the network"
+            if splits:
+                who += (
+                    f". This is round {self._rounds}, a split of the communicator of all {len(called)} ranks: "
+                    "what failed may be another group of this round"
+                )
+            numbers = [self.launched[rank] for rank in ranks]
             raise DistributedError(
-                f"group {name} of ranks {list(launched)} failed its first collective; {who}. {error}"
+                f"group {name} of ranks {numbers} failed its first collective; {who}. {error}"
             ) from error
         return group
+
+    def _try(self, group: dist.ProcessGroup, ranks: tuple[int, ...], x: torch.Tensor, *, queue: bool) -> None:
+        """One collective, or what else the group is for: a queue's message needs less room than a sum."""
+        if not queue:
+            dist.all_reduce(x, group=group)
+        elif len(ranks) == 2 and self.rank == ranks[0]:
+            dist.send(x, ranks[1], group=group)
+        elif len(ranks) == 2:
+            dist.recv(x, ranks[0], group=group)
+        self.device.synchronize()
 
 
 def _meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -231,32 +270,30 @@ def _meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> di
     return store
 
 
-def silent_ranks(store: dist.Store, ranks: tuple[int, ...], rank: int, grace: timedelta = GRACE) -> list[int]:
-    """After a failure that all ranks of a group see: those that do not say within ``grace`` that they saw it too."""
+def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int, grace: timedelta = GRACE) -> list[int]:
+    """After a failure that all of these ranks see: those that do not say within ``grace`` that they saw it too."""
     store.set(f"failed/{rank}", "1")
-    silent: list[int] = []
-    for other in ranks:
-        try:
-            # All get the same moment: whoever is alive noticed the failure when this rank did.
-            store.wait([f"failed/{other}"], timedelta(milliseconds=1) if silent else grace)
-        except (RuntimeError, dist.DistStoreError):
-            silent.append(other)
-    return silent
+    keys = {other: f"failed/{other}" for other in ranks}
+    try:
+        store.wait(list(keys.values()), grace)
+    except (RuntimeError, dist.DistStoreError):
+        return [other for other, key in keys.items() if not store.check([key])]
+    return []
 
 
-def roll_call(store: dist.Store, name: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> None:
-    """Every rank of a group says it is here and waits for the others.
+def roll_call(store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+    """Every one of ``ranks`` says it is here and waits for the others: three requests each, however many they are.
 
     Raises DistributedError naming the group, its ranks and those that stayed silent for ``timeout``.
     """
     store.set(f"here/{rank}", "1")
-    for other in ranks:
-        try:
-            store.wait([f"here/{other}"], timeout)
-        except (RuntimeError, dist.DistStoreError) as error:
-            silent = [r for r in ranks if not store.check([f"here/{r}"])]
-            seconds = timeout.total_seconds()
-            raise DistributedError(
-                f"group {name} of ranks {list(ranks)}: ranks {silent} did not answer within {seconds:g} s. "
-                "Look at their logs, or raise --distributed-timeout-minutes."
-            ) from error
+    if store.add("number", 1) == len(ranks):
+        store.set("complete", "1")
+    try:
+        store.wait(["complete"], timeout)
+    except (RuntimeError, dist.DistStoreError) as error:
+        silent = [r for r in ranks if not store.check([f"here/{r}"])]
+        raise DistributedError(
+            f"group {name} of ranks {list(ranks)}: ranks {silent} did not answer within {timeout.total_seconds():g} s. "
+            "Look at their logs, or raise --distributed-timeout-minutes."
+        ) from error

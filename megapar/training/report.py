@@ -10,6 +10,7 @@ from pathlib import Path
 from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
+from megapar.core.units import GIBIBYTE
 from megapar.model.flops import flops_per_token
 from megapar.model.sizes import DecoderSizes
 from megapar.training import facts
@@ -75,7 +76,8 @@ def _num_parameters(job: Job) -> int:
 def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
     """What is about to be trained, and on what."""
     world = job.world
-    yield f"{config.grid.describe()}, {world.num_groups} communicators"
+    room = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
+    yield f"{config.grid.describe()}, {world.num_groups} communicators{room}"
     dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
     if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
         yield bound

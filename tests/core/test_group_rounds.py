@@ -28,8 +28,8 @@ from tests.test_configs import FILES, load
 Made = tuple[str, tuple[int, ...]]  # what a group is called, and its ranks
 
 
-def creations(grid: Grid) -> list[list[Made]]:
-    """The groups that every rank makes at its start, in order."""
+def creations(grid: Grid, closings: Sequence[bool] = (False, True)) -> list[list[Made]]:
+    """The groups that every rank makes at its start, in order, with the queues of pipelines on a line and in a ring."""
 
     @cache
     def whole(grid: Grid, axis: str) -> Mapping[int, tuple[int, ...]]:
@@ -54,7 +54,10 @@ def creations(grid: Grid) -> list[list[Made]]:
     ):
         for rank in numbers:
             made.append([])
-            World(grid, rank, Device(), None, timedelta(1), numbers)
+            world = World(grid, rank, Device(), None, timedelta(1), numbers)
+            for closed in closings:
+                world.make_queues(closed=closed)
+                world._queues.clear()
     return made
 
 

@@ -6,8 +6,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -99,6 +102,66 @@ def test_a_silent_rank_is_named_with_its_group() -> None:
     first, second, _ = run_ranks(3, call_without_rank_two, group=False)
     for message in (first, second):
         assert "group sharding of ranks [0, 1, 2]: ranks [2] did not answer within 1 s" in message
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            self.requests += 1
+            return getattr(self._store, name)(*arguments)
+
+        return ask
+
+
+def test_a_roll_call_asks_the_store_three_times_for_each_rank() -> None:
+    """The store is one process: n ranks that each asked for all n would be a million requests of a thousand."""
+    store, ranks = Counted(), tuple(range(32))
+    with ThreadPoolExecutor(len(ranks)) as executor:
+        answers = [executor.submit(roll_call, store, "mp", ranks, rank, TIMEOUT) for rank in ranks]  # type: ignore[arg-type]
+        assert [answer.result() for answer in answers] == [None] * len(ranks)
+    assert store.requests <= 3 * len(ranks) + 1
+
+
+class Bound(Device):
+    """A device to which the process is bound: its groups are splits of the world's communicator."""
+
+    @property
+    def device_id(self) -> torch.device:
+        return torch.device("meta")
+
+
+@pytest.mark.parametrize(("device", "asked"), [(Device(), [0, 2]), (Bound(), [0, 1, 2, 3])])
+def test_a_split_that_fails_is_named_with_the_round_of_all_ranks(device: Device, asked: list[int]) -> None:
+    called: list[Sequence[int]] = []
+
+    def answer(store: dist.Store, ranks: Sequence[int], rank: int) -> list[int]:
+        called.append(ranks)
+        return [3]
+
+    def new_group(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no communicator")
+
+    with (
+        patch("megapar.core.world.roll_call", lambda store, name, ranks, *_: called.append(ranks)),
+        patch("megapar.core.world.silent_ranks", answer),
+        patch.object(dist, "new_group", new_group),
+        pytest.raises(DistributedError) as caught,
+    ):
+        World(Grid(dp=2, mp=2), 0, device, dist.HashStore(), TIMEOUT, range(4))
+    message = str(caught.value)
+    assert message.startswith("group dp of ranks [0, 2] failed its first collective; ranks [3] are silent")
+    assert message.endswith("no communicator")
+    split = (
+        "This is round 1, a split of the communicator of all 4 ranks: what failed may be another group of this round"
+    )
+    assert (split in message) == (device.device_id is not None)
+    assert [sorted(ranks) for ranks in called] == [asked] * 2
 
 
 def stop_one(rank: int, world_size: int, rendezvous: str, where: str) -> tuple[str, float]:

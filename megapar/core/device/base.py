@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -73,6 +74,8 @@ class Device:
 
     type = "cpu"
     backend = "gloo"
+    # Of groups for messages of the device's tensors alone; None: that of all groups.
+    queue_backend: str | None = None
     # Whether the host enqueues work and goes on. Then what the host must wait for is asked for one slice late, when
     # the next slice's work stands in the queue; where it does not, waiting late would only launch late.
     runs_ahead = False
@@ -93,6 +96,10 @@ class Device:
     @property
     def device_id(self) -> torch.device | None:
         """What ``init_process_group(device_id=...)`` takes for eager communicators; None on CPU."""
+        return None
+
+    def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
+        """What ``new_group(pg_options=...)`` takes for the group of these axes, or of a queue; None: its own."""
         return None
 
     @property
@@ -246,7 +253,11 @@ class Accelerator(Device):
         return torch.bfloat16
 
     def prepare_process(self) -> None:
-        """Nothing: what matters lies on the device."""
+        """Let gloo, which is beside every group here for the few host tensors, connect two ranks when they first meet.
+
+        Else each group would connect all its ranks at its start: thousands of sockets that nobody uses.
+        """
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
     def prepare_thread(self) -> None:
         """Choose this rank's device, so that none of the others gets a context (half a GB of its memory)."""

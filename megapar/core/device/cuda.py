@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from megapar.core.device.base import Accelerator
+from megapar.core.device.communicators import QUEUE_CHANNELS
 from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly
 
 FP8_CAPABILITY = (8, 9)
@@ -22,8 +25,18 @@ class CudaDevice(Accelerator):
 
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
+    queue_backend = "nccl"
     # A workspace per stream for cuBLAS; rings add in the order of the ranks, where switches (NVLS) need not.
     repeatable: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+
+    def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
+        """A queue's kernels get few blocks: those that wait for a message stand beside what is computed meanwhile."""
+        if not queue:
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.config.max_ctas = QUEUE_CHANNELS
+        return options
 
     @property
     def profiled(self) -> list[ProfilerActivity]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 
 from megapar.core.device.base import Accelerator
+from megapar.core.device.communicators import SMALL_HCCL_MIB, is_light
 
 
 class NpuDevice(Accelerator):
@@ -15,6 +17,7 @@ class NpuDevice(Accelerator):
 
     type = "npu"
     backend = "cpu:gloo,npu:hccl"
+    queue_backend = "hccl"
     skips_updates = False
     repeatable: ClassVar[Mapping[str, str]] = {"HCCL_DETERMINISTIC": "true"}
 
@@ -31,6 +34,18 @@ class NpuDevice(Accelerator):
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
         """npu_grouped_matmul takes rows of any width."""
         return super().grouped_lacks(dtype, ())
+
+    def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
+        """Small buffers for queues and for axes that carry little, where this torch_npu lets a group choose its own."""
+        import torch_npu
+
+        groups = getattr(torch_npu._C._distributed_c10d, "ProcessGroupHCCL", None)
+        if not (queue or is_light(names)) or not hasattr(getattr(groups, "Options", None), "hccl_config"):
+            return None
+        options = groups.Options()  # type: ignore[union-attr]
+        options._timeout = timeout
+        options.hccl_config = {"hccl_buffer_size": SMALL_HCCL_MIB}
+        return options
 
     def compiler_lacks(self) -> str:
         """Nothing that this version would use."""
