@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from benchmarks.support.contest import Figures, serve
 from megapar.core.axis import Axis
+from megapar.core.device.base import Device
 from megapar.core.meter import WaitMeter
+from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.weight_gradients import Later, WeightGradients
@@ -69,7 +72,12 @@ def main() -> None:
     torch.set_num_threads(1)
     world_size = options.world_size
     dist.init_process_group("gloo", init_method=options.rendezvous, rank=options.rank, world_size=world_size)
-    pp = Axis("pp", world_size, options.rank, dist.group.WORLD, tuple(range(world_size)))
+    axes = {}
+    for ends in permutations(range(world_size), 2):  # all ranks make all groups
+        group = dist.new_group(list(ends))
+        if options.rank in ends:
+            axes[ends] = Axis("pp", 2, ends.index(options.rank), group, ends, queue="{}>{}".format(*ends))
+    queues = Queues(options.rank, axes, Device())
 
     def turn(request: str) -> Figures:
         """One step: ``SCHEDULE CHUNKS MICRO_BATCHES SECONDS``; seconds: of a stage's forward of one micro-batch."""
@@ -80,7 +88,7 @@ def main() -> None:
         meter = WaitMeter()
         dist.barrier()
         start = time.perf_counter()
-        Runner(schedule, pp, work, store if schedule.splits_backward else None, meter).run()
+        Runner(schedule, queues, work, store if schedule.splits_backward else None, meter).run()
         return {"seconds": time.perf_counter() - start, "waited": sum(meter.take().seconds().values())}
 
     serve(turn)

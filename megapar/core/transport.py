@@ -127,6 +127,7 @@ def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
 
 def receive(x: Tensor, axis: Axis, source: int) -> dist.Work:
     """Launch the receipt of ``x`` from the rank at coordinate ``source``; messages come in the order of the sends."""
+    axis.note("receive")
     work: dist.Work | None = dist.irecv(x, axis.ranks[source], group=axis.group)
     assert work is not None
     return work

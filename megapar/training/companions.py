@@ -47,7 +47,7 @@ def make_companions(config: Config, job: Job) -> list[Companion]:
 def make_watchdog(config: Config, world: World) -> Watchdog:
     """What ends a run that hangs; started unless --step-timeout-seconds is 0."""
     timeout_seconds = config.reliability.step_timeout_seconds
-    axes = {axis.name: axis.ranks for axis in world.axes() if axis.size > 1}
+    axes = {axis.communicator: axis.ranks for axis in (*world.axes(), *world.queues) if axis.size > 1}
     watchdog = Watchdog(
         timeout_seconds,
         world.rank,

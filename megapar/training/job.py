@@ -27,6 +27,7 @@ from megapar.core.meter import WaitMeter
 from megapar.core.offload import OffloadedOptimizer
 from megapar.core.optimizer import AdamW, Optimizer
 from megapar.core.overlap import Overlap
+from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
 from megapar.core.recompute import Block, Choice, Interval, Recompute
@@ -171,8 +172,9 @@ def _pipelined(
     weight_gradients = WeightGradients() if schedule == ZERO_BUBBLE else None
     if weight_gradients is not None:
         split_weight_gradients(model, weight_gradients)
+    queues = Queues(pp.rank, world.make_queues(closed=stages.goes_round), world.device)
     pipeline = PipelinedModel(
-        *(model, stages, pp, schedule, make_objective(config), shardings, world.device.torch_device),
+        *(model, stages, queues, schedule, make_objective(config), shardings, world.device.torch_device),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         weight_gradients=weight_gradients,
         meter=meter,

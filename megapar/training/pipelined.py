@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
 from megapar.core.device.dtypes import wide
 from megapar.core.meter import WaitMeter
+from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.stages import Chunk, Stages
@@ -25,16 +25,16 @@ from megapar.training.objective import Objective
 class PipelinedModel:
     """Runs micro-batches through this rank's chunks as the schedule says.
 
-    model: what this rank holds. shardings: of every chunk here, by its index. reduce_every_micro_batch: gradients are
-    reduced behind every micro-batch's backward; else once per step. weight_gradients: for schedules that split the
-    backward. meter: of waits for other stages.
+    model: what this rank holds. queues: to and from the neighbouring stages. shardings: of every chunk here, by its
+    index. reduce_every_micro_batch: gradients are reduced behind every micro-batch's backward; else once per step.
+    weight_gradients: for schedules that split the backward. meter: of waits for other stages.
     """
 
     def __init__(
         self,
         model: Decoder | Ernie,
         stages: Stages,
-        pp: Axis,
+        queues: Queues,
         schedule: str,
         objective: Objective,
         shardings: Mapping[int, ZeroSharding],
@@ -46,7 +46,7 @@ class PipelinedModel:
     ) -> None:
         self.model = model
         self.stages = stages
-        self._pp = pp
+        self._queues = queues
         self._schedule = schedule
         self._objective = objective
         self._shardings = shardings
@@ -54,7 +54,7 @@ class PipelinedModel:
         self._reduce_every = reduce_every_micro_batch
         self._weight_gradients = weight_gradients
         self._meter = meter
-        mine = stages.on(pp.rank)
+        mine = stages.on(queues.rank)
         both = any(chunk.first for chunk in mine) and any(chunk.last for chunk in mine)
         tied = model.tied_weight if both else None
         self._tie = None if tied is None else LocalTie(tied)
@@ -89,14 +89,14 @@ class PipelinedModel:
                 self._shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
 
         work = _Work(self, batches, seed, add, differentiated, prepare)
-        Runner(schedule, self._pp, work, self._weight_gradients, self._meter).run()
+        Runner(schedule, self._queues, work, self._weight_gradients, self._meter).run()
 
     def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:
         """One micro-batch forward, without gradients; its terms, zero on ranks that do not have the head."""
         found: list[Terms] = []
         batch = MicroBatch(tensors, {}, valid_tokens, 0)
         work = _Work(self, [batch], lambda *_: None, found.append, lambda _: None, lambda *_: None)
-        run_forward(self.stages, self._pp, work)
+        run_forward(self.stages, self._queues, work)
         return found[-1]
 
     def run_chunk(self, chunk: Chunk, batch: MicroBatch, x: Tensor | None) -> tuple[Tensor | None, Terms]:
@@ -112,9 +112,12 @@ class PipelinedModel:
         load = terms.load
         if isinstance(self.model, Decoder) and self.model.sizes.moe is not None:
             moe = self.model.sizes.moe_layers
-            rows = [moe.index(layer) for layer in chunk.layers if layer in moe]
+            # Layers of a chunk follow each other, and so do their rows: a list of them would be copied to the device,
+            # and the host would wait for that before it sends what the chunk computed.
+            first = sum(layer < chunk.layers.start for layer in moe)
+            rows = slice(first, first + sum(layer in chunk.layers for layer in moe))
             load = torch.zeros(len(moe), self.model.sizes.moe.num_experts, dtype=torch.int64, device=self._device)
-            if rows:
+            if rows.stop > rows.start:
                 load[rows] = terms.load
         return terms._replace(sums=sums, load=load)
 

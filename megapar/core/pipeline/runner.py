@@ -4,6 +4,8 @@
     SEND_F  launched, not waited for                              B  waits for the gradient; dx goes to the chunk before
     I, W    B in two parts: the gradient of the input, then the products of the weights
 
+Messages go by ``Queues``, one for each ordered pair of neighbours.
+
 Torch's own runtime is not used: it allocates the receive buffers of all micro-batches at once, agrees on one shape for
 a whole run, and its split backward runs the graph twice, collectives included. Schedules are torch's (``schedule``).
 """
@@ -11,6 +13,7 @@ a whole run, and its split backward runs the graph twice, collectives included. 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megapar.core import transport
-from megapar.core.axis import Axis
 from megapar.core.meter import WaitMeter
 from megapar.core.pipeline import schedule as kinds
+from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import Action, Schedule
 from megapar.core.pipeline.stages import Stages
 from megapar.core.weight_gradients import WeightGradients
@@ -48,16 +50,21 @@ class Work(Protocol):
 class Runner:
     """One run through a schedule; everything of it is gone afterwards.
 
-    pp: the ranks of the pipeline. weight_gradients: where I and W meet; None for schedules without them. meter: of the
-    time spent waiting for other stages, which is the bubble and what of the messages nothing hid.
+    queues: to and from the neighbours. weight_gradients: where I and W meet; None for schedules without them. meter:
+    of the time spent waiting for other stages, which is the bubble and what of the messages nothing hid.
     """
 
     def __init__(
-        self, schedule: Schedule, pp: Axis, work: Work, weight_gradients: WeightGradients | None, meter: WaitMeter
+        self,
+        schedule: Schedule,
+        queues: Queues,
+        work: Work,
+        weight_gradients: WeightGradients | None,
+        meter: WaitMeter,
     ) -> None:
         self._meter = meter
         self._schedule = schedule
-        self._pp = pp
+        self._queues = queues
         self._work = work
         self._weight_gradients = weight_gradients
         self._received: dict[tuple[str, Place], tuple[Tensor, dist.Work | None]] = {}
@@ -78,7 +85,7 @@ class Runner:
             kinds.RECV_F: self._receive,
             kinds.RECV_B: self._receive,
         }
-        for action in self._schedule.programs[self._pp.rank]:
+        for action in self._schedule.programs[self._queues.rank]:
             perform[action.kind](action)
         self._settle(0)
 
@@ -123,7 +130,7 @@ class Runner:
 
     def _hand_over(self, send: str, receive: str, place: Place, to: int, x: Tensor) -> None:
         """To chunk ``to``: through a send that follows in the program, or directly where it is on this rank."""
-        if self._schedule.rank_of(to) == self._pp.rank:
+        if self._schedule.rank_of(to) == self._queues.rank:
             self._received[receive, (to, place[1])] = (x, None)
         else:
             self._to_send[send, place] = x.contiguous()
@@ -131,41 +138,43 @@ class Runner:
     def _send(self, action: Action) -> None:
         x = self._to_send.pop((action.kind, (action.chunk, action.micro_batch)))
         to = action.chunk + (1 if action.kind == kinds.SEND_F else -1)
-        self._sent.append((x, transport.send(x, self._pp, self._schedule.rank_of(to))))
+        self._sent.append((x, self._queues.send(x, self._schedule.rank_of(to))))
         # Even if every send were waited for at once nothing could hang: both ends have the same order.
         self._settle(self._schedule.sends_kept)
 
     def _receive(self, action: Action) -> None:
         into = action.chunk if action.kind == kinds.RECV_F else action.chunk + 1
-        buffer = self._work.empty(action.micro_batch, into)
         source = action.chunk + (-1 if action.kind == kinds.RECV_F else 1)
-        work = transport.receive(buffer, self._pp, self._schedule.rank_of(source))
-        self._received[action.kind, (action.chunk, action.micro_batch)] = (buffer, work)
+        received = self._queues.receive(
+            lambda: self._work.empty(action.micro_batch, into), self._schedule.rank_of(source)
+        )
+        self._received[action.kind, (action.chunk, action.micro_batch)] = received
 
     def _take(self, kind: str, place: Place) -> Tensor:
         buffer, work = self._received.pop((kind, place))
-        if work is not None:
-            self._meter.wait(work, f"{self._pp.name}/receive")
-        return buffer
+        return buffer if work is None else self._queues.land(buffer, work, self._meter)
 
     def _settle(self, remaining: int) -> None:
         """Wait for the oldest sends until only so many are left."""
         while len(self._sent) > remaining:
-            self._meter.wait(self._sent.popleft()[1], f"{self._pp.name}/send")
+            self._meter.wait(self._sent.popleft()[1], "pp/send")
 
 
-def run_forward(stages: Stages, pp: Axis, work: Work, micro_batch: int = 0) -> None:
-    """One micro-batch through this rank's chunks, without a backward; returns when what it sent has arrived."""
+def run_forward(stages: Stages, queues: Queues, work: Work, micro_batch: int = 0) -> None:
+    """One micro-batch through this rank's chunks, without a backward; returns when what it sent has arrived.
+
+    Both ends of a queue go through their chunks in forward order, so that its messages have the same order on both.
+    """
     sent = []
     x: Tensor | None = None
-    for chunk in stages.on(pp.rank):
+    for chunk in stages.on(queues.rank):
         if not chunk.first and x is None:
-            x = work.empty(micro_batch, chunk.index)
-            transport.receive(x, pp, stages.chunks[chunk.index - 1].rank).wait()
+            room = partial(work.empty, micro_batch, chunk.index)
+            x = queues.land(*queues.receive(room, stages.chunks[chunk.index - 1].rank))
         y, _ = work.forward(chunk.index, micro_batch, x)
         x = y
-        if y is not None and (to := stages.chunks[chunk.index + 1].rank) != pp.rank:
+        if y is not None and (to := stages.chunks[chunk.index + 1].rank) != queues.rank:
             y, x = y.contiguous(), None
-            sent.append((y, transport.send(y, pp, to)))
+            sent.append((y, queues.send(y, to)))
     for _, flight in sent:
         flight.wait()

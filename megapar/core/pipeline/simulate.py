@@ -77,8 +77,8 @@ FREE = Wiring(lambda sender, receiver: None, receipts_aside=True)
 ONE_QUEUE = Wiring(lambda sender, receiver: "pp", receipts_aside=False)
 PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), receipts_aside=False)
 PER_DIRECTION = Wiring(lambda sender, receiver: (sender, receiver), receipts_aside=True)
-# What the runner has.
-RUNNERS = ONE_QUEUE
+# What the runner has (``queues``).
+RUNNERS = PER_DIRECTION
 
 
 class Slot(NamedTuple):

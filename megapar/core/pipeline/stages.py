@@ -146,6 +146,12 @@ class Stages:
         """All on one rank."""
         return cls.of((0,), num_layers, 1)
 
+    @property
+    def goes_round(self) -> bool:
+        """Whether a chunk of the last rank hands on to one of the first."""
+        ends = {(one.rank, other.rank) for one, other in pairwise(self.chunks)}
+        return self.num_ranks > 1 and (self.num_ranks - 1, 0) in ends
+
     def on(self, rank: int) -> tuple[Chunk, ...]:
         """Chunks of a pp coordinate, in forward order."""
         return tuple(chunk for chunk in self.chunks if chunk.rank == rank)
