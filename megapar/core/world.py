@@ -125,7 +125,10 @@ class World:
     def group_bytes(self) -> int:
         """About what these communicators keep on the device."""
         world = [("world",)] if self.grid.world_size > 1 else []
-        return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues))
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = [self.launched[rank] // node for rank in self.axis("ep").ranks]
+        peers = here.count(self.launched[self.rank] // node) - 1
+        return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues), peers)
 
     def axis(self, name: str) -> Axis:
         """This rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""

@@ -17,15 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
+from megapar.core.rounds import axis_rounds, queue_rounds
 from megapar.planning.layout import Layout
 from megapar.planning.parts import Unit
 from megapar.planning.pool import pool_bytes
+from megapar.planning.traffic import link
 from megapar.planning.work import Work
 from megapar.training.sizes import ITEM_BYTES
 
-# Beside the tensors: the driver's context, communicators, and what the caching allocator cannot use again.
-RESERVED_BYTES = round(1.5 * 2**30)
+# Beside tensors and communicators: the driver's context, and what the caching allocator cannot use again.
+RESERVED_BYTES = round(0.75 * 2**30)
 RESERVED_SHARE = 0.02
 
 
@@ -33,7 +36,8 @@ RESERVED_SHARE = 0.02
 class StageMemory:
     """Bytes on a rank of one stage. activations: what backward passes wait for at the worst moment. buffers: what lives
     for a moment: messages, gathered parameters, gradients of activations. peak: the highest sum of live bytes.
-    reserved: peak with what the device keeps for itself. moment: when the peak is. host: what was offloaded."""
+    groups: what communicators keep. reserved: peak with them and what the device keeps for itself. moment: when the
+    peak is. host: what was offloaded."""
 
     stage: int
     parameters: int
@@ -42,6 +46,7 @@ class StageMemory:
     activations: int
     buffers: int
     peak: int
+    groups: int
     reserved: int
     host: int
     moment: str
@@ -94,7 +99,8 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
     moment = max(moments, key=lambda name: sum(moments[name]))
     activations, gradients, buffers = moments[moment]
     peak = steady + activations + gradients + buffers
-    reserved = peak if pooled else peak * (1 + RESERVED_SHARE) + RESERVED_BYTES
+    groups = group_bytes(layout, stage)
+    reserved = groups + (peak if pooled else peak * (1 + RESERVED_SHARE) + RESERVED_BYTES)
     return StageMemory(
         stage=stage,
         parameters=round(state.parameters),
@@ -103,10 +109,26 @@ def stage_memory(work: Work, stage: int) -> StageMemory:
         activations=round(kept.backward),
         buffers=round(peak - steady - activations - gradients),
         peak=round(peak),
+        groups=groups,
         reserved=round(reserved),
         host=round(state.host + kept.host),
         moment=moment,
     )
+
+
+def group_bytes(layout: Layout, stage: int) -> int:
+    """What the communicators of a rank of a stage keep."""
+    grid, kept = layout.config.grid, COMMUNICATORS[layout.kind.kernels]
+    if grid.world_size == 1:
+        return 0
+    queues = num_queues(layout, stage)
+    return kept.of([("world",), *axis_rounds(grid)], queues, link(grid, "ep", layout.kind.node).local - 1)
+
+
+def num_queues(layout: Layout, stage: int) -> int:
+    """Queues that a stage has an end of."""
+    rounds = queue_rounds(layout.config.grid.pp, closed=layout.stages.goes_round)
+    return sum(len(group) == 2 and stage in group for groups in rounds for group in groups)
 
 
 def _state(layout: Layout, stage: int) -> _State:

@@ -79,8 +79,8 @@ def predict(work: Work, calibration: Calibration = CALIBRATION) -> Speed:
     slowest = max(times, key=lambda time: time.both)
     both = sum(time.both for time in times)
     fill = (both - slowest.both) / layout.config.pipeline.vpp_degree * _fill(layout)
-    hop = clock.hop(work)
-    pipeline = m * slowest.both + fill + 2 * (grid.pp - 1) * hop
+    messages = hops(layout) * clock.hop(work)
+    pipeline = m * slowest.both + fill + messages
     reduction, optimizer = max(clock.step_end(work, stage, times[stage]) for stage in _ends(grid.pp))
     jitter = 1 + calibration.jitter * (grid.world_size.bit_length() - 1)
     seconds = (pipeline + reduction + optimizer) * jitter
@@ -89,7 +89,7 @@ def predict(work: Work, calibration: Calibration = CALIBRATION) -> Speed:
     return Speed(
         step_seconds=seconds,
         bubble_share=1 - m * both / grid.pp / pipeline,
-        exposed_seconds=m * slowest.exposed + reduction + 2 * (grid.pp - 1) * hop,
+        exposed_seconds=m * slowest.exposed + reduction + messages,
         optimizer_seconds=optimizer,
         flops=flops,
         mfu=flops / seconds / grid.world_size / layout.kind.peak(_peak_dtype(layout)),
@@ -135,6 +135,25 @@ def _fill(layout: Layout) -> float:
     if layout.assumed.dualpipe:
         return 0.3
     return {ZERO_BUBBLE: 1 / 3, GPIPE: 1.0}.get(layout.schedule, 1.0)
+
+
+def hops(layout: Layout) -> int:
+    """Messages between stages that nothing hides, one after the other, in a step.
+
+    What drawn schedules take longer when messages take time, on the queues that the runner has (``simulate``), as long
+    as a message is short beside a forward: where the last stages wait for each other in turn (1F1B) some of every
+    micro-batch, else those of filling and draining.
+    """
+    p, v, m = layout.config.grid.pp, layout.config.pipeline.vpp_degree, layout.micro_batches
+    if p == 1:
+        return 0
+    if layout.assumed.dualpipe or layout.schedule == GPIPE:
+        return 2 * (p - 1)
+    if layout.schedule == ZERO_BUBBLE:
+        if v == 2:  # V-shaped
+            return 4 * p - 4 if m == p else 5 * p - 7
+        return (v + 3) * p - (6 if m == p else 4)
+    return 2 * (m + p - 3 - (m - 2) // p) if v == 1 else 2 * (v * p - 1)
 
 
 class Clock:

@@ -39,7 +39,7 @@ def _ranks(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    names = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "reserved", "host")
+    names = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "groups", "reserved", "host")
     yield ""
     yield "memory of a rank, GiB        " + "".join(f"{name:>12}" for name in names) + "  highest"
     stages = plan.memory

@@ -67,7 +67,7 @@ def test_groups_of_an_npu_that_carry_little_get_small_buffers(names: tuple[str, 
 
 def test_bytes_are_those_of_axes_and_queues() -> None:
     rounds = [("world",), ("pp",), ("sharding", "data", "shard"), ("ep",)]
-    assert COMMUNICATORS["cpu"].of(rounds, 4) == 0
-    assert COMMUNICATORS["cuda"].of(rounds, 4) == (4 * 24 + 4 * QUEUE_CHANNELS) * 12 * MEBIBYTE
-    assert COMMUNICATORS["npu"].of(rounds, 4) == (3 * 400 + 40 + 4 * 40) * MEBIBYTE
+    assert COMMUNICATORS["cpu"].of(rounds, 4, 7) == 0
+    assert COMMUNICATORS["cuda"].of(rounds, 4, 7) == (4 * 24 + 4 * QUEUE_CHANNELS + 7 * 32) * 12 * MEBIBYTE
+    assert COMMUNICATORS["npu"].of(rounds, 4, 7) == (3 * 400 + 40 + 4 * 40) * MEBIBYTE
     assert Device().group_options(("pp",), HOUR, queue=True) is None
