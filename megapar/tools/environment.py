@@ -42,9 +42,10 @@ def _connections(config: Config | None) -> str:
     """Hardware queues between host and device.
 
     With one, kernels of all streams start in the order of the program: a collective of the mp axis before the product
-    that is to hide it. With more, what does not wait overtakes: gathered parameters and experts' rows, which have
-    streams of their own, would stand behind products otherwise. As many as there can be then: streams beyond their
-    number share one, and a run has about a dozen.
+    that is to hide it. With more, what does not wait overtakes: gathered parameters, experts' rows and messages between
+    stages, which have streams of their own, would stand behind products otherwise, and products behind the receipt of
+    a message that has not been sent. As many as there can be then: streams beyond their number share one, and a run
+    has about a dozen.
     """
     if config is None or config.parallel.mp_degree == 1:
         return MOST_CONNECTIONS
@@ -52,6 +53,9 @@ def _connections(config: Config | None) -> str:
     if hiding(config, kind_of("cuda", ""), dtype) == OFF:
         return MOST_CONNECTIONS
     overtakes = (
-        config.sharding.sharding_stage == 3 or config.ampipe.ampipe_degree != 1 or config.ampipe.use_pipe_experts
+        config.grid.pp > 1
+        or config.sharding.sharding_stage == 3
+        or config.ampipe.ampipe_degree != 1
+        or config.ampipe.use_pipe_experts
     )
     return MOST_CONNECTIONS if overtakes else "1"

@@ -24,6 +24,7 @@ def of(*flags: str, ranks: int = 4) -> dict[str, str]:
         (("--mp-degree", "2", "--no-tp-comm-overlap"), "32"),
         (("--mp-degree", "2", "--tp-comm-overlap", "--sharding-stage", "3"), "32"),
         (("--mp-degree", "2", "--tp-comm-overlap", "--ampipe-degree", "2", "--ep-degree", "2"), "32"),
+        (("--mp-degree", "2", "--tp-comm-overlap", "--pp-degree", "2", "--gradient-merge-acc-step", "2"), "32"),
     ],
 )
 def test_kernels_start_in_program_order_where_only_products_hide_collectives(flags, queues):
