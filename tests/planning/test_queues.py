@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +19,7 @@ from megapar.planning.devices import device_kind
 from megapar.planning.layout import Layout
 from megapar.planning.plan import Plan
 from megapar.planning.speed import hops
+from megapar.training.report import greeting
 
 
 def configured(world_size: int, *flags: str) -> Config:
@@ -78,3 +81,12 @@ def test_the_plan_counts_the_communicators_that_a_run_makes(world_size: int, fla
                 assert stage.groups == world.group_bytes
             assert stage.reserved > stage.peak + stage.groups
     assert (plan.memory[0].groups > 0) == (world_size > 1)
+
+
+def test_a_run_says_at_its_start_what_its_communicators_keep() -> None:
+    config = configured(4, "--sharding-degree", "4")
+    for device, said in ((Gpu(), ", 2 communicators (about 0.6 GiB of buffers)"), (Device(), ", 2 communicators")):
+        with patch.object(dist, "new_group", lambda *_, **__: object()):
+            world = World(config.grid, 0, device, None, timedelta(1), range(4))
+        job: Any = SimpleNamespace(world=world)
+        assert next(greeting(config, job, job)) == config.grid.describe() + said
