@@ -34,7 +34,6 @@ from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.samples import Sample
 from megapar.moe import pieces
-from megapar.moe.dispatch import Permutation
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
 from megapar.moe.layer import MoeLayer
 from megapar.tools.fake import RememberingMode
@@ -79,9 +78,8 @@ def pretend(
             stack.enter_context(patch.object(overlap, "_multiply", _multiply_one))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
             stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
-            stack.enter_context(patch.object(pieces, "_cut", _cut_numbers))
-            stack.enter_context(patch.object(pieces, "_reorder", _reorder_by_numbers))
             stack.enter_context(patch.object(MoeLayer, "read_sizes", _read_sizes))
+            stack.enter_context(patch.object(pieces, "_cut", _cut_numbers))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
             stack.enter_context(patch.object(world.device, "values", _values))
             stack.enter_context(patch.object(work, "Denominators", BalancedDenominators))
@@ -116,17 +114,6 @@ def _read(_: ExpertParallelDispatcher, told: Announced) -> Tensor:
     return told.numbers
 
 
-def _cut_numbers(counts: Any, piece: int, count: int) -> Any:
-    """What the host reads of a piece's rows are numbers, as what it read of all rows."""
-    with unset_fake_temporarily():
-        return _cut(torch.from_numpy(counts), piece, count).numpy()
-
-
-def _reorder_by_numbers(permutation: Permutation, counts: Any, parts: list[Any]) -> Permutation:
-    """Of what goes to the device no value is needed."""
-    return _reorder(permutation, torch.from_numpy(counts), [torch.from_numpy(part) for part in parts])
-
-
 def _read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]:
     """As ``_announce_balanced`` has them."""
     layer.traffic.host_waits += 1
@@ -134,9 +121,17 @@ def _read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]
     return tuple(share + (expert < rest) for expert in range(len(counts_E)))
 
 
+def _cut_numbers(counts: Any, piece: int, count: int) -> Any:
+    """What the host reads of a piece's rows are numbers, as what it read of all rows; the device's own stay fake."""
+    if isinstance(counts, Tensor):
+        return _cut(counts, piece, count)
+    with unset_fake_temporarily():
+        return _cut(torch.from_numpy(counts), piece, count).numpy()
+
+
 _announce, _mesh = ExpertParallelDispatcher.announce, World.mesh
 _model, _multiply = job._make_model, overlap._multiply
-_cut, _reorder = pieces._cut, pieces._reorder
+_cut = pieces._cut
 
 
 def _make_model(*arguments: Any, meta: bool) -> job.Model:
