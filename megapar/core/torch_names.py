@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -19,3 +23,15 @@ def flight_record() -> bytes:
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     record: bytes = dump() if dump is not None else b""
     return record if b'"record_id"' in record else b""
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *place: Any, **more: Any) -> Any:
+    """``torch.nn.attention.varlen.varlen_attn`` for any number of key and value heads that divides that of queries.
+
+    Newer ones want to be told that the numbers differ; 2.11 asks nothing and hands them to the same kernel.
+    """
+    from torch.nn.attention import varlen
+
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        more["enable_gqa"] = key.shape[1] != query.shape[1]
+    return varlen.varlen_attn(query, key, value, *place, **more)

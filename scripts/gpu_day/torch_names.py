@@ -238,7 +238,9 @@ def main() -> int:
         wheel = Wheel(asked.reference)
         places = {written(name, keywords): wheel.has(name, keywords) for name, keywords in names.items()}
         head = f"# Written by scripts/gpu_day/torch_names.py: the names of torch in use, and where torch {OLDEST} has them."
-        FILE.write_text("\n".join([head, *(f"{name} {place}".strip() for name, place in sorted(places.items()))]) + "\n")
+        FILE.write_text(
+            "\n".join([head, *(f"{name} {place}".strip() for name, place in sorted(places.items()))]) + "\n"
+        )
     listed, now = read(), {written(*item) for item in names.items()}
     problems = [f"not in the list: {name}" for name in sorted(now - set(listed))]
     problems += [f"no longer used: {name}" for name in sorted(set(listed) - now)]

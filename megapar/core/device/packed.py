@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.torch_names import varlen_attention
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -101,21 +103,10 @@ def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, documents: Docum
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """The call of torch's kernel."""
-    from torch.nn.attention import varlen
-
     longest = max(documents.lengths)
     query, key, value = (_flat(x).contiguous() for x in (q, k, v))
-    y = varlen.varlen_attn(
-        query,
-        key,
-        value,
-        documents.starts,
-        documents.starts,
-        longest,
-        longest,
-        window_size=(-1, 0),
-        enable_gqa=k.shape[1] != q.shape[1],
-    )
+    starts = documents.starts
+    y = varlen_attention(query, key, value, starts, starts, longest, longest, window_size=(-1, 0))
     assert isinstance(y, Tensor)
     return _unflat(y, q)
 

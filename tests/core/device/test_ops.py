@@ -222,9 +222,14 @@ def test_packed_attention_never_holds_a_square():
     assert max(sizes) <= q.numel()
 
 
-def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(monkeypatch):
+@pytest.mark.parametrize("version", ["this", "2.11"])
+def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypatch):
     """The kernel runs on CUDA only; a stand-in with its signature, by the starts it is given, must give the same."""
     signature = inspect.signature(varlen.varlen_attn)
+    if version == "2.11":
+        newer = ("enable_gqa", "seqused_k", "block_table", "num_splits")
+        older = [parameter for name, parameter in signature.parameters.items() if name not in newer]
+        signature = signature.replace(parameters=older)
 
     def stand_in(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
@@ -233,12 +238,15 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(monkeypatch):
         assert all(x.is_contiguous() for x in (q, k, v))
         parts = [
             F.scaled_dot_product_attention(
-                *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=given["enable_gqa"]
+                *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)),
+                is_causal=True,
+                enable_gqa=given.get("enable_gqa", version == "2.11"),
             )[0].transpose(0, 1)
             for a, b in itertools.pairwise(starts.tolist())
         ]
         return torch.cat(parts)
 
+    stand_in.__signature__ = signature
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
     tensors = [draw(i, 2, n, 8, 16, dtype=torch.float32) for i, n in enumerate((4, 2, 2))]
