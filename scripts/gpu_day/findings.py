@@ -1,0 +1,66 @@
+"""What a GPU day finds, a line of JSON each, written as it is found."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+PART = "the part"  # the finding that a part writes about itself, last
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A file that is only added to. facts: date, device and commit, on every line.
+
+    A line: part, what (unique in its part), ok (false: wrong; null: a figure, or what cannot be had here) and figures.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+
+    def tell(self, part: str, what: str, ok: bool | None, **figures: Any) -> None:
+        """Add a line; it is in the file when this returns."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        line = {"part": part, "what": what, "ok": ok, "date": now, **self.facts, **figures}
+        text = (json.dumps(_plain(line)) + "\n").encode()
+        place = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(place, text)  # one call: another process's lines come before or behind
+            os.fsync(place)
+        finally:
+            os.close(place)
+        shown = {name: value for name, value in figures.items() if name != "traceback"}
+        print(f"{_WORDS[ok]} {part}: {what} {json.dumps(_plain(shown))[:300]}", flush=True)
+
+    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """(part, what) -> the last line on it of this device, size and commit."""
+        found = {}
+        if self.path.exists():
+            for text in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    continue  # cut off while it was written
+                if all(line.get(name) == value for name, value in self.facts.items()):
+                    found[line["part"], line["what"]] = line
+        return found
+
+
+_WORDS = {True: "ok   ", False: "WRONG", None: "     "}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, which knows no infinities and no NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

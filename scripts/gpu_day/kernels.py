@@ -1,0 +1,137 @@
+"""What a profiler counts: kernels per operator of torch and per layer, beside the table and the budgets.
+
+A layer is the difference between two depths. ``kernels.json`` beside the findings has, for every operator, its calls
+and the kernels of one call, as the table of ``megapar/tools/kernels.py`` wants them: a row whose count stands there is
+no longer estimated.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import profile
+
+from megapar.core.device.pick import pick
+from megapar.tools.kernels import KERNELS, kernels_of
+from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.trainers import flags, kind, parsed, trainer
+
+RUNS = {
+    "dense": ("dense", ""),
+    "moe": ("moe", "--moe-model-type megatron_moe"),
+    "capacity": ("moe", "--moe-model-type deepspeed_moe"),
+    "ernie": ("ernie", ""),
+}
+OPERATOR = "aten::"
+PLAN_SECONDS = 90.0
+
+
+@dataclass
+class Counted:
+    """Of one step. launches: kernels of any kind. copies: between host and device. calls, kernels: per operator."""
+
+    launches: int = 0
+    copies: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+
+
+def run(day: Day) -> None:
+    """Every run at two depths; all of them together make the table."""
+    total = Counted()
+    for name, (model, more) in list(RUNS.items())[: 2 if day.small else None]:
+        day.attempt(name, partial(_layer, day, model, more, total), least=5.0)
+    if total.calls:
+        day.attempt("operators", partial(_table, day, total))
+    for name, (model, more) in list(RUNS.items())[: 1 if day.small else 2]:
+        day.attempt(f"planned {name}", partial(_planned, day, model, more), least=10.0)
+
+
+def _layer(day: Day, model: str, more: str, total: Counted) -> Answer:
+    few, many = (_step(day, model, f"{more} --num-layers {layers}") for layers in (2, 3))
+    total.calls += many.calls
+    total.kernels += many.kernels
+    figures: dict[str, Any] = {
+        "launches_of_a_layer": many.launches - few.launches,
+        "launches_beside": 3 * few.launches - 2 * many.launches,
+        "copies_of_a_step": many.copies,
+        "operators_of_a_layer": dict((many.calls - few.calls).most_common(40)),
+        "kernels_of_a_layer": dict((many.kernels - few.kernels).most_common(40)),
+    }
+    if not day.on_gpu:
+        return Answer(None, {**figures, "not_to_be_had": "a CPU launches no kernels: operators are counted"})
+    return Answer(many.launches > few.launches > 0, figures)
+
+
+def _step(day: Day, model: str, more: str) -> Counted:
+    """A third step under the profiler."""
+    config = parsed(flags(day, model, more), model)
+    with trainer(config, day.device) as made:
+        for _ in range(2):
+            made.step()
+        day.synchronize()
+        with profile(activities=pick(day.device).profiled) as profiler:
+            made.step()
+            day.synchronize()
+    return counted(profiler.events() or ())
+
+
+def counted(events: Iterable[FunctionEvent]) -> Counted:
+    """Kernels by the operator that launched them, itself or through another one."""
+    found = Counted()
+    for event in events:
+        on_host = event.device_type.name == "CPU"
+        if not on_host:
+            moves = event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
+            found.copies += moves
+            found.launches += not moves and not event.is_user_annotation
+        elif event.name.startswith(OPERATOR):
+            name = event.name.removeprefix(OPERATOR)
+            found.calls[name] += 1
+            found.kernels[name] += launched_by(event)
+    return found
+
+
+def launched_by(event: FunctionEvent) -> int:
+    """Kernels of an operator and of those that it calls, copies from and to the host left out."""
+    own = sum(not kernel.name.startswith(("Memcpy HtoD", "Memcpy DtoH")) for kernel in event.kernels)
+    return own + sum(launched_by(child) for child in event.cpu_children)
+
+
+def _table(day: Day, total: Counted) -> Answer:
+    """Per operator: how often it was called, the kernels of one call, and what the table says."""
+    rows = {}
+    for name, calls in sorted(total.calls.items()):
+        row = KERNELS.get(name)
+        each = total.kernels[name] / calls
+        rows[name] = {"calls": calls, "kernels": round(each, 3), "table": kernels_of(name)}
+        rows[name]["estimated"] = row is not None and row.estimated
+    path = day.out / "kernels.json"
+    path.write_text(json.dumps({**day.findings.facts, "operators": rows}, indent=1) + "\n", encoding="utf-8")
+    listed = {name: row for name, row in rows.items() if name in KERNELS}
+    figures = {"operators": len(rows), "file": path.name, "in_the_table": listed}
+    if not day.on_gpu:
+        return Answer(None, {**figures, "not_to_be_had": "a CPU launches no kernels"})
+    other = {name: row for name, row in listed.items() if round(row["kernels"]) != row["table"]}
+    return Answer(None, {**figures, "other_than_the_table": other})
+
+
+def _planned(day: Day, model: str, more: str) -> Answer:
+    """What ``megapar plan --launches`` says of the same configuration."""
+    script = f"pretrain_{kind(model)}.py"
+    line = [sys.executable, "-m", "megapar.tools.main", "plan", script, "--launches", "--json", "--world-size", "1"]
+    seconds = min(PLAN_SECONDS, max(1.0, day.seconds_left))
+    done = subprocess.run(
+        [*line, *flags(day, model, f"{more} --device cpu")], capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"megapar plan --launches ended with status {done.returncode}: {done.stderr[-500:]}")
+    return Answer(None, {"launches": json.loads(done.stdout)["launches"]})

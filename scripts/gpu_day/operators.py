@@ -1,0 +1,267 @@
+"""Every entry of the operator table for this device against its reference in fp64 on this device, with gradients.
+
+Beside it every kernel that torch has for attention, and the grouped products at the edges of what their kernel takes.
+
+Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size, R rows, E experts, k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from megapar.core.device.block import Block, block_backward_reference, block_reference
+from megapar.core.device.ops import OPS, attention_reference, attention_slice_reference
+from megapar.core.device.packed import Documents
+from megapar.moe.dispatch import sort_by_expert
+from scripts.gpu_day.day import Answer, Day
+
+# Relative, of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25), and of what is added up behind them.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+class Case(NamedTuple):
+    """One call: name of it, tensors (differentiated where they ask for it), and what else is said."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    more: dict[str, Any]
+
+
+def run(day: Day) -> None:
+    """All entries in all dtypes, attention's kernels, the blocks."""
+    torch.manual_seed(0)
+    for named, dtype in DTYPES.items():
+        for name in OPS:
+            if name.startswith("attention_block"):
+                continue  # both at once, below
+            form, reference = OPS[name].get(day.device, OPS[name]["reference"]), OPS[name]["reference"]
+            if name not in _CASES:
+                day.findings.tell(day.part, f"{name}: calls", False, error="no calls are written for this entry")
+                continue
+            for case in cases(name, day, dtype):
+                work = partial(compare, form, reference, case, TOLERANCE[dtype])
+                day.attempt(f"{name}: {case.name}, {named}", work)
+        for causal, groups in ((True, 8), (False, 8), (True, 2)):
+            work = partial(blocks, day, dtype, causal, groups)
+            day.attempt(f"attention_block: causal {causal}, 8/{groups} heads, {named}", work)
+        if dtype != torch.float32:
+            _kernels(day, named, dtype)
+
+
+def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case: Case, tolerance: float) -> Answer:
+    """Result and gradients beside those of the reference in fp64."""
+    leaves = [x for x in case.tensors if x.requires_grad]
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.tensors]
+    more = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in case.more.items()}
+    got, want = form(*case.tensors, **case.more), reference(*wide, **more)
+    found = {"result": relative(got, want)}
+    if leaves:
+        grad = torch.randn_like(want)
+        got_grads = torch.autograd.grad(got, leaves, grad.to(got.dtype))
+        want_grads = torch.autograd.grad(want, [x for x in wide if x.requires_grad], grad)
+        found |= {f"gradient {i}": relative(a, b) for i, (a, b) in enumerate(zip(got_grads, want_grads, strict=True))}
+    return Answer(all(error <= tolerance for error in found.values()), {"errors": found, "tolerance": tolerance})
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over that of ``want``; what is all zero must be."""
+    if got.shape != want.shape:
+        raise ValueError(f"{list(got.shape)} instead of {list(want.shape)}")
+    if not want.numel():
+        return 0.0
+    difference, size = (got.double() - want).norm().item(), want.norm().item()
+    return difference / size if size else difference
+
+
+def cases(name: str, day: Day, dtype: torch.dtype) -> Iterator[Case]:
+    """Calls of one entry."""
+    yield from _CASES[name](day, _drawer(day, dtype))
+
+
+def _drawer(day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def draw(*sizes: int, differentiate: bool = True) -> Tensor:
+        return torch.randn(*sizes, device=day.place, dtype=dtype).requires_grad_(differentiate)
+
+    return draw
+
+
+def _length(day: Day) -> int:
+    return 32 if day.small else 512
+
+
+def _attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    S = _length(day)
+    valid = torch.ones(2, S, dtype=torch.bool, device=day.place)
+    valid[1, S // 2 + 3 :] = False
+    for groups in (8, 2):
+        for length in (S, S - 3):
+            qkv = (draw(2, 8, length, 64), draw(2, groups, length, 64), draw(2, groups, length, 64))
+            yield Case(f"causal, 8/{groups} heads, {length}", qkv, {"causal": True})
+        yield Case(f"all, 8/{groups} heads, {length}", qkv, {"causal": False})
+        padded = {"causal": False, "valid": valid[:, :length]}
+        yield Case(f"padded, 8/{groups} heads, {length}", qkv, padded)
+
+
+def _attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    S = _length(day)
+    for groups in (8, 2):
+        keys = draw(2, groups, S, 64), draw(2, groups, S, 64)
+        for own in (1, S // 4, S // 2 + 1, S - 3, S):
+            yield Case(f"last {own} of {S}, 8/{groups} heads", (draw(2, 8, own, 64), *keys), {})
+
+
+def _documents(day: Day) -> Documents:
+    """Short and long ones, of one place, and one that fills its sample."""
+    S = _length(day)
+    return Documents.of([1, S // 3, S, 2 * S], day.place)
+
+
+def _packed_attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    S = _length(day)
+    for groups in (8, 2):
+        qkv = (draw(2, 8, S, 64), draw(2, groups, S, 64), draw(2, groups, S, 64))
+        yield Case(f"documents, 8/{groups} heads", qkv, {"documents": _documents(day)})
+
+
+def _packed_attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    S, documents = _length(day), _documents(day)
+    for groups in (8, 2):
+        for start, stop in ((0, S // 3 + 1), (S // 3 + 1, S - 1), (S - 1, S)):
+            qkv = (draw(2, 8, stop - start, 64), draw(2, groups, stop, 64), draw(2, groups, stop, 64))
+            more = {"pieces": documents.cut(slice(start, stop), 2)}
+            yield Case(f"documents, {start} to {stop}, 8/{groups} heads", qkv, more)
+
+
+def _rms_norm(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    for width in (64, 100) if day.small else (2048, 2500):
+        yield Case(f"rows of {width}", (draw(4, _length(day), width), draw(width)), {"epsilon": 1e-5})
+
+
+def _swiglu(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    for rows in (0, 1, 4 * _length(day)):
+        yield Case(f"{rows} rows", (draw(rows, 2, 96),), {})
+
+
+def _rotary(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    angles = torch.rand(2, _length(day), 32, device=day.place)
+    yield Case("pairs", (draw(2, _length(day), 8, 64),), {"cos": angles.cos(), "sin": angles.sin()})
+
+
+def _counts(day: Day) -> Iterator[tuple[int, ...]]:
+    """Rows of four experts: some, one with all, and none at all."""
+    S = _length(day)
+    yield from ((S, 0, 3 * S, 5), (0, 0, 0, 4 * S + 5), (4 * S + 5, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 0))
+
+
+def _grouped(day: Day, draw: Callable[..., Tensor], which: str) -> Iterator[Case]:
+    for inner, out in ((64, 96), (60, 90), (1, 3)):
+        for counts in _counts(day):
+            rows, weight = draw(sum(counts), inner), draw(4, out, inner)
+            tensors = {
+                "linear": (rows, weight),
+                "input": (draw(sum(counts), out, differentiate=False), weight.detach()),
+                "weight": (draw(sum(counts), out, differentiate=False), rows.detach()),
+            }[which]
+            more = {"counts_E": torch.tensor(counts, device=day.place)}
+            yield Case(f"{inner} to {out}, rows {'+'.join(map(str, counts))}", tensors, more)
+
+
+def _permutation(day: Day, draw: Callable[..., Tensor], back: bool) -> Iterator[Case]:
+    T = 4 * _length(day)
+    experts = torch.stack([torch.randperm(8, device=day.place)[:2] for _ in range(T)])
+    for some in (False, True):
+        kept = torch.rand(T, 2, device=day.place) < 0.7 if some else None
+        rows = experts.numel() if kept is None else int(kept.sum())
+        permutation, _ = sort_by_expert(experts, kept, 8, rows, exact=True)
+        more: dict[str, Any] = {"row_Tk": permutation.row, "kept_Tk": kept}
+        if not back:
+            more["pair_R"] = permutation.pair
+        yield Case("some pairs" if some else "all pairs", (draw(rows if back else T, 96),), more)
+
+
+_CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
+    "attention": _attention,
+    "attention_slice": _attention_slice,
+    "packed_attention": _packed_attention,
+    "packed_attention_slice": _packed_attention_slice,
+    "rms_norm": _rms_norm,
+    "swiglu": _swiglu,
+    "rotary": _rotary,
+    "grouped_linear": partial(_grouped, which="linear"),
+    "grouped_input_gradient": partial(_grouped, which="input"),
+    "grouped_weight_gradient": partial(_grouped, which="weight"),
+    "permute": partial(_permutation, back=False),
+    "unpermute": partial(_permutation, back=True),
+}
+
+
+@torch.no_grad()
+def blocks(day: Day, dtype: torch.dtype, causal: bool, groups: int) -> Answer:
+    """A block of ring attention, and its share of the gradients."""
+    S, draw = _length(day), _drawer(day, dtype)
+    q, grad = draw(2, 8, S, 64), draw(2, 8, S, 64)
+    k, v = draw(2, groups, S, 64), draw(2, groups, S, 64)
+    wide = [x.double() for x in (q, k, v)]
+    forward, backward = (
+        OPS[name].get(day.device, OPS[name]["reference"]) for name in ("attention_block", "attention_block_backward")
+    )
+    got, want = forward(q, k, v, causal=causal), block_reference(*wide, causal=causal)
+    merged = Block(want.out.to(dtype), want.lse.float(), got.drawn)
+    got_grads = backward(grad, q, k, v, merged, causal=causal)
+    want_grads = block_backward_reference(grad.double(), *wide, want, causal=causal)
+    found = {"result": relative(got.out, want.out), "lse": relative(got.lse, want.lse)}
+    found |= {f"gradient {i}": relative(a, b) for i, (a, b) in enumerate(zip(got_grads, want_grads, strict=True))}
+    return Answer(all(e <= TOLERANCE[dtype] for e in found.values()), {"errors": found, "tolerance": TOLERANCE[dtype]})
+
+
+def _kernels(day: Day, named: str, dtype: torch.dtype) -> None:
+    """Each of torch's kernels for attention, asked for by name."""
+    S, draw = _length(day), _drawer(day, dtype)
+    valid = torch.ones(2, S, dtype=torch.bool, device=day.place)
+    valid[1, S // 2 + 3 :] = False
+    for groups in (8, 2):
+        k, v = draw(2, groups, S, 64), draw(2, groups, S, 64)
+        whole, part = (draw(2, 8, S, 64), k, v), (draw(2, 8, S // 2 + 1, 64), k, v)
+        forms: Sequence[tuple[str, tuple[Tensor, ...], Callable[..., Tensor], dict[str, Any]]] = (
+            ("causal", whole, partial(attention_reference, causal=True), {"is_causal": True}),
+            ("all", whole, partial(attention_reference, causal=False), {}),
+            ("padded", whole, partial(attention_reference, causal=False, valid=valid), {"attn_mask": valid[:, None, None]}),
+            ("last half", part, attention_slice_reference, {"attn_mask": causal_lower_right(S // 2 + 1, S)}),
+        )
+        for kernel in KERNELS:
+            for form, tensors, reference, more in forms:
+                case = Case(form, tensors, {})
+                work = partial(one_kernel, kernel, {**more, "enable_gqa": groups != 8}, reference, case, dtype)
+                day.attempt(f"kernel {kernel.name.lower()}: {form}, 8/{groups} heads, {named}", work)
+
+
+def one_kernel(
+    kernel: SDPBackend, more: dict[str, Any], reference: Callable[..., Tensor], case: Case, dtype: torch.dtype
+) -> Answer:
+    """Right, or not to be had for this form here."""
+
+    def form(*tensors: Tensor) -> Tensor:
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(*tensors, **more)
+
+    try:
+        return compare(form, reference, case, TOLERANCE[dtype])
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        return Answer(None, {"not_to_be_had": str(error)[:200]})

@@ -1,0 +1,82 @@
+"""The real trainer of one process, at the sizes of a GPU day."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
+
+from megapar.arguments import Config, parse
+from megapar.core.device.pick import pick
+from megapar.core.world import World
+from megapar.trainer import Trainer
+from megapar.training import build
+from scripts.gpu_day.day import Day
+
+_RUN = "--data-path mock --train-iters 100000 --eval-interval 0 --log-interval 100000 --lr 1e-3 --seed 7"
+_SIZES = {
+    False: "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --vocab-size 32000 "
+    "--micro-batch-size 2",
+    True: "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
+    "--micro-batch-size 2",
+}
+_MODELS = {
+    False: {
+        "dense": "--num-experts 0 --num-query-groups 4 --ffn-hidden-size 2816",
+        "moe": "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1024 --num-query-groups 4 --first-k-dense 0",
+        "ernie": "--ffn-hidden-size 4096 --hidden-dropout 0 --attention-dropout 0",
+    },
+    True: {
+        "dense": "--num-experts 0 --num-query-groups 2 --ffn-hidden-size 96",
+        "moe": "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --num-query-groups 2 --first-k-dense 0",
+        "ernie": "--ffn-hidden-size 128 --hidden-dropout 0 --attention-dropout 0",
+    },
+}
+
+
+def kind(model: str) -> Literal["moe", "ernie"]:
+    """Whose flags follow."""
+    return "ernie" if model == "ernie" else "moe"
+
+
+def flags(day: Day, model: str, more: str = "") -> list[str]:
+    """Of the command line, for one process; what comes later counts."""
+    line = f"{_RUN} --device {day.device} {_SIZES[day.small]} {_MODELS[day.small][model]} {more}"
+    return line.split()
+
+
+def parsed(line: list[str], model: str) -> Config:
+    """The configuration of one process. Raises ConfigError where it is refused."""
+    return parse(kind(model), line, {"WORLD_SIZE": "1", "RANK": "0"})
+
+
+@contextmanager
+def trainer(config: Config, device: str, slices: int = 1, *, cross_layer: bool = False) -> Iterator[Trainer]:
+    """Ready to step; closed and freed afterwards.
+
+    slices, cross_layer: of AMPipe, which the command line refuses on one process; its streams are there all the same.
+    """
+    if slices > 1:
+        ampipe = replace(config.ampipe, ampipe_degree=slices, ampipe_cross_layer=cross_layer)
+        config = replace(config, ampipe=ampipe)
+    where = pick(device)
+    where.prepare_process()
+    corpus = build.make_corpus(config)
+    made = Trainer(config, World.start(config.grid, where, timedelta(minutes=5)), corpus)
+    try:
+        yield made
+    finally:
+        made.loader.close()
+        del made
+        gc.collect()
+
+
+def losses(made: Trainer, steps: int) -> list[float]:
+    """What every token's mean loss was, step by step; the host waits once, at the end."""
+    for _ in range(steps):
+        made.monitor.add(made.step())
+    made._settle()
+    return [record.lm_loss for record in made.monitor.flush()]

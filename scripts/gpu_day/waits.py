@@ -1,0 +1,103 @@
+"""Where the host waits in a step, by torch's own detector, with the line of megapar that did it.
+
+The detector (``torch.cuda.set_sync_debug_mode``) warns at every call that synchronises by itself: copies from pageable
+memory, ``.item()``, indexing by a list. What waits for an event on purpose it does not see. A wait in a backward of
+C++ is told at the line that called the backward.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.trainers import flags, kind, parsed, trainer
+
+RUNS = {
+    "dense": ("dense", "", 1),
+    "ernie": ("ernie", "", 1),
+    "dropless": ("moe", "--moe-model-type megatron_moe", 1),
+    "capacity": ("moe", "--moe-model-type deepspeed_moe", 1),
+    "documents": ("moe", "--moe-model-type megatron_moe --reset-attention-mask --reset-position-ids", 1),
+    "recompute": ("moe", "--moe-model-type megatron_moe --recompute-interval 1", 1),
+    "2 slices": ("moe", "--moe-model-type megatron_moe", 2),
+    "2 slices, capacity": ("moe", "--moe-model-type deepspeed_moe", 2),
+    "offloaded optimizer": ("dense", "--optimizer-offload", 1),
+    "2 micro-batches": ("moe", "--moe-model-type megatron_moe --gradient-merge-acc-step 2", 1),
+}
+# (file, function) -> why it may wait. With one process no counts come from other ranks, and a step hears of its norm a
+# step late: nothing in a step needs the host to wait.
+ALLOWED: dict[tuple[str, str], str] = {}
+WARNED = "synchronizing"
+
+
+def run(day: Day) -> None:
+    """Two steps unseen, then one under the detector."""
+    for name, (model, more, slices) in RUNS.items():
+        day.attempt(name, partial(watched, day, model, more, slices), least=3.0)
+
+
+def watched(day: Day, model: str, more: str, slices: int) -> Answer:
+    """Every wait of a step, by the line that asked for it."""
+    config = parsed(flags(day, model, more), model)
+    with trainer(config, day.device, slices) as made:
+        for _ in range(2):
+            made.step()
+        day.synchronize()
+        with seen() as waits, detector(day):
+            made.step()
+        day.synchronize()
+    if not day.on_gpu:
+        return Answer(None, {"script": kind(model), "not_to_be_had": "a CPU has no detector: the step ran"})
+    unwanted = {place: count for place, count in waits.items() if place_of(place) not in ALLOWED}
+    return Answer(not unwanted, {"waits": dict(waits), "unwanted": unwanted})
+
+
+@contextmanager
+def detector(day: Day) -> Iterator[None]:
+    """torch warns at every synchronising call."""
+    if not day.on_gpu:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def seen() -> Iterator[Counter[str]]:
+    """Counts what the detector says, by the innermost line of megapar: "file:line function"."""
+    found: Counter[str] = Counter()
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if WARNED in str(message):
+            found[line_of_megapar()] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        yield found
+
+
+def line_of_megapar() -> str:
+    """Of the calls that led here, the last that is the package's."""
+    for frame in reversed(traceback.extract_stack()):
+        _, inside, path = frame.filename.rpartition("/megapar/")
+        if inside:
+            return f"megapar/{path}:{frame.lineno} {frame.name}"
+    return "somewhere else"
+
+
+def place_of(where: str) -> tuple[str, str]:
+    """(file, function): lines move."""
+    path, _, function = where.partition(" ")
+    return path.partition(":")[0], function
