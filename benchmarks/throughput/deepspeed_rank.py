@@ -23,7 +23,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import Tensor, nn
 
 from benchmarks.throughput.peer_rank import Batch, batches, join, make_model, quiet, serve_steps
-from benchmarks.throughput.shape import SHAPES
+from benchmarks.throughput.shape import find
 
 
 class Expert(nn.Module):
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     quiet()
-    shape = SHAPES[options.device][options.model]
+    shape = find(options.device, options.model)
     join(options.device, options.rendezvous)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = make_model(shape, options.folder, options.device, "")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.support.contest import Figures, serve
 from benchmarks.throughput.prepare import MASKED
-from benchmarks.throughput.shape import SHAPES, Shape
+from benchmarks.throughput.shape import SHAPES, Shape, find
 
 TRIES = 3
 Kernel = tuple[str, int, Callable[[], object]]  # (group, times per step, what to time)
@@ -136,7 +136,7 @@ def main() -> None:
     for path in options.folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             parameters += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    kernels = Kernels(SHAPES[options.device][options.model], parameters, options.device, dtype)
+    kernels = Kernels(find(options.device, options.model), parameters, options.device, dtype)
 
     def turn(request: str) -> Figures:
         seconds: Figures = {}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
 from benchmarks.support.steps import make_trainer
-from benchmarks.throughput.shape import SHAPES, Shape
+from benchmarks.throughput.shape import SHAPES, Shape, find
 from megapar.arguments import parse
 from megapar.core.device.peak import peak_flops
 from megapar.data.batches import Loader, MicroBatch
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("flags", nargs="*")
     options = parser.parse_args()
-    shape = SHAPES[options.device][options.model]
+    shape = find(options.device, options.model)
     ranks = int(os.environ["WORLD_SIZE"])
     line = [*flags(shape, options.folder, options.device, options.dtype, ranks), *options.flags]
     config = parse(shape.kind, line, dict(os.environ))  # type: ignore[arg-type]

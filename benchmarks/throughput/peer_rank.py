@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
-from benchmarks.throughput.shape import SHAPES, Shape
+from benchmarks.throughput.shape import SHAPES, Shape, find
 
 KINDS = ("eager", "compile", "ddp", "fsdp2")
 Batch = dict[str, Tensor]
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     quiet()
-    shape = SHAPES[options.device][options.model]
+    shape = find(options.device, options.model)
     join(options.device, options.rendezvous)
     base = make_model(shape, options.folder, options.device, options.experts)
     alone = options.device == "cuda" and options.kind in ("eager", "compile")

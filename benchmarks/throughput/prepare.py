@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.throughput.shape import SHAPES, Shape
+from benchmarks.throughput.shape import SHAPES, Shape, find
 
 STEPS = 4  # different batches; contestants go round
 IGNORED = -100
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    shape = SHAPES[options.device][options.model]
+    shape = find(options.device, options.model)
     torch.manual_seed(0)
     config = getattr(transformers, shape.config_class)(**shape.config)
     with torch.device(options.device):

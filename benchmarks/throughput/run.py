@@ -14,6 +14,7 @@ races DeepSpeed-MoE: there megapar, too, shares its experts out over the ranks.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import subprocess
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.support.contest import Contest, Figures, Rank, median, paired
 from benchmarks.support.table import machine, print_json, print_table
-from benchmarks.throughput.shape import SHAPES, Shape
+from benchmarks.throughput.shape import SHAPES, Shape, find
 
 HERE = "benchmarks.throughput"
 OURS, LIMIT = "megapar", "sum of kernels"
@@ -51,13 +52,18 @@ def main() -> None:
     """Race, and print a table for each model and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
-    parser.add_argument("--model", action="append", help="ernie, moe; on cuda also dense; default: all")
+    parser.add_argument("--model", action="append", help="ernie, moe; on cuda also dense; default: these; or tiny-dense, ..")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), action="append", help="default: fp32 and bf16; cuda: bf16")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", action="append", help="default: both of that many ranks; or deepspeed, by itself")
     parser.add_argument("--deepspeed-python", default=sys.executable, help="the interpreter that has DeepSpeed")
-    parser.add_argument("--flags", help="more flags of ours, in one word; default: OWN_FLAGS in this file")
+    parser.add_argument(
+        "--flags",
+        action="append",
+        help="more flags of ours, in one word; given again, ours races with these, too; default: OWN_FLAGS in this file",
+    )
+    parser.add_argument("--jsonl", type=Path, help="add a line per contestant to this file as soon as it has run")
     parser.add_argument("--minutes", type=float, help="begin no model that could end later; default: 7.5 on cuda")
     parser.add_argument("--no-limit", action="store_true", help="leave the sum of kernels out")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' experts: grouped_mm, batched_mm, eager")
@@ -113,7 +119,7 @@ class Race:
 
     def __init__(self, options: argparse.Namespace, model: str, dtype: str, weights: Path, meet: Path) -> None:
         self._options, self._model, self._dtype = options, model, dtype
-        self._shape: Shape = SHAPES[options.device][model]
+        self._shape: Shape = find(options.device, model)
         self._meet = meet
         self._folder = weights / f"{options.device}-{model}"
         self._peers = options.peer or PEERS[options.device, options.ranks]
@@ -135,11 +141,27 @@ class Race:
                     times |= contest.rounds(self._options.rounds, entries, warmup=int(alone))
                     if LIMIT in group:
                         limit = contest.turn(LIMIT, "all")
+                self._note({name: times[name] for name in group if name != LIMIT}, first, limit if LIMIT in group else {})
             except RuntimeError as error:
                 if not alone or group == [OURS]:
                     raise
                 print(f"{self._model}, {self._dtype}: without {group[0]}: {error}\n")
         return self._tell(first, times, limit)
+
+    def _note(
+        self, times: Mapping[str, Sequence[Figures]], first: Mapping[str, float], limit: Mapping[str, float]
+    ) -> None:
+        """Lines of who has just run; nothing without a file for them."""
+        if self._options.jsonl is None:
+            return
+        facts = {"model": self._model, "dtype": self._dtype, "device": self._options.device, "tokens": self._shape.tokens}
+        lines: list[dict[str, object]] = [
+            {**facts, "contestant": name, "rounds": list(figures), "seconds": median(figures), "first_loss": first[name]}
+            for name, figures in times.items()
+        ]
+        lines += [{**facts, "contestant": LIMIT, **limit}] if limit else []
+        with self._options.jsonl.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _compare(self, first: Mapping[str, float]) -> None:
         for name, loss in first.items():
@@ -184,14 +206,15 @@ class Race:
         common = ["--device", options.device, "--model", self._model, "--dtype", self._dtype, str(self._folder)]
         own = OWN_FLAGS.get((options.device, options.ranks), "")
         own = SHARED_EXPERTS if DEEPSPEED in self._peers else own
-        own = own if options.flags is None else options.flags
-        yield OURS, [self._rank(n, OURS, "ours_rank", [*common, "--", *own.split()]) for n in numbers]
+        for number, flags in enumerate([own] if options.flags is None else options.flags):
+            name = f"{OURS} {flags or 'plain'}" if number else OURS
+            yield name, [self._rank(n, name.replace(" ", "_"), "ours_rank", [*common, "--", *flags.split()]) for n in numbers]
         for kind in self._peers:
             if kind == DEEPSPEED:
                 python = options.deepspeed_python
                 yield kind, [self._rank(n, kind, "deepspeed_rank", common, python) for n in numbers]
                 continue
-            experts = ["--experts", options.experts] if self._model == "moe" else []
+            experts = ["--experts", options.experts] if "moe_k" in self._shape.config else []
             yield kind, [self._rank(n, kind, "peer_rank", [*common, "--kind", kind, *experts]) for n in numbers]
         if not options.no_limit and options.ranks == 1:  # its kernels have all cores
             yield LIMIT, [Rank([sys.executable, "-m", f"{HERE}.limit_rank", *common], self._place(0))]

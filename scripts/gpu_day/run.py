@@ -121,19 +121,28 @@ def _run(part: str, asked: argparse.Namespace, findings: Findings, seconds: floa
     process.join(seconds)
     took = round(time.monotonic() - began, 1)
     if process.is_alive():
-        assert process.pid is not None
-        process.kill()  # in case it is so young that it leads no group yet
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         findings.tell(part, PART, False, error="cut off", seconds=took, minutes_given=seconds / 60)
     elif process.exitcode != 0:
         findings.tell(part, PART, False, error=f"ended with status {process.exitcode}", seconds=took)
+    assert process.pid is not None
+    _end_session(process.pid)
+
+
+def _end_session(leader: int) -> None:
+    """What a part has started and left behind: processes of its session, which nobody else is in."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            # The fields behind the command's name, which may hold anything: state, parent, group, session.
+            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+            if session == leader:
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _in_child(part: str, day: Day) -> None:
-    """The part's own process, the first of a group that is ended together."""
-    os.setpgid(0, 0)
+    """The part's own process, the first of a session that is ended together."""
+    os.setsid()
     began = time.monotonic()
     module = importlib.import_module(f"scripts.gpu_day.{part}")
     module.run(day)

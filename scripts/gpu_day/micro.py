@@ -1,0 +1,267 @@
+"""Times of single things that the package's choices hang on: messages, loss chunks, attention, products, copies.
+
+``products`` fits the table of products by rows: the time of a product is its launch, or its tiles.
+
+Shape letters: T tokens, H hidden, k choices, E experts, V vocabulary, S sequence, R rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megapar.core.axis import Axis
+from megapar.core.device.ops import OPS
+from megapar.core.device.packed import Documents
+from megapar.model.loss import linear_cross_entropy
+from megapar.moe.dispatch import sort_by_expert, unpermute
+from megapar.moe.message import fill
+from scripts.gpu_day.day import Answer, Day
+
+GB, T_FLOPS = 1e9, 1e12
+ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+WIDTHS = ((4096, 768), (4096, 4096), (4096, 14336), (1536, 2560))
+KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+class Sizes:
+    """Of a real layer, or of a test."""
+
+    def __init__(self, small: bool) -> None:
+        self.T, self.H, self.k, self.E, self.V = (64, 64, 2, 8, 512) if small else (8192, 4096, 8, 64, 103424)
+        self.lengths = (64, 128) if small else (2048, 4096, 8192, 16384, 32768)
+        self.rows = (8, 64) if small else ROWS
+        self.widths = ((64, 96),) if small else WIDTHS
+
+
+def run(day: Day) -> None:
+    """Each family of times in one finding."""
+    torch.manual_seed(0)
+    sizes = Sizes(day.small)
+    for name, work in (
+        ("launches", _launches),
+        ("products", _products),
+        ("small products of tensor overlap", _overlapped),
+        ("message rows", _messages),
+        ("embedding_bag", _back),
+        ("loss chunks", _loss),
+        ("attention", _attention),
+        ("documents", _documents),
+        ("rotary", _rotary),
+        ("copies", _copies),
+        ("all-reduce of one rank", _all_reduce),
+    ):
+        day.attempt(name, partial(_only_figures, work, day, sizes), least=3.0)
+
+
+def _only_figures(work: Callable[[Day, Sizes], dict[str, Any]], day: Day, sizes: Sizes) -> Answer:
+    if day.on_gpu:
+        torch.cuda.empty_cache()
+    return Answer(None, work(day, sizes))
+
+
+def _draw(day: Day, *shape: int, differentiate: bool = False) -> Tensor:
+    return torch.randn(*shape, device=day.place, dtype=torch.bfloat16).requires_grad_(differentiate)
+
+
+def _there_and_back(work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:
+    """Forward and backward."""
+    grad = torch.randn_like(work())
+    return lambda: torch.autograd.grad(work(), inputs, grad)
+
+
+def _launches(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """What one kernel of nearly no work costs the host, and the device when a thousand stand in its queue."""
+    x, times = torch.zeros(8, device=day.place), 50 if day.small else 1000
+
+    def many() -> None:
+        for _ in range(times):
+            x.add_(1.0)
+
+    many()
+    day.synchronize()
+    began = time.perf_counter()
+    many()
+    host = time.perf_counter() - began
+    day.synchronize()
+    return {"host_seconds": host / times, "seconds": (time.perf_counter() - began) / times}
+
+
+def _products(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """[rows, inner] x [inner, out], for every number of rows and width, and a large one for the peak."""
+    found = []
+    for inner, out in sizes.widths:
+        weight = _draw(day, inner, out)
+        for rows in sizes.rows:
+            x = _draw(day, rows, inner)
+            seconds = day.seconds(lambda x=x, weight=weight: x @ weight, 50)  # type: ignore[misc]
+            flops = 2 * rows * inner * out
+            found.append({"rows": rows, "inner": inner, "out": out, "seconds": seconds, "tflops": flops / seconds / T_FLOPS})
+    large = _draw(day, *((128, 128) if day.small else (8192, 8192)))
+    seconds = day.seconds(lambda: large @ large)
+    return {"products": found, "large_tflops": 2 * large.shape[0] ** 3 / seconds / T_FLOPS}
+
+
+def _overlapped(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """A product in pieces of few rows, as one strided batch, and whole."""
+    pieces, rows = 32, max(2, sizes.T // 32)
+    x, weight = _draw(day, pieces * rows, sizes.H), _draw(day, sizes.H, 96 if day.small else 768)
+    y = torch.empty(x.shape[0], weight.shape[1], device=day.place, dtype=x.dtype)
+
+    def cut() -> None:
+        for part, out in zip(x.split(rows), y.split(rows), strict=True):
+            torch.mm(part, weight, out=out)
+
+    batch, expanded = x.view(pieces, rows, -1), weight.expand(pieces, -1, -1)
+    return {
+        "rows": rows,
+        "one_by_one": day.seconds(cut),
+        "batched": day.seconds(lambda: torch.bmm(batch, expanded)),
+        "whole": day.seconds(lambda: torch.mm(x, weight, out=y)),
+    }
+
+
+def _routed(day: Day, sizes: Sizes) -> tuple[Tensor, Any]:
+    experts = torch.rand(sizes.T, sizes.E, device=day.place).topk(sizes.k).indices
+    permutation, _ = sort_by_expert(experts, None, sizes.E, experts.numel(), exact=True)
+    return experts, permutation
+
+
+def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """The rows of a dispatch by their width: H alone, and with columns for a weight behind them."""
+    x, weights = _draw(day, sizes.T, sizes.H), torch.rand(sizes.T, sizes.k, device=day.place)
+    experts, permutation = _routed(day, sizes)
+    found: dict[str, Any] = {
+        "sort": day.seconds(lambda: sort_by_expert(experts, None, sizes.E, experts.numel(), exact=True)),
+        "fill_as_it_is": day.seconds(lambda: fill(x, weights, permutation)),
+        "columns_as_it_is": fill(x, weights, permutation).shape[1],
+    }
+    pairs = permutation.pair // sizes.k
+    for more in (0, 2, 8):
+        rows = torch.empty(pairs.shape[0], sizes.H + more, device=day.place, dtype=x.dtype)
+        into = rows[:, : sizes.H]
+        found[f"gather_into_h_{more}"] = day.seconds(lambda into=into: torch.index_select(x, 0, pairs, out=into))  # type: ignore[misc]
+        found[f"copy_of_h_{more}"] = day.seconds(lambda into=into: into.contiguous().add_(0))  # type: ignore[misc]
+        found[f"clone_of_h_{more}"] = day.seconds(rows.clone)
+    return {**found, "bytes_of_h_0": 2 * pairs.shape[0] * sizes.H * x.element_size()}
+
+
+def _back(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """Rows back to their tokens."""
+    _, permutation = _routed(day, sizes)
+    rows = _draw(day, sizes.T * sizes.k, sizes.H, differentiate=True)
+    forward = day.seconds(lambda: unpermute(rows, permutation))
+    both = day.seconds(_there_and_back(lambda: unpermute(rows, permutation), [rows]))
+    moved = (rows.numel() + sizes.T * sizes.H) * rows.element_size()
+    return {"forward": forward, "both_ways": both, "gigabytes_per_second": moved / forward / GB}
+
+
+def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """The vocabulary's head and its loss, by the rows that are taken at a time."""
+    hidden = _draw(day, sizes.T, sizes.H, differentiate=True)
+    head = _draw(day, sizes.V, sizes.H, differentiate=True)
+    labels = torch.randint(0, sizes.V, (sizes.T,), device=day.place)
+    found: dict[str, Any] = {}
+    for rows in (16, 64) if day.small else (162, 512, 1024, 2048, 4096, 8192):
+
+        def work(rows: int = rows) -> None:
+            loss = linear_cross_entropy(
+                hidden, head, None, labels, vocab_size=sizes.V, mp=Axis.single("mp"), logits_per_chunk=rows * sizes.V
+            )
+            torch.autograd.grad(loss, (hidden, head))
+
+        try:
+            found[f"rows_{rows}"] = day.seconds(work, 3)
+        except torch.OutOfMemoryError:
+            found[f"rows_{rows}"] = "out of memory"
+    flops = 3 * 2 * sizes.T * sizes.H * sizes.V
+    return {**found, "flops": flops}
+
+
+def _attention(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """Causal attention both ways, 32 heads of 128 and 8 groups, one sample; half of the scores count."""
+    heads, groups, width = (4, 2, 16) if day.small else (32, 8, 128)
+    found: dict[str, Any] = {}
+    for length in sizes.lengths:
+        q = _draw(day, 1, heads, length, width, differentiate=True)
+        k, v = (_draw(day, 1, groups, length, width, differentiate=True) for _ in range(2))
+
+        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        flops = 3.5 * 2 * 2 * length * length * heads * width / 2
+        found[f"torch_chooses_{length}"] = _rate(day, attend, [q, k, v], flops)
+        for kernel in KERNELS:
+            try:
+                with sdpa_kernel(kernel):
+                    found[f"{kernel.name.lower()}_{length}"] = _rate(day, attend, [q, k, v], flops)
+            except RuntimeError as error:
+                found[f"{kernel.name.lower()}_{length}"] = str(error)[:100]
+    return found
+
+
+def _rate(day: Day, work: Callable[[], Tensor], inputs: Sequence[Tensor], flops: float) -> dict[str, float]:
+    seconds = day.seconds(_there_and_back(work, inputs), 5)
+    return {"seconds": seconds, "tflops": flops / seconds / T_FLOPS}
+
+
+def _documents(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """Attention inside documents of one length, by the number of them."""
+    heads, groups, width, length = (4, 2, 16, 128) if day.small else (32, 8, 128, 16384)
+    form = OPS["packed_attention"].get(day.device, OPS["packed_attention"]["reference"])
+    q = _draw(day, 1, heads, length, width, differentiate=True)
+    k, v = (_draw(day, 1, groups, length, width, differentiate=True) for _ in range(2))
+    found = {}
+    for number in (1, 4) if day.small else (1, 4, 16, 64):
+        step = length // number
+        documents = Documents.of(list(range(step, length + 1, step)), day.place)
+        work = _there_and_back(partial(form, q, k, v, documents=documents), [q, k, v])
+        found[f"documents_{number}"] = day.seconds(work, 5)
+    return found
+
+
+def _rotary(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """Every form of the rotation that runs here."""
+    x = _draw(day, 1, sizes.T, 4 if day.small else 32, 128, differentiate=True)
+    angles = torch.rand(1, sizes.T, 64, device=day.place)
+    cos, sin = angles.cos(), angles.sin()
+    forms = {name: form for name, form in OPS["rotary"].items() if name != "npu"}
+    both = {name: day.seconds(_there_and_back(partial(form, x, cos, sin), [x])) for name, form in forms.items()}
+    return {**both, "bytes": 4 * x.numel() * x.element_size()}
+
+
+def _copies(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """Between host and device, from pageable and from page-locked memory, in GB/s."""
+    found: dict[str, Any] = {}
+    for size in (1 << 12, 1 << 16) if day.small else (1 << 16, 1 << 20, 1 << 24, 1 << 28):
+        here = torch.empty(size, dtype=torch.uint8, device=day.place)
+        for name, host in (
+            ("pageable", torch.empty(size, dtype=torch.uint8)),
+            ("pinned", torch.empty(size, dtype=torch.uint8, pin_memory=day.on_gpu)),
+        ):
+            to = day.seconds(lambda host=host, here=here: here.copy_(host, non_blocking=True))  # type: ignore[misc]
+            back = day.seconds(lambda host=host, here=here: host.copy_(here, non_blocking=True))  # type: ignore[misc]
+            found[f"{name}_{size}"] = {"to_device": size / to / GB, "to_host": size / back / GB}
+    return found
+
+
+def _all_reduce(day: Day, sizes: Sizes) -> dict[str, Any]:
+    """What a collective costs that moves nothing: its launch, and the device's time for it."""
+    store = dist.HashStore()
+    dist.init_process_group("nccl" if day.on_gpu else "gloo", store=store, rank=0, world_size=1)
+    try:
+        found = {}
+        for size in (1 << 8, 1 << 12) if day.small else (1 << 8, 1 << 20, 1 << 26):
+            x = torch.zeros(size, device=day.place)
+            found[f"floats_{size}"] = day.seconds(lambda x=x: dist.all_reduce(x))  # type: ignore[misc]
+        return found
+    finally:
+        dist.destroy_process_group()

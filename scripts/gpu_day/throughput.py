@@ -1,0 +1,188 @@
+"""Steps of dense, MoE and ERNIE models against transformers under torch.compile and against the sum of their kernels.
+
+The races are those of ``benchmarks/throughput``, plain and with --compile, a process per contestant; each adds its line
+to ``throughput.jsonl`` beside the findings as soon as it has run. MFU counts causal attention as half, and the peak as
+the data sheet's (989 TFLOP/s of an H200 in bf16). A race has the routing of random weights, which is nearly balanced;
+the MoE's step is then timed with a router that is forced to balance, and with its own after 500 steps of training.
+What ``megapar plan`` promises of the same flags is told beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.throughput.ours_rank import flags
+from benchmarks.throughput.shape import Shape, find
+from megapar.arguments import Config, parse
+from megapar.core.device.peak import peak_flops
+from megapar.core.device.pick import pick
+from megapar.model.flops import step_flops
+from megapar.moe.router import Router
+from megapar.planning.devices import device_kind, kinds
+from megapar.planning.plan import Plan
+from megapar.trainer import Trainer
+from megapar.training import build
+from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.trainers import losses, trainer
+
+MODELS = ("dense", "moe", "ernie")
+WAYS = ("--compile", "")  # of ours; the first starts everybody's comparison
+LOAD_BALANCE = "--moe-aux-loss-coeff 0.01"
+TRAINED, TIMED = 500, 10
+ROOT = Path(__file__).parents[2]
+
+
+def run(day: Day) -> None:
+    """Every race, what was planned of it, and the routing of the MoE."""
+    models = ("tiny-moe",) if day.small else MODELS
+    path = day.out / "throughput.jsonl"
+    with tempfile.TemporaryDirectory() as folder:
+        for number, model in enumerate(models):
+            share = 1 / (len(models) - number + (0.5 if not day.small else 0.0))
+            day.attempt(f"race of {model}", partial(_race, day, model, Path(folder), path, share), least=10.0)
+            for way in _ways(day):
+                day.attempt(f"plan of {model} {way}".strip(), partial(_planned, day, model, way, Path(folder)))
+        moe = "tiny-moe" if day.small else "moe"
+        for name, steps in (("forced balance", 0), ("its own routing", 4 if day.small else TRAINED)):
+            work = partial(_routed, day, moe, steps, Path(folder))
+            day.attempt(f"{moe}, {name}, {steps} steps before", work, least=10.0 if day.small else 30.0)
+
+
+def _ways(day: Day) -> tuple[str, ...]:
+    return ("",) if day.small else WAYS
+
+
+def _race(day: Day, model: str, folder: Path, path: Path, share: float) -> Answer:
+    """One model; a finding per contestant, and one that says who was there."""
+    known = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+    line = [sys.executable, "-m", "benchmarks.throughput.run", "--device", day.device, "--model", model]
+    line += [f"--flags={way}" for way in _ways(day)] + ["--rounds", "2" if day.small else "5"]
+    line += ["--jsonl", str(path), "--folder", str(folder), "--dtype", "bf16" if day.on_gpu else "fp32"]
+    line += [] if day.on_gpu else ["--peer", "eager"]
+    output, status = _ended([*line], max(5.0, day.seconds_left * share))
+    found = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()[known:]] if path.exists() else []
+    ours = [line for line in found if line["contestant"].startswith("megapar")]
+    flops = ours[0]["rounds"][0] if ours else {}
+    for one in found:
+        seconds = one["seconds"]
+        figures = {"seconds": seconds, "tokens_per_second": one["tokens"] / seconds, "routing": "of random weights"}
+        if flops:
+            figures["mfu"] = flops["flops"] / seconds / flops["peak_flops"]
+        if "rounds" in one:
+            figures["peak_bytes"] = max(each["peak_bytes"] for each in one["rounds"])
+            figures["first_loss"] = one["first_loss"]
+        else:
+            figures["kernels"] = {name: value for name, value in one.items() if isinstance(value, float)}
+        day.findings.tell(day.part, f"{model}: {one['contestant']}", None, **figures)
+    there = [one["contestant"] for one in found]
+    everybody = len(_ways(day)) + 2  # of ours, the peer, the kernels
+    if status or len(there) < everybody:
+        raise RuntimeError(f"status {status}, only {there} ran: {output[-1500:]}")
+    return Answer(True, {"contestants": there, "output": output[-1500:]})
+
+
+def _ended(line: list[str], seconds: float) -> tuple[str, int]:
+    """(output, status) of a command and whatever it starts, which ends with it."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(line, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, preexec_fn=_lead)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        said.seek(0)
+        return said.read(), status
+
+
+def _lead() -> None:
+    """A group of its own, so that contestants can be ended with it; the session stays the part's."""
+    os.setpgid(0, 0)
+
+
+def _config(day: Day, model: str, more: str, folder: Path) -> tuple[Shape, Config]:
+    """Ours as the race has it; the published folder is made where no race has."""
+    shape, place = find(day.device, model), folder / f"{day.device}-{model}"
+    if not (place / "samples.pt").exists():
+        line = [sys.executable, "-m", "benchmarks.throughput.prepare", "--device", day.device, "--model", model, str(place)]
+        output, status = _ended(line, max(5.0, day.seconds_left))
+        if status:
+            raise RuntimeError(f"the weights could not be made: status {status}: {output[-500:]}")
+    line = [*flags(shape, place, day.device, "bf16" if day.on_gpu else "fp32", 1), *more.split()]
+    return shape, parse(shape.kind, line, {"WORLD_SIZE": "1", "RANK": "0"})  # type: ignore[arg-type]
+
+
+def _planned(day: Day, model: str, way: str, folder: Path) -> Answer:
+    """What the planner promises of this device, where it knows it."""
+    _, config = _config(day, model, way, folder)
+    name = torch.cuda.get_device_name().lower() if day.on_gpu else "cpu"
+    found = [kind for kind in kinds() if kind.split("-")[0] in name]
+    if not found:
+        return Answer(None, {"not_to_be_had": f"the planner has no row for {name}"})
+    plan = Plan(config, device_kind(found[0]))
+    figures = {"kind": found[0], "seconds": plan.speed.step_seconds, "peak_bytes": plan.fullest.peak}
+    return Answer(None, {**figures, "reserved_bytes": plan.fullest.reserved, "mfu": plan.speed.mfu})
+
+
+def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
+    """The MoE's step with every expert as full as any other (no steps before), or as training has left it."""
+    forced = not steps
+    shape, config = _config(day, model, f"{'--compile' if day.on_gpu else ''} {LOAD_BALANCE}", folder)
+    with balanced() if forced else nullcontext(), trainer(config, day.device) as made:
+        first = _seconds(day, made, 3)
+        left = steps
+        while left > 0 and day.seconds_left > 3 * TIMED * first:
+            losses(made, min(left, TIMED))
+            left -= TIMED
+        seconds = _seconds(day, made, 2 if day.small else TIMED)
+        made.monitor.add(made.step())
+        made._settle()
+        last = made.monitor.flush()[-1]
+        device = made.world.device
+        peak, source = peak_flops(device, build.compute_dtype(config, device))
+        work = step_flops(made.job.sizes, shape.micro_batch, shape.seq_length)
+    load = last.expert_load
+    figures = {"seconds": seconds, "first_seconds": first, "mfu": work / seconds / peak, "peak_from": source}
+    figures |= {"steps_before": steps - max(0, left), "loss": last.lm_loss, "expert_load": load[:: max(1, len(load) // 4)]}
+    return Answer(None, {**figures, "tokens_per_second": shape.tokens / seconds, "forced_balance": forced})
+
+
+def _seconds(day: Day, made: Trainer, steps: int) -> float:
+    """Of one step, behind one that is not counted."""
+    made.monitor.add(made.step())
+    day.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        made.monitor.add(made.step())
+    day.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+@contextmanager
+def balanced() -> Iterator[None]:
+    """Every router sends its tokens round and round: no flag does this, and it trains nothing."""
+
+    def choose(router: Router, probs_TE: Tensor) -> Tensor:
+        T, E = probs_TE.shape
+        first_T = torch.arange(T, device=probs_TE.device) * router.sizes.topk
+        choices_k = torch.arange(router.sizes.topk, device=probs_TE.device)
+        return (first_T[:, None] + choices_k) % E
+
+    with patch.object(Router, "choose", choose):
+        yield
