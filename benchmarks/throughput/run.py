@@ -52,7 +52,9 @@ def main() -> None:
     """Race, and print a table for each model and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
-    parser.add_argument("--model", action="append", help="ernie, moe; on cuda also dense; default: these; or tiny-dense, ..")
+    parser.add_argument(
+        "--model", action="append", help="ernie, moe; on cuda also dense; default: these; or tiny-dense, .."
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), action="append", help="default: fp32 and bf16; cuda: bf16")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--rounds", type=int, default=5)
@@ -61,7 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--flags",
         action="append",
-        help="more flags of ours, in one word; given again, ours races with these, too; default: OWN_FLAGS in this file",
+        help="more flags of ours, in one word; given again, ours races with these, too (default: OWN_FLAGS)",
     )
     parser.add_argument("--jsonl", type=Path, help="add a line per contestant to this file as soon as it has run")
     parser.add_argument("--minutes", type=float, help="begin no model that could end later; default: 7.5 on cuda")
@@ -141,7 +143,9 @@ class Race:
                     times |= contest.rounds(self._options.rounds, entries, warmup=int(alone))
                     if LIMIT in group:
                         limit = contest.turn(LIMIT, "all")
-                self._note({name: times[name] for name in group if name != LIMIT}, first, limit if LIMIT in group else {})
+                self._note(
+                    {name: times[name] for name in group if name != LIMIT}, first, limit if LIMIT in group else {}
+                )
             except RuntimeError as error:
                 if not alone or group == [OURS]:
                     raise
@@ -154,9 +158,20 @@ class Race:
         """Lines of who has just run; nothing without a file for them."""
         if self._options.jsonl is None:
             return
-        facts = {"model": self._model, "dtype": self._dtype, "device": self._options.device, "tokens": self._shape.tokens}
+        facts = {
+            "model": self._model,
+            "dtype": self._dtype,
+            "device": self._options.device,
+            "tokens": self._shape.tokens,
+        }
         lines: list[dict[str, object]] = [
-            {**facts, "contestant": name, "rounds": list(figures), "seconds": median(figures), "first_loss": first[name]}
+            {
+                **facts,
+                "contestant": name,
+                "rounds": list(figures),
+                "seconds": median(figures),
+                "first_loss": first[name],
+            }
             for name, figures in times.items()
         ]
         lines += [{**facts, "contestant": LIMIT, **limit}] if limit else []
@@ -208,7 +223,10 @@ class Race:
         own = SHARED_EXPERTS if DEEPSPEED in self._peers else own
         for number, flags in enumerate([own] if options.flags is None else options.flags):
             name = f"{OURS} {flags or 'plain'}" if number else OURS
-            yield name, [self._rank(n, name.replace(" ", "_"), "ours_rank", [*common, "--", *flags.split()]) for n in numbers]
+            yield (
+                name,
+                [self._rank(n, name.replace(" ", "_"), "ours_rank", [*common, "--", *flags.split()]) for n in numbers],
+            )
         for kind in self._peers:
             if kind == DEEPSPEED:
                 python = options.deepspeed_python

@@ -1,7 +1,6 @@
 """Trainings whose losses must stay together: bf16 beside fp32, and every way to run beside the plain one.
 
-bf16 and fp32 start from the same weights and see the same samples. Mock tokens are uniform, so that what there is to
-learn is little; built-in text is what the package comes with, and needs no network.
+bf16 and fp32 start from the same weights and see the same samples, of which there is something to learn (``Chain``).
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ APART = 0.02  # of the mean loss of the last steps
 WAY_STEPS = 20
 # How far the last loss may be from the plain run's.
 WAYS = {"--compile": 0.02, "--fp8": 0.05, "--manual-gc": 0.005}
-FP8_LAYERS = "--num-layers 2"
 
 
 def run(day: Day) -> None:
     """The curve of the mixture, then of the dense model, then the ways."""
-    for model in ("moe", "dense"):
+    for model in ("moe", "dense")[: 1 if day.small else None]:
         day.attempt(f"{model}, bf16 against fp32", partial(_curve, day, model), least=10.0)
     for model in ("dense", "moe", "ernie")[: 1 if day.small else None]:
         for way, apart in WAYS.items():
@@ -35,9 +33,12 @@ def _curve(day: Day, model: str) -> Answer:
     found = {dtype: _losses(day, model, f"--dtype {dtype} --lr 3e-4", steps) for dtype in ("fp32", "bf16")}
     apart = [abs(a - b) / b for a, b in zip(found["bf16"], found["fp32"], strict=True)]
     ends = {dtype: fmean(curve[-LAST:]) for dtype, curve in found.items()}
-    ok = abs(ends["bf16"] / ends["fp32"] - 1) <= APART
+    learned = day.small or ends["fp32"] < 0.8 * found["fp32"][0]  # else there is nothing to compare
+    ok = learned and abs(ends["bf16"] / ends["fp32"] - 1) <= APART
     figures = {"steps": steps, "ends": ends, "most_apart": max(apart), "apart_at": apart.index(max(apart)) + 1}
-    return Answer(ok, {**figures, "fp32": found["fp32"][:: max(1, steps // 20)], "bf16": found["bf16"][:: max(1, steps // 20)]})
+    return Answer(
+        ok, {**figures, "fp32": found["fp32"][:: max(1, steps // 20)], "bf16": found["bf16"][:: max(1, steps // 20)]}
+    )
 
 
 def _way(day: Day, model: str, way: str, apart: float) -> Answer:
@@ -51,9 +52,12 @@ def _way(day: Day, model: str, way: str, apart: float) -> Answer:
     except MegaparError as error:
         return Answer(None, {"not_to_be_had": str(error)[:300]})
     plain = _losses(day, model, more, steps)
-    return Answer(abs(this[-1] - plain[-1]) <= apart * plain[-1], {"loss": this[-1], "plain": plain[-1], "allowed": apart})
+    return Answer(
+        abs(this[-1] - plain[-1]) <= apart * plain[-1], {"loss": this[-1], "plain": plain[-1], "allowed": apart}
+    )
 
 
 def _losses(day: Day, model: str, more: str, steps: int) -> list[float]:
-    with trainer(parsed(flags(day, model, more), model), day.device) as made:
+    config = parsed(flags(day, model, more), model)
+    with trainer(config, day.device, learnable=model != "ernie") as made:
         return losses(made, steps)

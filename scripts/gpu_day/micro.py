@@ -104,7 +104,9 @@ def _products(day: Day, sizes: Sizes) -> dict[str, Any]:
             x = _draw(day, rows, inner)
             seconds = day.seconds(lambda x=x, weight=weight: x @ weight, 50)  # type: ignore[misc]
             flops = 2 * rows * inner * out
-            found.append({"rows": rows, "inner": inner, "out": out, "seconds": seconds, "tflops": flops / seconds / T_FLOPS})
+            found.append(
+                {"rows": rows, "inner": inner, "out": out, "seconds": seconds, "tflops": flops / seconds / T_FLOPS}
+            )
     large = _draw(day, *((128, 128) if day.small else (8192, 8192)))
     seconds = day.seconds(lambda: large @ large)
     return {"products": found, "large_tflops": 2 * large.shape[0] ** 3 / seconds / T_FLOPS}

@@ -240,7 +240,12 @@ def _kernels(day: Day, named: str, dtype: torch.dtype) -> None:
         forms: Sequence[tuple[str, tuple[Tensor, ...], Callable[..., Tensor], dict[str, Any]]] = (
             ("causal", whole, partial(attention_reference, causal=True), {"is_causal": True}),
             ("all", whole, partial(attention_reference, causal=False), {}),
-            ("padded", whole, partial(attention_reference, causal=False, valid=valid), {"attn_mask": valid[:, None, None]}),
+            (
+                "padded",
+                whole,
+                partial(attention_reference, causal=False, valid=valid),
+                {"attn_mask": valid[:, None, None]},
+            ),
             ("last half", part, attention_slice_reference, {"attn_mask": causal_lower_right(S // 2 + 1, S)}),
         )
         for kernel in KERNELS:

@@ -12,12 +12,15 @@ import importlib
 import json
 import multiprocessing
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from scripts.gpu_day.day import Day
 from scripts.gpu_day.findings import PART, Findings
@@ -92,10 +95,6 @@ def _introduce(findings: Findings, asked: argparse.Namespace) -> int:
 
 
 def _say_machine(findings: Findings, device: str) -> None:
-    import platform
-
-    import torch
-
     said: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -143,6 +142,9 @@ def _end_session(leader: int) -> None:
 def _in_child(part: str, day: Day) -> None:
     """The part's own process, the first of a session that is ended together."""
     os.setsid()
+    if day.device == "cpu" and day.small:  # threads that wait for each other are most of a small day's time
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     began = time.monotonic()
     module = importlib.import_module(f"scripts.gpu_day.{part}")
     module.run(day)
@@ -162,7 +164,9 @@ def _sum_up(findings: Findings, parts: list[str]) -> int:
         if not own.get("ok"):
             wrong.append(f"{part}: {own.get('error', 'not all of it was run')}")
         right = sum(line["ok"] is True for line in mine.values())
-        rows.append((part, len(mine), right, len(bad), own.get("seconds", "-"), "done" if own.get("ok") else "not done"))
+        rows.append(
+            (part, len(mine), right, len(bad), own.get("seconds", "-"), "done" if own.get("ok") else "not done")
+        )
     print(f"\n{'part':12} {'findings':>8} {'right':>6} {'wrong':>6} {'seconds':>8}")
     for name, number, right, bad_ones, seconds, state in rows:
         print(f"{name:12} {number:8} {right:6} {bad_ones:6} {seconds:>8} {state}")

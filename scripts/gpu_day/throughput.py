@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,7 +29,6 @@ from benchmarks.throughput.ours_rank import flags
 from benchmarks.throughput.shape import Shape, find
 from megapar.arguments import Config, parse
 from megapar.core.device.peak import peak_flops
-from megapar.core.device.pick import pick
 from megapar.model.flops import step_flops
 from megapar.moe.router import Router
 from megapar.planning.devices import device_kind, kinds
@@ -75,7 +73,9 @@ def _race(day: Day, model: str, folder: Path, path: Path, share: float) -> Answe
     line += ["--jsonl", str(path), "--folder", str(folder), "--dtype", "bf16" if day.on_gpu else "fp32"]
     line += [] if day.on_gpu else ["--peer", "eager"]
     output, status = _ended([*line], max(5.0, day.seconds_left * share))
-    found = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()[known:]] if path.exists() else []
+    found = (
+        [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()[known:]] if path.exists() else []
+    )
     ours = [line for line in found if line["contestant"].startswith("megapar")]
     flops = ours[0]["rounds"][0] if ours else {}
     for one in found:
@@ -99,7 +99,8 @@ def _race(day: Day, model: str, folder: Path, path: Path, share: float) -> Answe
 def _ended(line: list[str], seconds: float) -> tuple[str, int]:
     """(output, status) of a command and whatever it starts, which ends with it."""
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(line, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, preexec_fn=_lead)
+        # Python 3.10 has no process_group; nothing in _lead takes a lock.
+        process = subprocess.Popen(line, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, preexec_fn=_lead)  # noqa: PLW1509
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -120,7 +121,16 @@ def _config(day: Day, model: str, more: str, folder: Path) -> tuple[Shape, Confi
     """Ours as the race has it; the published folder is made where no race has."""
     shape, place = find(day.device, model), folder / f"{day.device}-{model}"
     if not (place / "samples.pt").exists():
-        line = [sys.executable, "-m", "benchmarks.throughput.prepare", "--device", day.device, "--model", model, str(place)]
+        line = [
+            sys.executable,
+            "-m",
+            "benchmarks.throughput.prepare",
+            "--device",
+            day.device,
+            "--model",
+            model,
+            str(place),
+        ]
         output, status = _ended(line, max(5.0, day.seconds_left))
         if status:
             raise RuntimeError(f"the weights could not be made: status {status}: {output[-500:]}")
@@ -159,7 +169,11 @@ def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
         work = step_flops(made.job.sizes, shape.micro_batch, shape.seq_length)
     load = last.expert_load
     figures = {"seconds": seconds, "first_seconds": first, "mfu": work / seconds / peak, "peak_from": source}
-    figures |= {"steps_before": steps - max(0, left), "loss": last.lm_loss, "expert_load": load[:: max(1, len(load) // 4)]}
+    figures |= {
+        "steps_before": steps - max(0, left),
+        "loss": last.lm_loss,
+        "expert_load": load[:: max(1, len(load) // 4)],
+    }
     return Answer(None, {**figures, "tokens_per_second": shape.tokens / seconds, "forced_balance": forced})
 
 

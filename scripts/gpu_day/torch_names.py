@@ -237,7 +237,7 @@ def main() -> int:
     if asked.write:
         wheel = Wheel(asked.reference)
         places = {written(name, keywords): wheel.has(name, keywords) for name, keywords in names.items()}
-        head = f"# Written by scripts/gpu_day/torch_names.py: the names of torch in use, and where torch {OLDEST} has them."
+        head = f"# Written by scripts/gpu_day/torch_names.py: names of torch in use, and where torch {OLDEST} has them."
         FILE.write_text(
             "\n".join([head, *(f"{name} {place}".strip() for name, place in sorted(places.items()))]) + "\n"
         )

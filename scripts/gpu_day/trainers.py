@@ -14,6 +14,7 @@ from megapar.core.device.pick import pick
 from megapar.core.world import World
 from megapar.trainer import Trainer
 from megapar.training import build
+from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Day
 
 _RUN = "--data-path mock --train-iters 100000 --eval-interval 0 --log-interval 100000 --lr 1e-3 --seed 7"
@@ -54,10 +55,13 @@ def parsed(line: list[str], model: str) -> Config:
 
 
 @contextmanager
-def trainer(config: Config, device: str, slices: int = 1, *, cross_layer: bool = False) -> Iterator[Trainer]:
+def trainer(
+    config: Config, device: str, slices: int = 1, *, cross_layer: bool = False, learnable: bool = False
+) -> Iterator[Trainer]:
     """Ready to step; closed and freed afterwards.
 
     slices, cross_layer: of AMPipe, which the command line refuses on one process; its streams are there all the same.
+    learnable: a decoder's tokens are no longer uniform.
     """
     if slices > 1:
         ampipe = replace(config.ampipe, ampipe_degree=slices, ampipe_cross_layer=cross_layer)
@@ -65,6 +69,8 @@ def trainer(config: Config, device: str, slices: int = 1, *, cross_layer: bool =
     where = pick(device)
     where.prepare_process()
     corpus = build.make_corpus(config)
+    if learnable:
+        corpus = replace(corpus, train=Chain(corpus.train))
     made = Trainer(config, World.start(config.grid, where, timedelta(minutes=5)), corpus)
     try:
         yield made

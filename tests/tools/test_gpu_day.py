@@ -1,0 +1,257 @@
+"""scripts/gpu_day.sh: a small day on a CPU, and what keeps its findings when something ends it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapar.core.device.ops import OPS
+from megapar.data.mock import MockTokenizer
+from scripts.gpu_day import ampipe, curve, equivalence, kernels, operators, run, waits
+from scripts.gpu_day.chain import Chain
+from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.findings import PART, Findings
+from scripts.gpu_day.trainers import flags, losses, parsed, trainer
+from tests.equivalence.run import Trace
+
+ROOT = Path(__file__).parents[2]
+FACTS = {"device": "cpu", "small": True, "commit": "tried"}
+
+
+def small_day(out, *more):
+    line = [str(ROOT / "scripts/gpu_day.sh"), "--device", "cpu", "--small", "--minutes", "10", "--out", str(out), *more]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
+    lines = [json.loads(text) for text in (out / "findings.jsonl").read_text().splitlines()]
+    return done, lines
+
+
+@pytest.mark.parametrize("parts", ["operators,ampipe,waits,kernels,equivalence,micro,curve", "throughput,predicted"])
+def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
+    done, lines = small_day(tmp_path, "--parts", parts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in lines:
+        assert line["ok"] is not False
+        assert "error" not in line
+        assert "left_out" not in line or line["left_out"] == 0
+        assert {"part", "what", "date", "device", "commit"} <= set(line)
+    assert {line["part"] for line in lines} == {"machine", "summary", *parts.split(",")}
+    for part in parts.split(","):
+        mine = [line for line in lines if line["part"] == part]
+        assert len(mine) > 1
+        assert (mine[-1]["what"], mine[-1]["ok"]) == (PART, True)
+    assert json.loads(done.stdout.splitlines()[-1])["wrong"] == []
+    last = {(line["part"], line["what"]): line for line in lines}
+    if "predicted" in parts:
+        assert last["predicted", "tiny-moe"]["predicted_to_measured_seconds"] > 0
+        contestants = [
+            json.loads(text)["contestant"] for text in (tmp_path / "throughput.jsonl").read_text().splitlines()
+        ]
+        assert contestants == ["megapar", "eager", "sum of kernels"]
+    else:
+        assert json.loads((tmp_path / "kernels.json").read_text())["operators"]["mm"]["calls"] > 0
+
+
+def test_the_order_is_the_days_and_unknown_parts_are_refused(tmp_path):
+    assert list(run.PARTS) == [
+        *("operators", "ampipe", "waits", "kernels", "equivalence", "micro", "throughput", "curve", "predicted")
+    ]
+    done = subprocess.run([str(ROOT / "scripts/gpu_day.sh"), "--parts", "ops"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no such parts: ops" in done.stderr
+
+
+@pytest.fixture
+def findings(tmp_path):
+    return Findings(tmp_path / "findings.jsonl", FACTS)
+
+
+def day_of(findings, **more):
+    return Day("tried", "cpu", True, findings.path.parent, time.monotonic() + 100, findings, **more)
+
+
+@pytest.fixture
+def part(monkeypatch, findings):
+    """Runs a function as a part, in a process of its own; the lines on it."""
+
+    def as_part(work, seconds=60.0, again=False):
+        module = types.ModuleType("scripts.gpu_day.tried")
+        module.run = work
+        monkeypatch.setitem(sys.modules, "scripts.gpu_day.tried", module)
+        asked = argparse.Namespace(device="cpu", small=True, out=findings.path.parent, again=again)
+        run._run("tried", asked, findings, seconds)
+        return {what: line for (name, what), line in findings.read().items() if name == "tried"}
+
+    return as_part
+
+
+def test_a_part_that_hangs_is_cut_off_with_what_it_started(part, findings):
+    def hang(day):
+        started = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        day.attempt("found before", lambda: Answer(True, {"started": started.pid}))
+        started.wait()
+
+    lines = part(hang, seconds=2.0)
+    assert lines["found before"]["ok"]
+    assert (lines[PART]["ok"], lines[PART]["error"]) == (False, "cut off")
+    state = Path(f"/proc/{lines['found before']['started']}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert run._sum_up(findings, ["tried"]) == 1
+
+
+def test_errors_are_findings_and_the_rest_goes_on(part, findings):
+    def work(day):
+        day.attempt("breaks", lambda: 1 / 0)
+        day.attempt("holds", lambda: Answer(True, {"figure": float("nan")}))
+
+    lines = part(work)
+    assert "ZeroDivisionError" in lines["breaks"]["error"]
+    assert "1 / 0" in lines["breaks"]["traceback"]
+    assert lines["holds"]["figure"] == "nan"
+    assert lines[PART]["ok"]
+    assert run._sum_up(findings, ["tried"]) == 1
+
+
+def test_a_part_that_dies_says_so(part):
+    def die(day):
+        sys.exit(3)
+
+    assert part(die)[PART]["error"] == "ended with status 3"
+
+
+def test_a_later_call_goes_on_where_time_ran_out(part, findings):
+    called = findings.path.parent / "called"
+
+    def work(day):
+        for name in ("first", "second"):
+            day.attempt(name, lambda name=name: _called(called, name), least=0.0 if name == "first" else needed)
+
+    needed = 1000.0
+    lines = part(work)
+    assert (lines["first"]["ok"], lines["second"]["ok"], lines[PART]["ok"]) == (True, None, False)
+    needed = 0.0
+    assert part(work)[PART]["ok"]
+    assert called.read_text().split() == ["first", "second"]
+    part(work)
+    assert called.read_text().split() == ["first", "second"]
+    part(work, again=True)
+    assert called.read_text().split() == ["first", "second"] * 2
+
+
+def _called(path, name):
+    with path.open("a") as file:
+        file.write(name + "\n")
+    return Answer(True, {})
+
+
+def test_other_commits_and_half_lines_are_not_read(findings):
+    findings.tell("part", "what", True)
+    Findings(findings.path, {**FACTS, "commit": "another"}).tell("part", "theirs", False)
+    with findings.path.open("a") as file:
+        file.write('{"part": "part", "what": "cut')
+    assert list(findings.read()) == [("part", "what")]
+
+
+def test_every_entry_of_the_operator_table_is_called():
+    assert set(operators._CASES) | {"attention_block", "attention_block_backward"} == set(OPS)
+
+
+def test_a_form_that_is_a_little_wrong_is_found():
+    x = torch.randn(4, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    case, reference = operators.Case("rows", (x,), {}), OPS["swiglu"]["reference"]
+    tolerance = operators.TOLERANCE[torch.bfloat16]
+    assert operators.compare(reference, reference, case, tolerance).ok
+    assert not operators.compare(lambda x: 1.1 * reference(x), reference, case, tolerance).ok
+    assert not operators.compare(lambda x: reference(x).detach() + 0 * x.sum(), reference, case, tolerance).ok
+    assert not operators.compare(lambda x: reference(x) * float("nan"), reference, case, tolerance).ok
+
+
+def test_waits_are_told_by_the_last_line_of_the_package():
+    def ask():
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+
+    inside = compile("\n\ndef wait(ask):\n    ask()\n", "/somewhere/megapar/core/thing.py", "exec")
+    scope: dict[str, object] = {}
+    exec(inside, scope)
+    with waits.seen() as found:
+        scope["wait"](ask)  # type: ignore[operator]
+        scope["wait"](ask)  # type: ignore[operator]
+        warnings.warn("of something else", UserWarning, stacklevel=1)
+    assert dict(found) == {"megapar/core/thing.py:4 wait": 2}
+    assert waits.place_of("megapar/core/thing.py:4 wait") == ("megapar/core/thing.py", "wait")
+
+
+def event(name, host=True, kernels=(), children=()):
+    kind = types.SimpleNamespace(name="CPU" if host else "CUDA")
+    launched = [types.SimpleNamespace(name=kernel) for kernel in kernels]
+    return types.SimpleNamespace(
+        name=name, device_type=kind, kernels=launched, cpu_children=list(children), is_user_annotation=False
+    )
+
+
+def test_kernels_are_counted_for_who_called_them():
+    copy = event("aten::copy_", kernels=["Memcpy HtoD (Pageable -> Device)", "elementwise"])
+    cast = event("aten::_to_copy", children=[copy])
+    product = event("aten::mm", kernels=["gemm", "splitKreduce"])
+    device = [event(name, host=False) for name in ("gemm", "splitKreduce", "elementwise", "Memcpy HtoD (Pageable)")]
+    found = kernels.counted([cast, copy, product, event("cudaLaunchKernel"), *device])
+    assert (found.launches, found.copies) == (3, 1)
+    assert found.calls == {"_to_copy": 1, "copy_": 1, "mm": 1}
+    assert found.kernels == {"_to_copy": 1, "copy_": 1, "mm": 2}
+
+
+def test_a_race_that_raced_nothing_is_wrong(findings, monkeypatch):
+    """AMPipe without its deferred launches, and with losses that move."""
+    day = day_of(findings)
+    assert not ampipe.race(day, ampipe.RUNS["plain"], 1).ok
+    runs = iter([[6.0], [6.0], [6.1]])
+    monkeypatch.setattr(ampipe, "losses", lambda made, steps: losses(made, 1) and next(runs))
+    assert not ampipe.race(day, ampipe.RUNS["plain"], 2).ok
+
+
+def test_equivalence_finds_a_device_that_rounds_too_much(findings, monkeypatch):
+    row = equivalence.rows(small=True)[0]
+    assert not any("dropout" in flag for row in equivalence.rows(small=False) for flag in row.options)
+    real = equivalence.traced
+    made = []
+
+    def traced(*arguments):
+        found: Trace = real(*arguments)
+        made.append(found)
+        if len(made) == 3:  # the device's
+            found.gradients = [{name: 1.1 * x for name, x in step.items()} for step in found.gradients]
+        return found
+
+    monkeypatch.setattr(equivalence, "traced", traced)
+    answer = equivalence.compared(day_of(findings), row)
+    assert not answer.ok
+    assert "bf16 gradient" in answer.figures["wrong"][0]
+
+
+def test_a_curve_that_leaves_the_other_is_wrong(findings, monkeypatch):
+    curves = iter([[6.0, 2.0], [6.0, 2.3], [6.0, 2.0], [6.0, 2.01]])
+    monkeypatch.setattr(curve, "_losses", lambda *_: next(curves))
+    assert not curve._curve(day_of(findings), "moe").ok
+    assert curve._curve(day_of(findings), "moe").ok
+
+
+def test_the_chain_names_its_next_token_and_repeats(findings):
+    config = parsed(flags(day_of(findings), "dense"), "dense")
+    with trainer(config, "cpu", learnable=True) as made:
+        chain = made.corpus.train
+        assert isinstance(chain, Chain)
+        assert isinstance(made.corpus.tokenizer, MockTokenizer)
+        first, again = chain[5], chain[5]
+    tokens, labels = first["tokens"], first["labels"]
+    assert (tokens == again["tokens"]).all()
+    assert (labels[:-1] == tokens[1:]).all()
+    named = (3 * (tokens - 7) + 1) % 211 + 7
+    assert 0.5 < (named == labels).mean() < 0.95
