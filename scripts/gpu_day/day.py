@@ -14,6 +14,7 @@ import torch
 from scripts.gpu_day.findings import Findings
 
 LINES_OF_A_TRACEBACK = 30
+MODELS = ("dense", "moe", "ernie")
 
 
 class Answer(NamedTuple):
@@ -27,7 +28,8 @@ class Answer(NamedTuple):
 class Day:
     """One part's day. device: cuda or cpu. small: sizes for a test. ends: on time.monotonic, when it should be done.
 
-    told: what an earlier call has found and need not find again. missing: what there was no time for.
+    told: what an earlier call has found and need not find again. missing: what there was no time for. models: of the
+    races.
     """
 
     part: str
@@ -38,6 +40,7 @@ class Day:
     findings: Findings
     told: frozenset[str] = frozenset()
     missing: int = 0
+    models: tuple[str, ...] = MODELS
 
     @property
     def seconds_left(self) -> float:

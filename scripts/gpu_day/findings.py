@@ -31,8 +31,8 @@ class Findings:
         text = (json.dumps(_plain(line)) + "\n").encode()
         place = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(place, text)  # one call: another process's lines come before or behind
-            os.fsync(place)
+            # One call: another process's lines come before or behind, and what is written outlives this process.
+            os.write(place, text)
         finally:
             os.close(place)
         shown = {name: value for name, value in figures.items() if name != "traceback"}

@@ -52,7 +52,7 @@ def run(day: Day) -> None:
     if total.calls:
         day.attempt("operators", partial(_table, day, total))
     for name, (model, more) in list(RUNS.items())[: 1 if day.small else 2]:
-        day.attempt(f"planned {name}", partial(_planned, day, model, more), least=10.0)
+        day.attempt(f"planned {name}", partial(_planned, day, name, model, more), least=10.0)
 
 
 def _layer(day: Day, model: str, more: str, total: Counted) -> Answer:
@@ -124,8 +124,8 @@ def _table(day: Day, total: Counted) -> Answer:
     return Answer(None, {**figures, "other_than_the_table": other})
 
 
-def _planned(day: Day, model: str, more: str) -> Answer:
-    """What ``megapar plan --launches`` says of the same configuration."""
+def _planned(day: Day, name: str, model: str, more: str) -> Answer:
+    """What ``megapar plan --launches`` says of the same configuration, beside what was counted of a layer."""
     script = f"pretrain_{kind(model)}.py"
     line = [sys.executable, "-m", "megapar.tools.main", "plan", script, "--launches", "--json", "--world-size", "1"]
     seconds = min(PLAN_SECONDS, max(1.0, day.seconds_left))
@@ -138,4 +138,5 @@ def _planned(day: Day, model: str, more: str) -> Answer:
     )
     if done.returncode:
         raise RuntimeError(f"megapar plan --launches ended with status {done.returncode}: {done.stderr[-500:]}")
-    return Answer(None, {"launches": json.loads(done.stdout)["launches"]})
+    counted_here = day.findings.read().get((day.part, name), {}).get("launches_of_a_layer")
+    return Answer(None, {"planned": json.loads(done.stdout)["launches"], "launches_of_a_layer": counted_here})

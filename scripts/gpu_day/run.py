@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_day.day import Day
+from scripts.gpu_day.day import MODELS, Day
 from scripts.gpu_day.findings import PART, Findings
 
 ROOT = Path(__file__).parents[2]
@@ -65,11 +65,13 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes at which every line runs in a minute, on a CPU too")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; default: all of them")
+    parser.add_argument("--models", default=",".join(MODELS), help="whose throughput is raced; default: all of them")
     parser.add_argument("--again", action="store_true", help="find again what an earlier call has found")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_day", help="where findings.jsonl is added to")
     parser.add_argument("--commit", help="of this tree, where it is a copy without its history")
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
+    asked.models = tuple(model for model in MODELS if model in asked.models.split(","))
     asked.parts = [part for part in PARTS if part in asked.parts.split(",")]
     unknown = set(parser.parse_args().parts.split(",")) - set(PARTS)
     if unknown:
@@ -108,13 +110,15 @@ def _say_machine(findings: Findings, device: str) -> None:
 def _run(part: str, asked: argparse.Namespace, findings: Findings, seconds: float) -> None:
     """One part, ended by force where it does not end."""
     before = {what: line for (name, what), line in findings.read().items() if name == part}
-    if not asked.again and before.get(PART, {}).get("ok"):
+    own = before.get(PART, {})
+    if not asked.again and own.get("ok") and set(asked.models) <= set(own["models"]):
         print(f"      {part}: done by an earlier call", flush=True)
         return
     good = {what for what, line in before.items() if line["ok"] is not False and "left_out" not in line}
     told = frozenset() if asked.again else frozenset(good - {PART})
     began = time.monotonic()
     day = Day(part, asked.device, asked.small, asked.out, began + KEPT * seconds, findings, told)
+    day.models = asked.models
     process = multiprocessing.get_context("fork").Process(target=_in_child, args=(part, day))
     process.start()
     process.join(seconds)
@@ -148,7 +152,7 @@ def _in_child(part: str, day: Day) -> None:
     began = time.monotonic()
     module = importlib.import_module(f"scripts.gpu_day.{part}")
     module.run(day)
-    figures = {"seconds": round(time.monotonic() - began, 1), "left_out": day.missing}
+    figures = {"seconds": round(time.monotonic() - began, 1), "left_out": day.missing, "models": day.models}
     day.findings.tell(part, PART, not day.missing, **figures)
 
 

@@ -38,7 +38,6 @@ from megapar.training import build
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import losses, trainer
 
-MODELS = ("dense", "moe", "ernie")
 WAYS = ("--compile", "")  # of ours; the first starts everybody's comparison
 LOAD_BALANCE = "--moe-aux-loss-coeff 0.01"
 TRAINED, TIMED = 500, 10
@@ -47,15 +46,17 @@ ROOT = Path(__file__).parents[2]
 
 def run(day: Day) -> None:
     """Every race, what was planned of it, and the routing of the MoE."""
-    models = ("tiny-moe",) if day.small else MODELS
+    models = ("tiny-moe",) if day.small else day.models
     path = day.out / "throughput.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         for number, model in enumerate(models):
-            share = 1 / (len(models) - number + (0.5 if not day.small else 0.0))
+            share = 1 / (len(models) - number + (0.5 if "moe" in models else 0.0))
             day.attempt(f"race of {model}", partial(_race, day, model, Path(folder), path, share), least=10.0)
             for way in _ways(day):
                 day.attempt(f"plan of {model} {way}".strip(), partial(_planned, day, model, way, Path(folder)))
         moe = "tiny-moe" if day.small else "moe"
+        if moe not in models:
+            return
         for name, steps in (("forced balance", 0), ("its own routing", 4 if day.small else TRAINED)):
             work = partial(_routed, day, moe, steps, Path(folder))
             day.attempt(f"{moe}, {name}, {steps} steps before", work, least=10.0 if day.small else 30.0)
@@ -142,12 +143,18 @@ def _planned(day: Day, model: str, way: str, folder: Path) -> Answer:
     """What the planner promises of this device, where it knows it."""
     _, config = _config(day, model, way, folder)
     name = torch.cuda.get_device_name().lower() if day.on_gpu else "cpu"
-    found = [kind for kind in kinds() if kind.split("-")[0] in name]
-    if not found:
+    kind = planned_kind(name)
+    if not kind:
         return Answer(None, {"not_to_be_had": f"the planner has no row for {name}"})
-    plan = Plan(config, device_kind(found[0]))
-    figures = {"kind": found[0], "seconds": plan.speed.step_seconds, "peak_bytes": plan.fullest.peak}
+    plan = Plan(config, device_kind(kind))
+    figures = {"kind": kind, "seconds": plan.speed.step_seconds, "peak_bytes": plan.fullest.peak}
     return Answer(None, {**figures, "reserved_bytes": plan.fullest.reserved, "mfu": plan.speed.mfu})
+
+
+def planned_kind(device: str) -> str:
+    """The planner's row for a device by its driver's name; "" where it has none."""
+    found = [kind for kind in kinds() if kind.split("-")[0] in device.lower()]
+    return max(found, key=lambda kind: len(kind.split("-")[0]), default="")  # an H200 is no H20
 
 
 def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:

@@ -14,6 +14,7 @@ from megapar.core.device.pick import pick
 from megapar.core.world import World
 from megapar.trainer import Trainer
 from megapar.training import build
+from megapar.training.job import check_device
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Day
 
@@ -68,6 +69,7 @@ def trainer(
         config = replace(config, ampipe=ampipe)
     where = pick(device)
     where.prepare_process()
+    check_device(config, where)
     corpus = build.make_corpus(config)
     if learnable:
         corpus = replace(corpus, train=Chain(corpus.train))

@@ -16,7 +16,8 @@ import torch
 
 from megapar.core.device.ops import OPS
 from megapar.data.mock import MockTokenizer
-from scripts.gpu_day import ampipe, curve, equivalence, kernels, operators, run, waits
+from megapar.moe.router import Router
+from scripts.gpu_day import ampipe, curve, equivalence, kernels, operators, run, throughput, waits
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.findings import PART, Findings
@@ -86,7 +87,7 @@ def part(monkeypatch, findings):
         module = types.ModuleType("scripts.gpu_day.tried")
         module.run = work
         monkeypatch.setitem(sys.modules, "scripts.gpu_day.tried", module)
-        asked = argparse.Namespace(device="cpu", small=True, out=findings.path.parent, again=again)
+        asked = argparse.Namespace(device="cpu", small=True, out=findings.path.parent, again=again, models=())
         run._run("tried", asked, findings, seconds)
         return {what: line for (name, what), line in findings.read().items() if name == "tried"}
 
@@ -206,6 +207,21 @@ def test_kernels_are_counted_for_who_called_them():
     assert (found.launches, found.copies) == (3, 1)
     assert found.calls == {"_to_copy": 1, "copy_": 1, "mm": 1}
     assert found.kernels == {"_to_copy": 1, "copy_": 1, "mm": 2}
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [("NVIDIA H200", "h200-141g"), ("NVIDIA H20", "h20-96g"), ("cpu", "cpu"), ("Radeon", "")]
+)
+def test_the_planner_is_asked_for_the_device_that_is_there(device, kind):
+    assert throughput.planned_kind(device) == kind
+
+
+def test_balance_is_forced_on_every_expert():
+    sizes = types.SimpleNamespace(topk=2)
+    with throughput.balanced():
+        chosen = Router.choose(types.SimpleNamespace(sizes=sizes), torch.rand(10, 5))
+    assert chosen.flatten().bincount().tolist() == [4] * 5
+    assert all(a != b for a, b in chosen.tolist())
 
 
 def test_a_race_that_raced_nothing_is_wrong(findings, monkeypatch):
