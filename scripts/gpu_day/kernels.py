@@ -139,4 +139,6 @@ def _planned(day: Day, name: str, model: str, more: str) -> Answer:
     if done.returncode:
         raise RuntimeError(f"megapar plan --launches ended with status {done.returncode}: {done.stderr[-500:]}")
     counted_here = day.findings.read().get((day.part, name), {}).get("launches_of_a_layer")
-    return Answer(None, {"planned": json.loads(done.stdout)["launches"], "launches_of_a_layer": counted_here})
+    said = json.loads(done.stdout)
+    planned = {name: said[name] for name in ("launches", "layers", "host_waits") if name in said}
+    return Answer(None, {"planned": planned, "launches_of_a_layer": counted_here})
