@@ -338,7 +338,7 @@ class Trainer:
 
     def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
         """Raise the correction bias of experts that got less than their share of the global batch."""
-        rate: float | Tensor = self.config.moe.moe_router_bias_update_rate
+        rate = self.config.moe.moe_router_bias_update_rate
         if rate and isinstance(self.job.model, Decoder):
             total = load.clone()
             if self.data.group is not None:
@@ -346,7 +346,7 @@ class Trainer:
                 dist.all_reduce(total, group=self.data.group)
             # An index by a list would wait for the device.
             rows = total if self.job.pipeline is None else [total[row] for row in self.job.model.load_rows]
-            self.job.model.update_router_bias(rows, rate if bad is None else rate * (1 - bad.double()))
+            self.job.model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
 
     def _report_step(self, work: Work, verdict: Verdict, lr: float, seconds: float) -> Step:
         progress, job = self.progress, self.job

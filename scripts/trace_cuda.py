@@ -42,8 +42,8 @@ READ = "ExpertParallelDispatcher.read"
 class Watch(Tally):
     """A tally that also looks for what the device cannot run. problems: what was wrong, and how often."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__("cuda")
+    def __init__(self, kernels: Kernels, device: FakeGpu) -> None:
+        super().__init__("cuda", device.locked)
         self.problems: Counter[str] = Counter()
         self.operators: set[str] = set()
         self._kernels = kernels
@@ -93,7 +93,7 @@ class Tracer:
     def trace(self, run: Run, more: str = "") -> Watch:
         """A second step as the last rank; the first makes what later ones find. more: flags."""
         config = parse(run.model, [*run.flags.split(), *more.split()], {"WORLD_SIZE": str(run.world), "RANK": "0"})
-        watch = Watch(self._kernels)
+        watch = Watch(self._kernels, self._device)
         with ExitStack() as stack:
             for context in (as_a_build_with_cuda(self._kernels), as_on_a_gpu(self._device), counted(self.calls)):
                 stack.enter_context(context)

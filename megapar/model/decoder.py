@@ -239,13 +239,14 @@ class Decoder(nn.Module):
         experts = (block.moe for block in layers if isinstance(block, DecoderBlock))
         return [moe.router.correction_bias for moe in experts if moe is not None]
 
-    def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float | Tensor) -> None:
+    def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float, keep: Tensor | None = None) -> None:
         """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
 
-        load: [E] counts of each layer over the whole global batch. Source: auxiliary-loss-free balancing (DeepSeek-V3).
+        load: [E] counts of each layer over the whole global batch. keep: a scalar on the device, 0 where none moves.
+        Source: auxiliary-loss-free balancing (DeepSeek-V3).
         """
         for bias, counts in zip(self.correction_biases(), load, strict=True):
-            move_correction_bias(bias, counts, rate)
+            move_correction_bias(bias, counts, rate, keep)
 
     def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats], Context]:
         """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""

@@ -135,10 +135,12 @@ def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool) -> Tensor
 
 
 @torch.no_grad()
-def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float | Tensor) -> None:
+def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float, keep: Tensor | None = None) -> None:
     """bias += rate · sign(mean load − load), in place: busy experts are chosen less, idle ones more.
 
-    load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops.
+    load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops. keep: a scalar on
+    the device, where it is 0 nothing moves.
     """
     load_E = load_E.to(bias_E.dtype)
-    bias_E.add_(torch.sign(load_E.mean() - load_E) * rate)
+    sign_E = torch.sign(load_E.mean() - load_E)
+    bias_E.add_(sign_E if keep is None else sign_E * keep, alpha=rate)

@@ -178,7 +178,8 @@ def _traced(config: Config) -> Sums:
     rank = config.grid.world_size - 1
     config = traceable(config, rank)
     kind = "cpu" if config.sharding.sharding_stage == FULL else "meta"
-    device, tally = FakeGpu(torch.device(kind)), Tally(kind)
+    device = FakeGpu(torch.device(kind))
+    tally = Tally(kind, device.locked)
     with ExitStack() as stack:
         for context in (as_on_a_gpu(device), asked(tally), _NumbersWritten(tally)):
             stack.enter_context(context)

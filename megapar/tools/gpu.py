@@ -17,11 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 
 from megapar.core import random
 from megapar.core.device import attention_slice, ops, packed
-from megapar.core.device.base import Device, MemoryPressure, NoEvent, NoStream
+from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
 
 _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
@@ -31,12 +32,14 @@ class FakeGpu(CudaDevice):
     """A GPU whose host runs ahead and whose streams are one; what asks no driver is ``CudaDevice``'s own.
 
     torch_device: where fake tensors say that they are: "cuda" where somebody stands in for its guard; "meta", which
-    every build of torch has; "cpu" for FSDP2, which takes parameters on "meta" for some that are still to come.
+    every build of torch has; "cpu" for FSDP2, which takes parameters on "meta" for some that are still to come. locked:
+    what has been asked to be page-locked, by the address of its storage, which the reference keeps from another.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
         Device.__init__(self, 0)
         self.torch_device = torch_device
+        self.locked: dict[int, StorageWeakRef] = {}
         if torch_device.type == "cpu":
             self.type = "cpu"  # of meshes
 
@@ -44,6 +47,20 @@ class FakeGpu(CudaDevice):
     def name(self) -> str:
         """That of a device whose peak is known."""
         return "NVIDIA H200"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """That of the same."""
+        return 9, 0
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Only noted: not every build of torch can lock pages."""
+        self.locked[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+        return x
+
+    def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """As torch marks page-locked memory; no driver registers it."""
+        return Accelerator.pinned_zeros(self, numel, dtype)
 
     def synchronize(self) -> None:
         """Nothing is enqueued."""

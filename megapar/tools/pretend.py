@@ -29,7 +29,7 @@ from megapar.core.device.pick import pick
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding import fsdp
 from megapar.core.world import World
-from megapar.data.batches import Collate, MicroBatch
+from megapar.data.batches import Collate, MicroBatch, pinned
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.samples import Sample
@@ -97,7 +97,8 @@ def pretend(
 
 def _make_real(config: Config, world: World, corpus: Corpus) -> Collate:
     """Samples are real, and the host reads them: they become fake on their way to the device."""
-    collate = own_positions(corpus.collate, build.make_layout(config), world.axis("cp").rank)
+    own = own_positions(corpus.collate, build.make_layout(config), world.axis("cp").rank)
+    collate = pinned(own, world.device.pin)
 
     def made(samples: Sequence[Sample]) -> MicroBatch:
         with unset_fake_temporarily():

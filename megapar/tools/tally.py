@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
+from megapar.moe.layer import MoeLayer
 from megapar.tools import pretend
 from megapar.tools.kernels import kernels_of
 
@@ -96,14 +97,15 @@ class Tally(TorchDispatchMode):
     """Counts what touches tensors of a device; ``sums`` may be taken and set anew at any moment.
 
     device: the type of device that counts. Where it is "cpu" copies between host and device cannot be told apart.
+    pinned: host memory that counts as page-locked from the start, by the address of its storage.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, pinned: dict[int, StorageWeakRef] | None = None) -> None:
         super().__init__()
         self.sums = Sums()
         self._device = device
-        # Of fake tensors, which do not say it themselves. A weak reference keeps the address from being given again.
-        self._pinned: dict[int, StorageWeakRef] = {}
+        # Which fake tensors do not say themselves. A weak reference keeps the address from being given again.
+        self._pinned: dict[int, StorageWeakRef] = {} if pinned is None else pinned
 
     def wait(self, label: str | None = None) -> None:
         """The host waits, in a way that no operator shows."""
@@ -165,8 +167,10 @@ class Tally(TorchDispatchMode):
             self.sums.waits[label] += 1
 
     def _is_pinned(self, x: Tensor) -> bool:
+        if x.untyped_storage()._cdata in self._pinned:
+            return True
         if isinstance(x, FakeTensor):
-            return x.untyped_storage()._cdata in self._pinned
+            return False
         with _disable_current_modes():
             return x.is_pinned()
 
@@ -200,7 +204,16 @@ def asked(tally: Tally) -> Iterator[None]:
         tally.wait("ExpertParallelDispatcher.read")
         return told.numbers
 
-    with patch.object(pretend, "_values", values), patch.object(pretend, "_read", read):
+    def read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]:
+        tally.wait("MoeLayer.read_sizes")
+        return answer(layer, counts_E, rows)
+
+    answer = pretend._read_sizes
+    with (
+        patch.object(pretend, "_values", values),
+        patch.object(pretend, "_read", read),
+        patch.object(pretend, "_read_sizes", read_sizes),
+    ):
         yield
 
 
