@@ -175,9 +175,8 @@ def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
     for rows in (16, 64) if day.small else (162, 512, 1024, 2048, 4096, 8192):
 
         def work(rows: int = rows) -> None:
-            loss = linear_cross_entropy(
-                hidden, head, None, labels, vocab_size=sizes.V, mp=Axis.single("mp"), logits_per_chunk=rows * sizes.V
-            )
+            held = {"mp": Axis.single("mp"), "logits_bytes": 4 * rows * sizes.V}
+            loss = linear_cross_entropy(hidden, head, None, labels, vocab_size=sizes.V, **held)
             torch.autograd.grad(loss, (hidden, head))
 
         try:

@@ -18,8 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megapar.core.device.block import Block, block_backward_reference, block_reference
+from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import OPS, attention_reference, attention_slice_reference
 from megapar.core.device.packed import Documents
+from megapar.core.device.pick import pick
 from megapar.moe.dispatch import sort_by_expert
 from scripts.gpu_day.day import Answer, Day
 
@@ -49,7 +51,7 @@ def run(day: Day) -> None:
         for name in OPS:
             if name.startswith("attention_block"):
                 continue  # both at once, below
-            form, reference = OPS[name].get(day.device, OPS[name]["reference"]), OPS[name]["reference"]
+            form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
                 day.findings.tell(day.part, f"{name}: calls", False, error="no calls are written for this entry")
                 continue
@@ -61,6 +63,18 @@ def run(day: Day) -> None:
             day.attempt(f"attention_block: causal {causal}, 8/{groups} heads, {named}", work)
         if dtype != torch.float32:
             _kernels(day, named, dtype)
+
+
+def _form(name: str, day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The table's, or what experts take in its place where the device has no grouped kernel for this dtype."""
+    by_size = _BY_SIZE.get(name)
+    if by_size is None or not pick(day.device).grouped_lacks(dtype, ()):
+        return OPS[name].get(day.device, OPS[name]["reference"])
+
+    def form(left: Tensor, right: Tensor, counts_E: Tensor) -> Tensor:
+        return by_size(left, right, counts_E.tolist())
+
+    return form
 
 
 def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case: Case, tolerance: float) -> Answer:
@@ -181,6 +195,13 @@ def _grouped(day: Day, draw: Callable[..., Tensor], which: str) -> Iterator[Case
             yield Case(f"{inner} to {out}, rows {'+'.join(map(str, counts))}", tensors, more)
 
 
+def _add_product(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    rows, total = _length(day), torch.randn(96, 64, device=day.place)
+    factors = draw(rows, 96, differentiate=False).t(), draw(rows, 64, differentiate=False)
+    for begins in (True, False):
+        yield Case("begins" if begins else "goes on", (total.clone(), *factors), {"begins": begins})
+
+
 def _permutation(day: Day, draw: Callable[..., Tensor], back: bool) -> Iterator[Case]:
     T = 4 * _length(day)
     experts = torch.stack([torch.randperm(8, device=day.place)[:2] for _ in range(T)])
@@ -194,6 +215,11 @@ def _permutation(day: Day, draw: Callable[..., Tensor], back: bool) -> Iterator[
         yield Case("some pairs" if some else "all pairs", (draw(rows if back else T, 96),), more)
 
 
+_BY_SIZE: dict[str, Callable[[Tensor, Tensor, list[int]], Tensor]] = {
+    "grouped_linear": linear_by_size,
+    "grouped_input_gradient": input_gradient_by_size,
+    "grouped_weight_gradient": weight_gradient_by_size,
+}
 _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "attention": _attention,
     "attention_slice": _attention_slice,
@@ -205,6 +231,7 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "grouped_linear": partial(_grouped, which="linear"),
     "grouped_input_gradient": partial(_grouped, which="input"),
     "grouped_weight_gradient": partial(_grouped, which="weight"),
+    "add_product": _add_product,
     "permute": partial(_permutation, back=False),
     "unpermute": partial(_permutation, back=True),
 }

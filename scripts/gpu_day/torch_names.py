@@ -25,12 +25,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch.distributed as dist
+
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_suffix(".txt")
 WALKED = ("megapar", "scripts/gpu_day", "benchmarks/throughput", "benchmarks/support")
 OLDEST = "2.11.0"
 # Not run where torch 2.11 is: the vendor's own wheel, and peers that are raced on two CPU cores.
 LEFT_OUT = ("megapar/core/device/ascend.py", "megapar/core/device/npu.py", "benchmarks/throughput/deepspeed_rank.py")
+NCCL = "torch.distributed.ProcessGroupNCCL"
 Names = dict[str, frozenset[str]]  # dotted name -> keywords of its calls
 
 
@@ -83,8 +86,12 @@ def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str | None:
 
 
 def missing_here(names: Names) -> list[str]:
-    """What the torch of this process lacks: a name, or a keyword of a function that says which it takes."""
-    return [problem for name, keywords in names.items() for problem in _missing(name, keywords)]
+    """What the torch of this process lacks: a name, or a keyword of a function that says which it takes.
+
+    What only builds with NCCL have is not asked of others.
+    """
+    asked = {name: keywords for name, keywords in names.items() if NCCL not in name or dist.is_nccl_available()}
+    return [problem for name, keywords in asked.items() for problem in _missing(name, keywords)]
 
 
 def _missing(name: str, keywords: frozenset[str]) -> Iterator[str]:
@@ -121,13 +128,19 @@ class Wheel:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         operators = (folder / "torchgen/packaged/ATen/native/native_functions.yaml").read_text(encoding="utf-8")
-        # Operators of other namespaces: those that torch's own fake tensors know by name.
+        # Operators of other namespaces: those that fake tensors know by name, and those that are defined in Python.
         self._named = (folder / "torch/_subclasses/fake_tensor.py").read_text(encoding="utf-8")
+        defined = (folder / "torch/distributed/_symmetric_memory/__init__.py").read_text(encoding="utf-8")
+        (space,) = re.findall(r'Library\("(\w+)", "DEF"\)', defined)[:1]
+        schemas = re.findall(r'lib\.define\(\s*"(\w+)\((.*?)\) ->', defined, re.DOTALL)
+        self._defined = {f"torch.ops.{space}.{operator}": arguments for operator, arguments in schemas}
         self._found: dict[tuple[str, frozenset[str]], str] = {}
         self._operators = dict(re.findall(r"^- func: (\w+)[.\w]*\((.*)\) ->", operators, re.MULTILINE))
 
     def has(self, name: str, keywords: frozenset[str]) -> str:
         """Where it is: python, stub or operators; "" where it, or one of its keywords, is not."""
+        if name in self._defined:
+            return "python" if all(f" {word} " in self._defined[name] for word in keywords) else ""
         if name.startswith("torch.ops."):
             parts = name.split(".")
             known = parts[3:4] == [] or parts[3] in self._operators if parts[2] == "aten" else name in self._named

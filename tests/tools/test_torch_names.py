@@ -54,6 +54,10 @@ def wheel(tmp_path):
         "torch/nn/__init__.py": "from .kernels import attend as attend\n",
         "torch/nn/kernels.py": "if True:\n    def attend(q, *, scale=None): ...\n    def loose(**more): ...\n",
         "torch/_subclasses/fake_tensor.py": "func is torch.ops.prim.device.default",
+        "torch/distributed/_symmetric_memory/__init__.py": (
+            'lib = torch.library.Library("near", "DEF")\n'
+            'lib.define(\n    "fused("\n    "Tensor A, *, bool return_A = True) -> Tensor",\n)\n'
+        ),
         "torchgen/packaged/ATen/native/native_functions.yaml": "- func: _efficient.out(Tensor q) -> Tensor\n",
     }
     for name, text in files.items():
@@ -78,6 +82,9 @@ def wheel(tmp_path):
         ("torch.ops.aten._newer", (), False),
         ("torch.ops.prim.device.default", (), True),
         ("torch.ops.prim.newer.default", (), False),
+        ("torch.ops.near.fused", ("return_A",), True),
+        ("torch.ops.near.fused", ("bias",), False),
+        ("torch.ops.near.newer", (), False),
     ],
 )
 def test_a_wheel_is_asked_without_being_run(wheel, name, keywords, there):
