@@ -285,11 +285,11 @@ class LazyDevice(Device):
         """
         lent, stream.lent = stream.lent, []
         for memory, access in lent:
-            seen, dangling = stream.sees(access), memory.freed and access.stream not in memory.adopted
-            if dangling and seen == (stream is self.main):
+            seen, covered = stream.sees(access), memory.covered(access)
+            if memory.freed and not covered and seen == (stream is self.main):
                 self._hidden = [hidden for hidden in self._hidden if not hidden.access.follows(access)]  # for good
                 raise LazyError(f"freed on stream {stream.name} before anything there had waited for {access}")
-            if not seen:
+            if not seen and not (memory.freed and covered):
                 stream.lent.append((memory, access))
 
     def _memory(self, x: Tensor) -> Memory:

@@ -68,6 +68,10 @@ class Memory:
         """Whether nobody holds it any more."""
         return bool(self._reference.expired())
 
+    def covered(self, access: Access) -> bool:
+        """Whether the allocator waits for an access: for its stream, or for one that has waited for it."""
+        return any(stream is access.stream or stream.sees(access) for stream in self.adopted)
+
     def read(self, access: Access) -> None:
         """Note a read. Raises LazyError where it is not behind a write of another stream."""
         for write in self._unseen(self.writes, access):

@@ -134,6 +134,26 @@ def test_the_main_stream_adopts_what_another_one_allocated(adopted: bool) -> Non
                 device.launch(lambda: torch.ones(2), stream, before)
 
 
+@pytest.mark.parametrize("waited", [False, True])
+def test_memory_is_kept_for_whoever_the_stream_that_adopted_it_has_waited_for(waited: bool) -> None:
+    """A receipt's buffer: of one stream, filled by a second, used on the main one, which has waited for the second."""
+    with LazyDevice() as device:
+        stream, filling, before = device.new_stream(), device.new_stream(), device.event()
+        y = device.launch(lambda: torch.ones(2, 3), stream, before)
+        with filling:
+            filling.wait_stream(stream)
+            y.mul_(2)
+        if waited:
+            device.main.wait_stream(filling)
+        device.adopt(y)
+        del y
+        if waited:
+            device.launch(lambda: torch.ones(2), stream, before)
+        else:
+            with pytest.raises(LazyError, match=r"freed on stream 0 .*aten\.mul_\.Tensor of \[2, 3\] on stream 1"):
+                device.launch(lambda: torch.ones(2), stream, before)
+
+
 @pytest.mark.parametrize("through_data", [False, True])
 def test_overwritten(through_data: bool) -> None:
     """Also where no version is counted."""

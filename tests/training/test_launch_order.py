@@ -19,7 +19,7 @@ from megapar.core.journal import Journal
 from megapar.core.rounds import axis_ranks, axis_rounds
 from megapar.trainer import train
 from tests.support.ranks import run_ranks
-from tests.support.training import COMMON, SMALL, _last_wins
+from tests.support.training import COMMON, SMALL, last_wins
 
 Launches = list[tuple[str, str]]  # axis or queue, kind
 MESSAGES = ("send", "receive")
@@ -81,7 +81,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_a_communicator_launch_in_one_order(layout: str) -> None:
-    flags = _last_wins((*SMALL["moe"], *COMMON), (*STEPS, *LAYOUTS[layout]))
+    flags = last_wins((*SMALL["moe"], *COMMON), (*STEPS, *LAYOUTS[layout]))
     launches = run_ranks(4, launched, flags, group=False)
     assert all(len(found) > 10 for found in launches)
     grid = parse("moe", [*flags, "--validate-only", "--world-size", "4"], {}).grid
