@@ -119,6 +119,7 @@ BIASED = ("--moe-router-bias-update-rate", "0.01")
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 ON_STREAMS = (
     *("--ampipe-degree", "--use-pipe-experts", "--optimizer-offload", "--recompute-partition", "--recompute-offload"),
+    "--pp-degree",  # receipts
 )
 
 MP2, MP4 = ("--mp-degree", "2"), ("--mp-degree", "4")
