@@ -44,6 +44,7 @@ RUNS = (
     Run("dense", "moe", 1, DENSE),
     Run("dense, fp16", "moe", 1, f"{DENSE} --fp16".replace("--bf16 ", "")),
     Run("dense, sharding 2", "moe", 2, DENSE),
+    Run("dense, sharding 24, rows of odd lengths", "moe", 24, f"{DENSE} --hidden-size 2560"),
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
     Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
     Run("dense, offloaded optimizer", "moe", 2, f"{DENSE} --optimizer-offload"),

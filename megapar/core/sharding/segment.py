@@ -6,6 +6,9 @@ the other, decayed ones first, and those together that the same axes split.
     parameter a, cut along dim 0     parameter b, cut along dim 1          row 0 | a0 b0 |
         [ a0 ]                            [ b0 | b1 ]                      row 1 | a1 b1 |
         [ a1 ]
+
+A row that is a large message is filled up to whole 16 bytes, so that every rank's part of a collective begins at a
+multiple of them: NCCL copies byte by byte elsewhere. Nobody reads what fills it up.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from megapar.core.box import Box
 from megapar.core.buffers import BufferPool
 from megapar.core.meter import WaitMeter
 from megapar.core.sharding.cut import Described, shard_dim
+
+ALIGNED_BYTES = 16
+LARGE_BYTES = 1 << 16  # of a rank's part, from which its copy counts
 
 # (description, local parameter, this rank's master box, whether this rank counts it in the global norm)
 Entry = tuple[Described, nn.Parameter, Box, bool]
@@ -88,6 +94,14 @@ def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
     return tuple(members)
 
 
+def row_length(elements: int, item_bytes: int) -> int:
+    """Elements of a row with so many of its own, the smallest of which travel in ``item_bytes``."""
+    if elements * item_bytes <= LARGE_BYTES or item_bytes >= ALIGNED_BYTES:
+        return elements
+    unit = ALIGNED_BYTES // item_bytes
+    return -(-elements // unit) * unit
+
+
 @dataclass(frozen=True)
 class Range:
     """Elements [start, end) of a row that the optimizer treats alike."""
@@ -126,9 +140,11 @@ class Segment:
         self.shard = shard
         self.replica = replica
         self.members = make_members(parameters, shard.size)
-        self.row = self.members[-1].offset + self.members[-1].numel
         first = parameters[0][1]
         self.dtype = first.dtype
+        self.row = self.members[-1].offset + self.members[-1].numel
+        if shard.size > 1:
+            self.row = row_length(self.row, min(self.dtype.itemsize, reduce_dtype.itemsize))
         if new_master is None:
             self.master = torch.zeros(self.row, dtype=master_dtype, device=first.device)
         else:
