@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from megapar.core.world import World
 from megapar.errors import DistributedError
 from megapar.model.mlp import Mlp
 from megapar.model.table import decoder_table
-from megapar.moe.expert_parallel import order_by_expert
+from megapar.moe.expert_parallel import ExpertParallelDispatcher, order_by_expert
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from tests.model.small import MOE
@@ -209,6 +211,35 @@ def check(world, sequence_parallel, case):
         close(grad, whole.get_parameter(name).grad[row.box(places).slices], name)
     layer.traffic.check_settled()
     return int(stats.dropped)
+
+
+def announced(rank, world_size, rendezvous):
+    """(collectives in the order of their launch, counts of the ranks that share experts, by a gather over all)."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with patch.dict(os.environ, place):
+        grid = Grid(sharding=2, mp=2, ep=2, emp=2)
+        world = World.start(grid, Device(), timedelta(seconds=60), f"file://{rendezvous}")
+    traffic = Traffic(device=world.device)
+    dispatcher = ExpertParallelDispatcher(4, world.axis("ep"), world.axis("emp"), cut=True, even=False, traffic=traffic)
+    experts_Tk = torch.randint(0, 4, (9, 2), generator=torch.Generator().manual_seed(rank))
+    launched = []
+    with patch.object(Axis, "note", lambda axis, kind: launched.append(axis.name)):
+        told = dispatcher.announce(experts_Tk, None)
+    everyone = [torch.empty_like(told.counts) for _ in range(world_size)]
+    dist.all_gather(everyone, told.counts)
+    ep, emp = world.axis("ep"), world.axis("emp")
+    # emp is innermost: who shares experts with a rank stands beside it.
+    senders = [[place - emp.rank + sharer for place in ep.ranks] for sharer in range(emp.size)]
+    wanted = torch.stack([torch.stack([everyone[sender][ep.rank] for sender in row]) for row in senders])
+    world.close()
+    return launched, torch.equal(told.gathered, wanted), torch.equal(told.arriving, wanted[emp.rank])
+
+
+def test_counts_of_cut_tokens_go_over_emp_before_they_queue_over_ep():
+    for launched, gathered, arriving in run_ranks(4, announced, group=False):
+        assert launched == ["emp", "ep"]
+        assert gathered
+        assert arriving
 
 
 def partial(row, sequence_parallel):
