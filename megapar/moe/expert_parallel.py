@@ -127,14 +127,20 @@ class ExpertParallelDispatcher:
         return self.uneven_plan(*once(replay, count), experts_Tk, kept_Tk)
 
     def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> Announced:
-        """Exchange the counts of rows; the host does not wait for the device. aside: on a stream of its own."""
+        """Exchange the counts of rows; the host does not wait for the device. aside: on a stream of its own.
+
+        First over emp, then over ep: there they queue behind the dispatch of the slice before, and what is launched
+        over emp after that, such as the next slice's sums, would queue behind it as well.
+        """
         counts = count_pairs(experts_Tk, kept_Tk, self.num_experts).sum(0).view(self.ep.size, -1)
-        arriving = counts
+        sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
+        # [ep, emp, L]; a copy flies, since the counts are used again.
+        arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         if self.ep.size > 1:
-            # A copy flies: the counts are used again.
-            flight = self.traffic.launch(AllToAll(self.ep, kind="counts"), counts.clone())
-            arriving = self.traffic.land(flight, metered=not aside)
-        gathered = gather(arriving[None], self.emp, 0) if self.gathers else None
+            flight = self.traffic.launch(AllToAll(self.ep, kind="counts"), arrived)
+            arrived = self.traffic.land(flight, metered=not aside)
+        gathered = arrived.transpose(0, 1).contiguous() if self.gathers else None
+        arriving = arrived[:, 0] if gathered is None else gathered[self.emp.rank]
         parts = [counts, arriving] if gathered is None else [counts, arriving, gathered]
         numbers, ready = self.traffic.device.host_copy(torch.cat([part.flatten() for part in parts]))
         return Announced(counts, arriving, gathered, numbers, ready)

@@ -70,7 +70,7 @@ def _sent(layout: Layout, moe: MoeSizes, rows: float, *, gathers: bool) -> list[
             found += [Message("ep", "all_to_all", share * rows * size, phase) for size in (row, H * e)]
     counted = grid.ep > 1 and not even(layout, moe)
     if counted:
-        found.append(Message("ep", "all_to_all", INDEX * E * share, "forward"))
+        found.append(Message("ep", "all_to_all", INDEX * E * share * (grid.emp if gathers else 1), "forward"))
     if counted and gathers:
         found.append(messages.message("emp", "all_gather", INDEX * E * grid.emp, "forward"))
     if layout.cut:  # what the losses and the load need of every rank's tokens
