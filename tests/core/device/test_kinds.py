@@ -18,6 +18,8 @@ DRIVERS = {
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "Tesla V100-SXM2-32GB": "v100-32g",
     "Ascend910B2": "ascend-910b",
+    "Ascend910_9392": "ascend-910c-die",
+    "NVIDIA H100 NVL": "h100-nvl-94g",
     "Ascend910A": "ascend-910",
     "cpu (2 threads)": "cpu",
 }
