@@ -44,7 +44,7 @@ _BY_PIECES = frozenset({"_allgather_base_", "_reduce_scatter_base_"})
 _MESSAGES = frozenset({"c10d", "_c10d_functional"})
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """rows: of all batches together; of a weight's gradient those that are summed over. columns, inner: the others.
     work: multiplications."""
 
@@ -67,7 +67,7 @@ class Sums:
     """
 
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
-    products: Counter[tuple[Product, str]] = field(default_factory=Counter)
+    products: Counter[tuple[MatrixProduct, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -83,7 +83,7 @@ class Sums:
         return self.kernels.total()
 
     @property
-    def smallest_product(self) -> Product | None:
+    def smallest_product(self) -> MatrixProduct | None:
         """The one with the fewest rows, all its batches together."""
         return min((product for product, _ in self.products), default=None)
 
@@ -217,14 +217,14 @@ def asked(tally: Tally) -> Iterator[None]:
         yield
 
 
-def product_of(left: Tensor, right: Tensor) -> Product:
+def product_of(left: Tensor, right: Tensor) -> MatrixProduct:
     """[.., M, K] times [.., K, N]; a group's rows are rows of ``left``, or of both where they are summed over."""
     batches = left.shape[0] if left.dim() == 3 else 1
     rows, inner, columns = batches * left.shape[-2], left.shape[-1], right.shape[-1]
     transposed = left.stride(-1) != 1 and left.stride(-2) == 1
     if transposed and left.dim() == right.dim():  # a weight's gradient
-        return Product(batches * inner, columns, left.shape[-2])
-    return Product(rows, columns, inner)
+        return MatrixProduct(batches * inner, columns, left.shape[-2])
+    return MatrixProduct(rows, columns, inner)
 
 
 def caller() -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.tools.kernels import kernels_of
-from megapar.tools.tally import LARGE_BYTES, Product, Sums, Tally
+from megapar.tools.tally import LARGE_BYTES, MatrixProduct, Sums, Tally
 from tests.support.ranks import run_ranks
 
 
@@ -44,9 +44,9 @@ def test_rows_of_a_product_are_those_of_all_its_batches_and_of_a_gradient_those_
     torch.bmm(on_device(7, 16, 32), on_device(7, 32, 8))
     torch.addmm(on_device(64), x, weight.t())
     found = {product for product, _ in tally.sums.products}
-    assert found == {Product(128, 64, 32), Product(128, 32, 64), Product(7 * 16, 8, 32)}
-    assert tally.sums.smallest_product == Product(112, 8, 32)
-    assert Product(112, 8, 32).work == 112 * 8 * 32
+    assert found == {MatrixProduct(128, 64, 32), MatrixProduct(128, 32, 64), MatrixProduct(7 * 16, 8, 32)}
+    assert tally.sums.smallest_product == MatrixProduct(112, 8, 32)
+    assert MatrixProduct(112, 8, 32).work == 112 * 8 * 32
     assert tally.sums.bytes_outside_products == 0
 
 

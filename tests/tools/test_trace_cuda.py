@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.tools.tally import Product, Sums
+from megapar.tools.tally import MatrixProduct, Sums
 from scripts.trace_cuda import READ, compare, complaints
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 
@@ -27,7 +27,7 @@ def counted():
     sums = Sums()
     sums.kernels.update({("sort", "by_expert"): 10, ("mul", "weigh"): 2, ("mul", "backward"): 1})
     sums.bytes.update({("mul", "weigh"): 3_000_000, ("mul", "backward"): 1_000_000})
-    sums.products.update({(Product(64, 8, 8), "linear"): 2, (Product(64, 8, 8), "backward"): 4})
+    sums.products.update({(MatrixProduct(64, 8, 8), "linear"): 2, (MatrixProduct(64, 8, 8), "backward"): 4})
     sums.waits.update({READ: 2, "somewhere": 1})
     return sums
 
