@@ -76,6 +76,13 @@ RUNS = (
         counts=4,
     ),
     Run("pieces of experts", "moe", 2, f"{EVEN} --use-pipe-experts --pipe-experts-multi-data 2", counts=2),
+    Run(
+        "pieces of experts, mp 2",
+        "moe",
+        4,
+        f"{EVEN} --use-pipe-experts --pipe-experts-multi-data 2 --mp-degree 2 --sequence-parallel",
+        counts=2,
+    ),
     Run("cp 2, ring", "moe", 2, f"{DENSE} --cp-degree 2"),
     Run("cp 2, heads", "moe", 2, f"{DENSE} --cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
     Run("cp 2, gathered", "moe", 2, f"{DENSE} --cp-degree 2 --context-parallel-algo allgather_cp_algo"),

@@ -116,10 +116,6 @@ def traceable(config: Config, rank: int) -> Config:
         complaints.append(Complaint("trace", f"--trace-rank {rank} is none of the {config.grid.world_size} ranks."))
     for refused, what in (
         (bool(config.notes), "what this version does not have"),
-        (
-            config.ampipe.use_pipe_experts and config.parallel.sequence_parallel and config.grid.emp > 1,
-            "--use-pipe-experts whose tokens are gathered over mp, where values decide how much memory there is",
-        ),
         (config.ampipe.ampipe_degree == 0, "--ampipe-degree auto, which measures"),
         (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute, which measures"),
         (config.training.dtype == "fp64" and config.moe.num_experts > 0, "experts in fp64, which run one by one"),

@@ -66,6 +66,18 @@ def test_waits_of_a_pipeline_are_those_of_its_last_stage():
     assert waits(f"{piped} --num-layers 4 --gradient-merge-acc-step 12", 4) == 1 + 6 * (few - 1)
 
 
+def test_pieces_of_experts_whose_tokens_are_gathered_are_counted_too():
+    flags = (
+        f"{EXPERTS} --first-k-dense 0 --moe-model-type deepspeed_moe --ep-degree 2 --mp-degree 2 --sequence-parallel"
+    )
+    whole = of("moe", 4, f"{flags} --bf16").layers["moe"]
+    pieces = of("moe", 4, f"{flags} --use-pipe-experts --pipe-experts-multi-data 2 --bf16").layers["moe"]
+    # Two experts of a rank in two pieces each: four times two weights, forward and twice backward, in place of grouped
+    # products.
+    assert pieces.products - whole.products == 4 * 2 * 3 - 2 * 3
+    assert pieces.launches > whole.launches
+
+
 @pytest.mark.parametrize("name", ["dense", "mp 8", "experts, dropless"])
 def test_the_figures_are_those_that_the_trace_on_fake_cuda_is_held_to(name):
     """What holds there of whole layers holds here, of the same layer counted on another fake device."""
