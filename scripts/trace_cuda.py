@@ -16,12 +16,10 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend
@@ -35,6 +33,7 @@ from megapar.tools.pretend import pretend
 from megapar.tools.tally import Sums, Tally, asked, caller
 from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
+from scripts.trace_table import counted
 
 READ = "ExpertParallelDispatcher.read"
 
@@ -62,25 +61,6 @@ class Watch(Tally):
         return result
 
 
-@contextmanager
-def counted(calls: Counter[str]) -> Iterator[None]:
-    """Count calls of the device's entries of the operator table."""
-
-    def watched(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return form(*args, **kwargs)
-
-        return call
-
-    table = {
-        name: {**forms, "cuda": watched(name, forms["cuda"])} if "cuda" in forms else forms
-        for name, forms in ops.OPS.items()
-    }
-    with patch.object(ops, "OPS", MappingProxyType(table)):
-        yield
-
-
 class Tracer:
     """Traces runs on one device. calls: of the operator table's forms. operators: that touched the device."""
 
@@ -95,7 +75,11 @@ class Tracer:
         config = parse(run.model, [*run.flags.split(), *more.split()], {"WORLD_SIZE": str(run.world), "RANK": "0"})
         watch = Watch(self._kernels, self._device)
         with ExitStack() as stack:
-            for context in (as_a_build_with_cuda(self._kernels), as_on_a_gpu(self._device), counted(self.calls)):
+            for context in (
+                as_a_build_with_cuda(self._kernels),
+                as_on_a_gpu(self._device),
+                counted(self.calls, "cuda"),
+            ):
                 stack.enter_context(context)
             stack.enter_context(asked(watch))
             trainer = stack.enter_context(pretend(config, run.world - 1, watch, self._device))

@@ -15,11 +15,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,6 +29,7 @@ from megapar.arguments import parse
 from megapar.core.device import ascend, ops
 from megapar.core.device.npu import NpuDevice
 from megapar.tools.pretend import pretend
+from scripts.trace_table import counted
 from tests.support.ascend import SCHEMAS
 
 COMMON = "--data-path mock --device npu --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512"
@@ -97,25 +95,6 @@ def _where() -> str:
     return "in the backward"
 
 
-@contextmanager
-def counted(calls: collections.Counter[str]) -> Iterator[None]:
-    """Count calls of the device's entries of the operator table."""
-
-    def watched(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return form(*args, **kwargs)
-
-        return call
-
-    table = {
-        name: {**forms, "npu": watched(name, forms["npu"])} if "npu" in forms else forms
-        for name, forms in ops.OPS.items()
-    }
-    with patch.object(ops, "OPS", MappingProxyType(table)):
-        yield
-
-
 def schemas() -> Iterator[str]:
     """Stand-ins of the tests whose schema is not that of the wheel: its arguments must be there, in their order."""
     for name, text in SCHEMAS.items():
@@ -132,7 +111,7 @@ def trace(model: str, world: int, flags: str, device: NpuDevice, calls: collecti
     config = parse(model, flags.split(), {"WORLD_SIZE": str(world), "RANK": "0"})
     ascend.causal_mask.cache_clear()  # a tensor of another fake mode
     watch = Watch()
-    with counted(calls), pretend(config, world - 1, watch, device) as trainer:
+    with counted(calls, "npu"), pretend(config, world - 1, watch, device) as trainer:
         trainer.step()
         trainer.step()
     return watch
