@@ -16,9 +16,10 @@ from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.flag import Flag
 from megapar.config.read import normal, spellings
 from megapar.config.values import BadValue, convert
-from megapar.tools.decided import DECIDED
-from megapar.tools.foreign import FOREIGN, RENAMED, SAME, UNNECESSARY, UNSUPPORTED, VERDICTS
 from megapar.tools.parser import Parser
+from megapar.tools.translation.decided import DECIDED
+from megapar.tools.translation.table import ALL as FOREIGN
+from megapar.tools.translation.verdict import RENAMED, SAME, UNNECESSARY, UNSUPPORTED, VERDICTS
 
 # What scripts of Megatron-LM mean where they do not say it, and trainers here do not.
 DEFAULTS: Mapping[str, str] = {

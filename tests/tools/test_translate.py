@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import parse
-from megapar.tools.foreign import VERDICTS
 from megapar.tools.main import main
 from megapar.tools.translate import Translated, equivalent, translate
+from megapar.tools.translation.verdict import VERDICTS
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
 

@@ -1,11 +1,11 @@
-"""What becomes of arguments whose meaning hangs on their value or on other arguments: rows ``@name`` of ``foreign``."""
+"""What becomes of arguments whose meaning hangs on their value or on other arguments: rows ``@name`` of the tables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 
-from megapar.tools.foreign import IMPLIED, RENAMED, SAME, UNNECESSARY, UNSUPPORTED
+from megapar.tools.translation.verdict import IMPLIED, RENAMED, SAME, UNNECESSARY, UNSUPPORTED
 
 # verdict, what to write here, reason
 Decided = tuple[str, str, str]

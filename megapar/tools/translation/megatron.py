@@ -6,30 +6,7 @@ A row: names, what to write here, reason; rows are grouped by verdict. What to w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-SAME, RENAMED, IMPLIED, UNNECESSARY, UNSUPPORTED = "same", "renamed", "implied", "unnecessary", "unsupported"
-VERDICTS = (SAME, RENAMED, IMPLIED, UNNECESSARY, UNSUPPORTED)
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """What becomes of an argument. ours: flags to write, with ``{value}``; values: rows for particular values."""
-
-    verdict: str
-    ours: str = ""
-    reason: str = ""
-
-
-def _rows(text: str, verdict: str) -> dict[str, Foreign]:
-    """Lines ``names | ours | reason``."""
-    found = {}
-    for line in text.strip().splitlines():
-        names, ours, reason = (part.strip() for part in line.split("|"))
-        for name in names.split():
-            found[name] = Foreign(verdict, ours, reason)
-    return found
-
+from megapar.tools.translation.verdict import IMPLIED, RENAMED, UNNECESSARY, UNSUPPORTED, Foreign, rows
 
 _RENAMED = """
 nproc-per-node | megapar launch --nproc-per-node {value} | belongs to the launcher
@@ -200,9 +177,9 @@ load-teacher kd | | distillation is not built
 hybrid-attention-pattern hybrid-override-pattern | | every layer attends
 """
 
-FOREIGN: dict[str, Foreign] = {
-    **_rows(_RENAMED, RENAMED),
-    **_rows(_IMPLIED, IMPLIED),
-    **_rows(_UNNECESSARY, UNNECESSARY),
-    **_rows(_UNSUPPORTED, UNSUPPORTED),
+ROWS: dict[str, Foreign] = {
+    **rows(_RENAMED, RENAMED),
+    **rows(_IMPLIED, IMPLIED),
+    **rows(_UNNECESSARY, UNNECESSARY),
+    **rows(_UNSUPPORTED, UNSUPPORTED),
 }

@@ -1,0 +1,1 @@
+"""What becomes of other frameworks' arguments: tables as data, one file per framework."""

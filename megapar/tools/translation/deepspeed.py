@@ -1,0 +1,7 @@
+"""What becomes of arguments of Megatron-DeepSpeed that are no flags here: rows as in ``megatron``."""
+
+from __future__ import annotations
+
+from megapar.tools.translation.verdict import Foreign
+
+ROWS: dict[str, Foreign] = {}
