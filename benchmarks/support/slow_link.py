@@ -40,10 +40,12 @@ class SlowLink:
     def set_rate(self, rate: str) -> None:
         """Limit both directions, in the words of tc (``400mbit``)."""
         for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
-            # A larger burst would be free credit after idle time; with a smaller one than the 64 KB that TCP sends at
-            # once, tbf cuts everything into packets, which takes a third of two cores.
-            shape = ["rate", rate, "burst", "192kb", "latency", "300ms"]
-            _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
+            _limit(namespace, interface, rate)
+
+    def set_rate_inside(self, rate: str) -> None:
+        """Limit what ranks of one end send each other."""
+        for namespace in self.namespaces:
+            _limit(namespace, "lo", rate)
 
 
 @contextmanager
@@ -76,6 +78,13 @@ def slow_link() -> Iterator[SlowLink]:
         signal.signal(signal.SIGTERM, before)
         for namespace in made:
             _run("ip", "netns", "del", namespace)
+
+
+def _limit(namespace: str, interface: str, rate: str) -> None:
+    # A larger burst would be free credit after idle time; with a smaller one than the 64 KB that TCP sends at once, tbf
+    # cuts everything into packets, which takes a third of two cores.
+    shape = ["rate", rate, "burst", "192kb", "latency", "300ms"]
+    _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
 
 
 def _run(*argv: str) -> None:

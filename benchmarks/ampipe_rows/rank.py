@@ -1,0 +1,60 @@
+"""One of four ranks: steps of the real trainer, one trainer for each row, on one set of process groups."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ampipe_rows.rows import ROWS, flags
+from benchmarks.support.contest import Figures, serve
+from megapar.arguments import parse
+from megapar.core.device.pick import pick
+from megapar.core.world import World
+from megapar.trainer import Trainer
+from megapar.training import build
+
+RANKS = 4
+
+
+class Steps:
+    """A request is the name of a row."""
+
+    def __init__(self, rank: int, rendezvous: str) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % 2), WORLD_SIZE=str(RANKS))
+        configs = {name: parse("moe", flags(name), dict(os.environ)) for name in ROWS}
+        first = next(iter(configs.values()))
+        self._world = World.start(first.grid, pick("cpu"), timedelta(minutes=10), rendezvous)
+        corpus = build.make_corpus(first)
+        self._trainers = {name: Trainer(config, self._world, corpus) for name, config in configs.items()}
+
+    def __call__(self, request: str) -> Figures:
+        """Seconds of a step, of them those that the rank waited on each axis, and the norm of the gradient."""
+        trainer = self._trainers[request]
+        dist.barrier()
+        start = time.perf_counter()
+        step = trainer.step()
+        seconds = time.perf_counter() - start
+        waits = {} if step.exposed is None else step.exposed.seconds()
+        axes = {axis: sum(size for kind, size in waits.items() if kind.startswith(f"{axis}/")) for axis in ("ep", "mp")}
+        return {"seconds": seconds, "norm": float(step.norm), **axes}
+
+
+def main() -> None:
+    """Join the other ranks and serve turns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--rendezvous")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    serve(Steps(options.rank, options.rendezvous))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""MindSpeed's comparison of Ampipe, pipe-experts and both, with the flags it used, as whole steps of the trainer.
+
+    python -m benchmarks.ampipe_rows.run [--rounds N] [--rates 200mbit ...] [--inside 2gbit]
+
+Four ranks on two nodes (network namespaces with ``tc tbf``, which need root): mp 2 inside a node, ep 2 between them.
+At each rate, in one run: every row in turn, then the base without limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from benchmarks.ampipe_rows.rank import RANKS
+from benchmarks.ampipe_rows.rows import PUBLISHED, ROWS
+from benchmarks.support.contest import Contest, Figures, median, paired, paired_interval
+from benchmarks.support.slow_link import SlowLink, slow_link
+from benchmarks.support.table import machine, print_json, print_table
+
+FREE = "100gbit"
+AGREE = 1e-3  # fp32; slices add up in another order
+
+
+def main() -> None:
+    """Measure every rate, print tables and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rates", nargs="+", default=["300mbit", "150mbit"], help="between the nodes, as tc has it")
+    parser.add_argument("--inside", default="1gbit", help="inside a node")
+    options = parser.parse_args()
+    result: dict[str, object] = {"benchmark": "ampipe_rows", "machine": machine("cpu"), "inside": options.inside}
+    print(f"{result['machine']}; medians of {options.rounds} interleaved rounds; {options.inside} inside a node\n")
+    with tempfile.TemporaryDirectory() as name, slow_link() as link:
+        link.set_rate(FREE)
+        argv = [sys.executable, "-m", "benchmarks.ampipe_rows.rank", "--rendezvous", f"file://{name}/meet", "--rank"]
+        ranks = [link.rank(rank // 2, [*argv, str(rank)]) for rank in range(RANKS)]
+        with Contest({"ranks": ranks}) as contest:
+            result["rates"] = [_one(contest, link, rate, options.inside, options.rounds) for rate in options.rates]
+    print_json(result)
+
+
+def _one(contest: Contest, link: SlowLink, rate: str, inside: str, rounds: int) -> dict[str, object]:
+    entries = {row: ("ranks", row) for row in ROWS}
+    link.set_rate(rate)
+    link.set_rate_inside(inside)
+    found = contest.rounds(rounds, entries)
+    link.set_rate(FREE)
+    link.set_rate_inside(FREE)
+    alone = median(contest.rounds(max(3, rounds // 2), {"base": ("ranks", "base")})["base"])
+    return _table(rate, found, alone)
+
+
+def _table(rate: str, rounds: dict[str, Sequence[Figures]], alone: float) -> dict[str, object]:
+    """Hidden: what a row takes away of the time that limits add to the base."""
+    base = rounds["base"]
+    added = median(base) - alone
+    print(f"{rate} between the nodes: communication is {added / median(base):.0%} of the base's step\n")
+    rows, figures = [], {}
+    for name, turns in rounds.items():
+        for mine, theirs in zip(turns, base, strict=True):
+            assert abs(mine["norm"] - theirs["norm"]) <= AGREE * theirs["norm"], f"{name} computes something else"
+        low, high = paired_interval(turns, base) if name != "base" else (1.0, 1.0)
+        ratio, hidden = paired(turns, base), (median(base) - median(turns)) / added
+        published = PUBLISHED[name] / PUBLISHED["base"] - 1 if name in PUBLISHED else None
+        rows.append(
+            [
+                *(name, f"{median(turns):.3f}", f"{ratio:.3f} [{low:.3f}, {high:.3f}]", f"{1 / ratio - 1:+.1%}"),
+                *(f"{hidden:.0%}", f"{median(turns, 'ep'):.3f}", f"{median(turns, 'mp'):.3f}"),
+                "" if published is None else f"{published:+.1%}",
+            ]
+        )
+        figures[name] = {"seconds": median(turns), "to_base": ratio, "interval": [low, high], "hidden": hidden}
+    print_table(["", "seconds", "to base", "speed", "hidden", "waits ep", "waits mp", "published"], rows)
+    return {"between": rate, "seconds_without_limits": alone, "rows": figures}
+
+
+if __name__ == "__main__":
+    main()
