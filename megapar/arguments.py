@@ -12,7 +12,7 @@ from typing import Any
 
 from megapar.compatibility import check
 from megapar.config.config import FLAGS, GROUPS, Config, build
-from megapar.config.draft import Draft
+from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
 from megapar.config.from_hf import published_folder, take_published
@@ -113,7 +113,8 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     take_published(draft)
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
-    values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed}
+    given = frozenset(name for name, origin in draft.origins.items() if is_given(origin))
+    values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed, "given": given}
     values["published"] = published_folder(asked.get("load_hf"), asked.get("load"))
     if "sharding_degree" in asked:
         values["sharding_asked"] = asked["sharding_degree"]

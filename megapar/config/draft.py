@@ -8,9 +8,18 @@ from typing import Any
 from megapar.errors import Complaint
 
 
+def is_given(origin: str | None) -> bool:
+    """Whether a value with this origin was asked for, on the line or in a file."""
+    return origin is not None and origin.partition(" ")[0] in ("file", "flag")
+
+
 @dataclass
 class Draft:
-    """What was asked for. values: good values by field name (a bad one is absent). origins: by field name."""
+    """What was asked for.
+
+    values: good values by field name (a bad one is absent). origins: by field name, ``default``, ``flag``, ``derived``,
+    or ``file`` (``file NAME`` where there are several).
+    """
 
     kind: str
     values: dict[str, Any] = field(default_factory=dict)

@@ -58,6 +58,8 @@ warmup warmup-steps lr-warmup-steps | --lr-warmup-iters
 max-grad-norm grad-clip gradient-clipping | --clip-grad
 precision mixed-precision amp | --dtype
 recompute gradient-checkpointing activation-checkpointing | --recompute-interval 1
+adaptive-recompute-device-swap | It switches MindSpeed's adaptive recompute on: here --adaptive-recompute-device-size MB \
+does, with the memory that may be filled; nothing is swapped to host memory (--recompute-offload keeps inputs there).
 gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
 It belongs to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
 """)
@@ -126,6 +128,9 @@ def plain_number(text: str, unit: str = "") -> str:
         return ""
     number, suffix = match.groups()
     power = {"k": 1, "m": 2, "b": 3, "g": 3}.get(suffix.lower())
-    if power and unit not in ("MB", "GiB"):
+    megabytes = {"mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024, "tb": 1 << 20, "tib": 1 << 20}.get(suffix.lower())
+    if megabytes and unit == "MB":
+        return f"Write the number alone, in MB (2^20 bytes): {float(number) * megabytes:g}."
+    if power and unit != "MB":
         return f"Write the digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}."
     return f"Write the number alone{f', in {unit}' if unit else ''}: {number}."

@@ -79,17 +79,17 @@ class Sharding:
         None,
         "what cuts the model into the units that are gathered, reduced and overlapped",
         choices=("segment_broadcast_MB", "segment_anchors"),
-        derived="one segment per layer",
+        derived="that of --segment-broadcast-MB or --segment-anchors, where one of them is given; else one per layer",
     )
     segment_broadcast_mb: float = flag(
         32.0,
-        "cut a segment when the bytes to gather reach this",
+        "cut a segment when the bytes to gather reach this; alone it chooses this strategy",
         unit="MB",
         above=0,
         primary="segment-broadcast-MB",
         aliases=(Alias("fuse-broadcast-MB", note="--fuse-broadcast-MB is the old name of --segment-broadcast-MB"),),
     )
-    segment_anchors: tuple[str, ...] = flag((), "modules (paths or patterns) at which a new segment starts")
+    segment_anchors: tuple[str, ...] = flag((), "modules (paths or patterns) at which a new segment starts; alone it chooses this strategy")
     sharding_prefetch_segments: int = flag(2, "segments gathered ahead of use", unit="segments", low=0)
     gradient_merge_acc_step: int = flag(
         None,
@@ -148,5 +148,5 @@ class Recompute:
     recompute_in_advance: bool = flag(False, "recompute before the gradient arrives")
     recompute_in_bubble: bool = flag(False, "recompute in idle slots of the pipeline")
     adaptive_recompute_device_size: float = flag(
-        0.0, "choose the fewest recomputed layers that fit into this memory; 0: off", unit="GiB", low=0
+        0.0, "choose the fewest recomputed layers that fit into this device memory; 0: off", unit="MB", low=0
     )

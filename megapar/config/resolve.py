@@ -9,12 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Derivation:
-    """``name`` follows from ``reads`` where its value is in ``open``; a result of None means it cannot be had."""
+    """``name`` follows from ``reads`` where its value is in ``open``; a result of None means it cannot be had.
+
+    settled: the open value is a legal one, which stays where nothing follows.
+    """
 
     name: str
     reads: tuple[str, ...]
     value: Callable[..., Any]
     open: tuple[Any, ...] = (None,)
+    settled: bool = False
 
 
 def _sharding(world: int, mp: int, pp: int, cp: int, hybrid: bool) -> int | None:
@@ -50,6 +54,13 @@ def _overlap(ampipe_degree: int, strict: bool) -> str:
     return "off" if strict and ampipe_degree != 1 else "on"
 
 
+def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
+    # A size or anchors without a strategy mean their own; of both the rows ask which.
+    if anchors:
+        return None if "segment_broadcast_mb" in given else "segment_anchors"
+    return "segment_broadcast_MB" if "segment_broadcast_mb" in given else None
+
+
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
     Derivation(
@@ -74,6 +85,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         ("gradient_merge_acc_step", "micro_batch_size", "data_ranks"),
         lambda steps, micro, data_ranks: steps * micro * data_ranks,
     ),
+    Derivation("sharding_segment_strategy", ("given", "segment_anchors"), _strategy, settled=True),
     Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
@@ -94,7 +106,8 @@ def resolve(values: MutableMapping[str, Any], origins: MutableMapping[str, str])
         if all(name in values for name in line.reads):
             result = line.value(*(values[name] for name in line.reads))
         if result is None:
-            values.pop(line.name, None)
+            if not line.settled:
+                values.pop(line.name, None)
         else:
             values[line.name] = result
             origins[line.name] = "derived"

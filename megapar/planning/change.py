@@ -8,6 +8,7 @@ from typing import Any
 
 from megapar.arguments import Config, parse
 from megapar.config.config import FLAGS
+from megapar.config.draft import is_given
 from megapar.errors import Complaint, ConfigError
 
 AXES = ("mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree")
@@ -21,7 +22,7 @@ def flags_of(config: Config, without: tuple[str, ...] = LAYOUT) -> dict[str, Any
     """What was asked for, by field name: values from the file and from the line, without those of the layout."""
     found = {}
     for flag in FLAGS.values():
-        if config.origins.get(flag.name) in ("file", "flag") and flag.name not in without and not flag.meta:
+        if is_given(config.origins.get(flag.name)) and flag.name not in without and not flag.meta:
             found[flag.name] = getattr(getattr(config, flag.group), flag.name)
     return found
 
@@ -81,7 +82,7 @@ def differing(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explicit(config: Config, name: str) -> bool:
-    return config.origins.get(name) in ("file", "flag")
+    return is_given(config.origins.get(name))
 
 
 def _value(config: Config, name: str) -> Any:

@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         ("adaptive_recompute_device_size",),
         lambda f: f.adaptive_recompute_device_size == 0,
         "adaptive selective recompute",
-        "--adaptive-recompute-device-size 32",
+        "--adaptive-recompute-device-size 32768",
     ),
     _row(
         "pipe-experts-kind",

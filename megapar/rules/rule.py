@@ -21,8 +21,8 @@ DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
 NO_EFFECT = "no effect"  # against flags that would change nothing
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size", "published")
-_SILENT = ("kind", "changed", "asked", "published")
+FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "given", "launched_size", "published")
+_SILENT = ("kind", "changed", "asked", "given", "published")
 
 
 class Facts:
@@ -30,7 +30,7 @@ class Facts:
 
     Beside the flags: ``kind`` (moe or ernie), ``dp_degree``, ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the
     environment, or 1), ``sharding_asked`` (-1 before it is resolved), ``changed`` (names whose asked value is not the
-    default), ``asked`` (values before any was derived) and ``published`` (the Hugging Face folder that the model is
+    default), ``asked`` (values before any was derived), ``given`` (names that the line or a file sets) and ``published`` (the Hugging Face folder that the model is
     from, or None).
     """
 

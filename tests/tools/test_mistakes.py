@@ -47,8 +47,11 @@ MISTAKES = [
     ("--mlm-probability 0.2", "--mlm-probability belongs to pretrain_ernie.py", "do nothing in pretrain_moe.py"),
     # a value of the wrong kind, or out of bounds
     ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write the digits: 1000, or 1024"),
-    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write the number alone, in MB: 32"),
-    ("--adaptive-recompute-device-size 1GB", "got '1GB'", "Write the number alone, in GiB: 1"),
+    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write the number alone, in MB (2^20 bytes): 32."),
+    ("--adaptive-recompute-device-size 1GB", "got '1GB'", "in MB (2^20 bytes): 1024."),
+    ("--adaptive-recompute-device-size 64", "counts MB", "Write 65536 for 64 GiB"),
+    ("--adaptive-recompute-device-size 68719476736", "counts MB", "Write 65536 for so many bytes"),
+    ("--adaptive-recompute-device-swap", "is not known", "--adaptive-recompute-device-size", "host memory"),
     ("--seq-length 1,024", "got '1,024'", "without commas: 1024"),
     ("--lr 0,001", "got '0,001'", "with a point: 0.001"),
     ("--num-layers -2", "--num-layers is at least 1", "got -2"),
