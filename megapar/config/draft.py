@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +18,22 @@ def is_given(origin: str | None) -> bool:
 class Draft:
     """What was asked for.
 
-    values: good values by field name (a bad one is absent). origins: by field name, ``default``, ``flag``, ``derived``,
-    or ``file`` (``file NAME`` where there are several).
+    environ: what ``$NAME`` in paths is looked up in. values: good values by field name (a bad one is absent). origins:
+    by field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` where there are several).
     """
 
     kind: str
+    environ: Mapping[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     complaints: list[Complaint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
+
+    def forget(self, name: str) -> None:
+        """A field is as if nobody had set it."""
+        self.values.pop(name, None)
+        self.origins.pop(name, None)
 
     def complain(self, rule: str, message: str, fix: str = "") -> None:
         """Keep one complaint; the same one is kept once."""

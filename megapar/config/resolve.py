@@ -21,9 +21,13 @@ class Derivation:
     settled: bool = False
 
 
-def _sharding(world: int, mp: int, pp: int, cp: int, hybrid: bool) -> int | None:
-    rest = mp * pp * cp
-    return None if hybrid or world % rest else world // rest
+def _hybrid(dp: int, given: frozenset[str]) -> bool | None:
+    return True if dp > 1 and "hybrid_dp" not in given else None
+
+
+def _sharding(world: int, mp: int, pp: int, cp: int, dp: int, hybrid: bool) -> int | None:
+    rest = mp * pp * cp * max(1, dp)
+    return None if (hybrid and dp < 1) or world % rest else world // rest
 
 
 def _replicas(world: int, sharding: int, mp: int, pp: int, cp: int) -> int | None:
@@ -63,14 +67,20 @@ def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
 
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
+    Derivation("hybrid_dp", ("dp_degree", "given"), _hybrid, open=(False,), settled=True),
     Derivation(
         "sharding_degree",
-        ("world_size", "mp_degree", "pp_degree", "cp_degree", "hybrid_dp"),
+        ("world_size", "mp_degree", "pp_degree", "cp_degree", "dp_degree", "hybrid_dp"),
         _sharding,
         open=(-1,),
     ),
-    Derivation("dp_degree", ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"), _replicas),
-    Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding),
+    Derivation(
+        "dp_degree",
+        ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"),
+        _replicas,
+        open=(-1,),
+    ),
+    Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding or None),
     Derivation("expert_mp_degree", ("mp_degree",), lambda mp: mp),
     Derivation("num_query_groups", ("num_attention_heads",), lambda heads: heads),
     Derivation("head_dim", ("hidden_size", "num_attention_heads"), _quotient),
@@ -100,7 +110,7 @@ def resolve(values: MutableMapping[str, Any], origins: MutableMapping[str, str])
     for line in DERIVATIONS:
         if line.name in values and values[line.name] not in line.open:
             continue
-        if line.name not in values and line.name not in ("dp_degree", "data_ranks"):
+        if line.name not in values and line.name != "data_ranks":
             continue  # a bad value: its complaint is made, nothing may follow from it
         result = None
         if all(name in values for name in line.reads):

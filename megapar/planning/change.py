@@ -13,7 +13,8 @@ from megapar.errors import Complaint, ConfigError
 
 AXES = ("mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree")
 LAYOUT = (
-    *("sharding_degree", "mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree", "hybrid_dp"),
+    *("sharding_degree", "dp_degree", "hybrid_dp", "mp_degree", "pp_degree", "cp_degree"),
+    *("ep_degree", "expert_mp_degree"),
     *("gradient_merge_acc_step", "gradient_merge_mode", "overlap_grad_reduce", "overlap_param_gather"),
 )
 

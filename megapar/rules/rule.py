@@ -21,17 +21,17 @@ DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
 NO_EFFECT = "no effect"  # against flags that would change nothing
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "given", "launched_size", "published")
+FACTS = ("kind", "sharding_asked", "dp_asked", "data_ranks", "changed", "asked", "given", "launched_size", "published")
 _SILENT = ("kind", "changed", "asked", "given", "published")
 
 
 class Facts:
     """Read-only values by attribute, only those that a row declares; another name raises AttributeError.
 
-    Beside the flags: ``kind`` (moe or ernie), ``dp_degree``, ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the
-    environment, or 1), ``sharding_asked`` (-1 before it is resolved), ``changed`` (names whose asked value is not the
-    default), ``asked`` (values before any was derived), ``given`` (names that the line or a file sets) and ``published`` (the Hugging Face folder that the model is
-    from, or None).
+    Beside the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the environment, or
+    1), ``sharding_asked`` and ``dp_asked`` (-1 before they are resolved), ``changed`` (names whose asked value is not
+    the default), ``asked`` (values before any was derived), ``given`` (names that the line or a file sets) and
+    ``published`` (the Hugging Face folder that the model is from, or None).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -101,6 +101,7 @@ def spell(name: str) -> str:
     words = {
         "dp_degree": "dp",
         "sharding_asked": "--sharding-degree",
+        "dp_asked": "--dp-degree",
         "data_ranks": "data ranks",
         "launched_size": "WORLD_SIZE",
     }

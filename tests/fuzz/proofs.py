@@ -47,6 +47,7 @@ _LATER = ("not-built-recompute-in-advance", "not-built-recompute-in-bubble")
 
 PROOFS: dict[str, Proof] = {
     "world-size-launched": Proof("--world-size 8", 1),
+    "dp-degree-hybrid": Proof(argument="there would be replicas although --hybrid-dp is switched off"),
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),

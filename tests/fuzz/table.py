@@ -92,6 +92,7 @@ LAYOUT = (
         group=degree,
         layout=True,
     ),
+    Option(name="dp_degree", values=legal.replicas, wild=(0, 2, 3), group=degree, layout=True),
     Option(
         name="sharding_stage",
         values=lambda d: (

@@ -21,7 +21,7 @@ YAML = {
     "indented.yaml": "num_layers: 4\n hidden_size: 64\n",
     "nocolon.yaml": "num_layers 4\nhidden_size 64\n",
     "tabs.yaml": "num_layers: 4\n\thidden_size: 64\n",
-    "grouped.yaml": "model:\n  num_layers: 4\n",
+    "grouped.yaml": "network:\n  num_layers: 4\n",
     "types.yaml": "num_layers: four\n",
     "no.yaml": "save: no\n",
 }
@@ -100,7 +100,7 @@ MISTAKES = [
     ("--config indented.yaml", "line 2, column 13", "' hidden_size: 64'", "begins at the left margin"),
     ("--config nocolon.yaml", "not made of key: value lines", "`key: value`"),
     ("--config tabs.yaml", "line 2", "no tabs"),
-    ("--config grouped.yaml", "key model is not known", "Keys are not grouped"),
+    ("--config grouped.yaml", "key network is not known", "those under it (num_layers)"),
     ("--config types.yaml", "--num-layers takes a whole number, got 'four'"),
     ("--config no.yaml", "--save takes a text, got false", "Leave it out to switch it off"),
 ]
