@@ -43,9 +43,8 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
     if complaints:
         raise ConfigError(complaints)
-    for name, value in verdict.sets.items():
-        values[name] = value
-        draft.origins[name] = "derived"
+    values.update(verdict.sets)
+    draft.origins.update({name: f"switched off by {rule}" for name, rule in verdict.by.items()})
     notes = tuple(str(complaint) for complaint in later) if tolerant else ()
     warnings = (*draft.warnings, *verdict.warnings)
     return build(kind, values, draft.origins, warnings, notes, _grid(values))

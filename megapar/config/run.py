@@ -32,7 +32,7 @@ class Training:
     seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1)
     dtype: str = flag(
         "auto",
-        "compute precision; auto: bf16 on an accelerator, fp32 on CPU",
+        "compute precision; auto: bf16 on an accelerator, fp16 on one that has no bf16 (V100), fp32 on CPU",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
         aliases=(Alias("bf16", "bf16"), Alias("fp16", "fp16")),
     )

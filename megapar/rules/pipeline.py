@@ -152,7 +152,10 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "sharding_stage"),
         when=lambda f: f.pp_degree > 1,
         requires=lambda f: f.sharding_stage < 3,
-        message="--sharding-stage 3 gathers parameters for every micro-batch of a pipeline",
+        message=(
+            "--sharding-stage 3 is not built for pipelines: each stage would gather its parameters twice for every "
+            "micro-batch, where stages 1 and 2 gather them once per step"
+        ),
         fix="Choose --sharding-stage 1 or 2.",
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --sharding-stage 2",
@@ -261,7 +264,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_partition", "sequence_parallel", "mp_degree"),
         when=lambda f: f.recompute_partition and f.mp_degree > 1,
         requires=lambda f: not f.sequence_parallel,
-        message="with --sequence-parallel what a unit keeps is split over mp already; --recompute-partition is off",
+        message="with --sequence-parallel what a unit keeps is split over mp already",
         fix="Leave it out.",
         source=RECOMPUTE,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",

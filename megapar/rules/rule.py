@@ -8,6 +8,7 @@ from typing import Any
 
 REFUSE = "refuse"
 DOWNGRADE = "downgrade"
+ADVICE = "advice"
 LIFTED = "lifted"
 NOT_BUILT = "not-built"
 
@@ -61,8 +62,8 @@ class Rule:
     id: stable name. reads: the facts it looks at; a row with one missing (a bad value) is not evaluated. message: the
     requirement in words; the values are put behind it. fix: what to do, with the nearest legal values. source: where
     the row comes from. passing, failing: flags of an example of each, for the first of ``models``. kind: refuse;
-    downgrade (a warning, then ``sets`` is applied); lifted (only under --strict-seed-rules, ``reason`` says why);
-    not-built (a feature of a later version). models: the trainers it is for.
+    downgrade (a warning, then ``sets`` is applied); advice (a warning, and nothing changes); lifted (only under
+    --strict-seed-rules, ``reason`` says why); not-built (a feature of a later version). models: the trainers it is for.
     """
 
     id: str
@@ -89,7 +90,9 @@ class Rule:
     def text(self, values: Mapping[str, Any]) -> str:
         """The requirement with the values that break it."""
         shown = ", ".join(f"{spell(name)} {show(values[name])}" for name in self.reads if name not in _SILENT)
-        return f"{self.message} ({shown})." if shown else f"{self.message}."
+        changes = [f"{spell(name)} is {show(value)}" for name, value in self.sets if values.get(name) != value]
+        said = f"{' and '.join(changes)}: {self.message}" if changes else self.message
+        return f"{said} ({shown})." if shown else f"{said}."
 
     def advice(self, values: Mapping[str, Any]) -> str:
         """What to do about these values."""
