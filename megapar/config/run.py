@@ -107,8 +107,8 @@ class Data:
         path=True,
     )
     mlm_probability: float = flag(0.15, "share of tokens that are masked", above=0, high=0.9, models=ERNIE)
-    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"), models=MOE)
-    hf_dataset: str | None = flag(None, "path or cached name of the datasets source", models=MOE, path=True)
+    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"))
+    hf_dataset: str | None = flag(None, "path or cached name of the datasets source", path=True)
     reset_position_ids: bool = flag(False, "positions start again at every document", models=MOE)
     reset_attention_mask: bool = flag(False, "attention stays inside a document", models=MOE)
     eod_mask_loss: bool = flag(False, "no loss where the input is an end-of-document token", models=MOE)
