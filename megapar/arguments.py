@@ -17,7 +17,7 @@ from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
 from megapar.config.from_hf import published_folder, take_published
 from megapar.config.help import help_text
-from megapar.config.read import read_files, read_line, refuse_foreign, take_defaults
+from megapar.config.read import read_files, read_line, refuse_foreign, take_defaults, tell_what_is_sharded
 from megapar.config.report import effective, refusal
 from megapar.config.resolve import resolve
 from megapar.config.start import check_start
@@ -105,6 +105,7 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     draft = Draft(kind, environ)
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
+    tell_what_is_sharded(draft)
     refuse_foreign(draft)
     take_defaults(draft)
     take_published(draft)

@@ -19,7 +19,8 @@ class Draft:
     """What was asked for.
 
     environ: what ``$NAME`` in paths is looked up in. values: good values by field name (a bad one is absent). origins:
-    by field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` where there are several).
+    by field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` of several). cuts_parameters: a file
+    speaks of segments as PaddlePaddle's static graphs do, in which sharding cuts parameters, too.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Draft:
     complaints: list[Complaint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
+    cuts_parameters: bool = False
 
     def forget(self, name: str) -> None:
         """A field is as if nobody had set it."""

@@ -210,15 +210,13 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
             draft.complain("duplicate-key", f"in {path}, key {leaf.shown} sets {spelling.flag.spelling} a second time.")
         else:
             seen.add(spelling.flag.name)
+            draft.cuts_parameters |= leaf.name in _SEGMENTED and "sharding-configs" in normal(leaf.shown)
             _take_key(draft, spelling, leaf, f"in {path}, key", origin)
-    _say_what_is_sharded(draft, loaded)
 
 
-def _say_what_is_sharded(draft: Draft, loaded: Pairs) -> None:
+def tell_what_is_sharded(draft: Draft) -> None:
     """PaddlePaddle's sharding_configs with segments are of its static graphs, which shard parameters, too."""
-    block = next((value for key, value in loaded if normal(key) == "sharding-configs"), None)
-    segmented = isinstance(block, Pairs) and any(normal(key) in _SEGMENTED for key, _ in block)
-    if segmented and not is_given(draft.origins.get("sharding_stage")):
+    if draft.cuts_parameters and not is_given(draft.origins.get("sharding_stage")):
         draft.warnings.append(
             "sharding_configs shards parameters, too, in PaddlePaddle's static graphs; here --sharding-stage is 1 "
             "unless it is set: add sharding_stage: 3 where memory is short (the numbers are the same)"
