@@ -12,12 +12,12 @@ from typing import Any
 
 from megapar.compatibility import check
 from megapar.config.config import FLAGS, GROUPS, Config, build
-from megapar.config.draft import Draft
+from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
 from megapar.config.from_hf import published_folder, take_published
 from megapar.config.help import help_text
-from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
+from megapar.config.read import read_files, read_line, refuse_foreign, take_defaults, tell_what_is_sharded
 from megapar.config.report import effective, refusal
 from megapar.config.resolve import resolve
 from megapar.config.start import check_start
@@ -43,9 +43,8 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
     if complaints:
         raise ConfigError(complaints)
-    for name, value in verdict.sets.items():
-        values[name] = value
-        draft.origins[name] = "derived"
+    values.update(verdict.sets)
+    draft.origins.update({name: f"switched off by {rule}" for name, rule in verdict.by.items()})
     notes = tuple(str(complaint) for complaint in later) if tolerant else ()
     warnings = (*draft.warnings, *verdict.warnings)
     return build(kind, values, draft.origins, warnings, notes, _grid(values))
@@ -103,20 +102,21 @@ def _say(text: str, speaks: bool, error: bool = False) -> None:
 
 def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Draft, dict[str, Any]]:
     """Read file and line, fill in defaults, derive: the draft with its complaints, and flat values for the rules."""
-    draft = Draft(kind)
-    path = _config_path(argv)
-    if path is not None:
-        read_file(draft, path)
+    draft = Draft(kind, environ)
+    read_files(draft, _config_paths(argv))
     read_line(draft, argv)
+    tell_what_is_sharded(draft)
     refuse_foreign(draft)
     take_defaults(draft)
     take_published(draft)
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
-    values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed}
+    given = frozenset(name for name, origin in draft.origins.items() if is_given(origin))
+    values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed, "given": given}
     values["published"] = published_folder(asked.get("load_hf"), asked.get("load"))
-    if "sharding_degree" in asked:
-        values["sharding_asked"] = asked["sharding_degree"]
+    for name in ("sharding", "dp"):
+        if f"{name}_degree" in asked:
+            values[f"{name}_asked"] = asked[f"{name}_degree"]
     launched = _launched(draft, environ)
     if launched is not None:
         values["launched_size"] = launched
@@ -124,15 +124,15 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     return draft, values
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-    """The value of --config, wherever it stands: the file is read before the line."""
-    path = None
+def _config_paths(argv: Sequence[str]) -> list[str]:
+    """The values of --config, wherever they stand: files are read before the line, in their order."""
+    paths = []
     for index, token in enumerate(argv):
         if token == "--config" and index + 1 < len(argv):
-            path = argv[index + 1]
+            paths.append(argv[index + 1])
         elif token.startswith("--config="):
-            path = token.partition("=")[2]
-    return path
+            paths.append(token.partition("=")[2])
+    return paths
 
 
 def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:

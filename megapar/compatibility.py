@@ -8,9 +8,9 @@ from typing import Any
 
 from megapar.errors import Complaint
 from megapar.rules import ampipe, data, ernie3, layout, model, not_built, pipeline, progressive, training
-from megapar.rules.rule import DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
+from megapar.rules.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
 
-__all__ = ["DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
+__all__ = ["ADVICE", "DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
 
 RULES: tuple[Rule, ...] = (
     *layout.RULES,
@@ -29,14 +29,15 @@ RULES: tuple[Rule, ...] = (
 class Verdict:
     """What the rows say of one configuration.
 
-    refused: broken rows. not_built: features of a later version that were asked for. warnings: broken downgrades.
-    sets: the settings that downgrades switch off.
+    refused: broken rows. not_built: features of a later version that were asked for. warnings: broken downgrades, and
+    advice. sets: the settings that downgrades switch off; by: the row that does, of those that it changes.
     """
 
     refused: tuple[Complaint, ...]
     not_built: tuple[Complaint, ...]
     warnings: tuple[str, ...]
     sets: Mapping[str, Any]
+    by: Mapping[str, str]
 
 
 def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> Verdict:
@@ -46,6 +47,7 @@ def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule]
     """
     refused, not_built, warnings = [], [], []
     sets: dict[str, Any] = {}
+    by: dict[str, str] = {}
     for rule in rules:
         if rule.kind == LIFTED and not strict:
             continue
@@ -54,9 +56,10 @@ def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule]
         complaint = Complaint(rule.id, rule.text(values), rule.advice(values))
         if rule.kind == NOT_BUILT:
             not_built.append(complaint)
-        elif rule.kind == DOWNGRADE:
+        elif rule.kind in (DOWNGRADE, ADVICE):
             warnings.append(str(complaint))
             sets.update(rule.sets)
+            by.update({name: rule.id for name, value in rule.sets if values.get(name) != value})
         else:
             refused.append(complaint)
-    return Verdict(tuple(refused), tuple(not_built), tuple(warnings), sets)
+    return Verdict(tuple(refused), tuple(not_built), tuple(warnings), sets, by)

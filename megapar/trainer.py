@@ -133,7 +133,7 @@ class Trainer:
         self.job = make_job(config, world)
         self.objective = build.make_objective(config)
         self.learning_rate = build.make_learning_rate(config)
-        self.loss_scale = build.make_loss_scale(config)
+        self.loss_scale = build.make_loss_scale(config, world.device)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
         self.control = build.make_control(config, stop_signal, leader=world.rank == 0)

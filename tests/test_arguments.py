@@ -44,7 +44,7 @@ def write(folder: Path, text: str) -> str:
 def test_every_field_of_every_group_is_a_flag_or_a_fact_and_names_are_unique() -> None:
     names = [item.name for cls in GROUPS.values() for item in fields(cls)]
     assert len(set(names)) == len(names)
-    assert set(names) - set(FLAGS) == {"dp_degree", "data_ranks"}
+    assert set(names) - set(FLAGS) == {"data_ranks"}
 
 
 def test_no_spelling_means_two_things() -> None:

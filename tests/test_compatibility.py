@@ -14,6 +14,7 @@ from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, RULES, Rule, che
 from megapar.errors import ConfigError
 from megapar.rules.rule import FACTS, Facts, either, near_divisors, near_multiples
 from megapar.tools.docs import stale
+from megapar.tools.rules import markdown
 
 MATRIX = [pytest.param(rule, id=rule.id) for rule in RULES]
 STRICT = {LIFTED: ["--strict-seed-rules"]}
@@ -98,8 +99,32 @@ def test_downgrade_switches_the_feature_off_with_a_warning() -> None:
     )
     config = parse("moe", shlex.split(line), {})
     assert config.ampipe.use_pipe_experts is False
-    assert config.origins["use_pipe_experts"] == "derived"
-    assert any("pipe-experts-nothing" in warning for warning in config.warnings)
+    assert config.origins["use_pipe_experts"] == "switched off by pipe-experts-nothing"
+    assert config.origins["pipe_experts_multi_data"] == "default"
+    (warning,) = config.warnings
+    assert warning.startswith("[pipe-experts-nothing] --use-pipe-experts is off: one local expert with N = 1")
+
+
+def test_of_pipe_experts_with_slices_the_warning_says_what_is_off_and_what_would_do() -> None:
+    line = "--validate-only --world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --use-pipe-experts"
+    config = parse("moe", shlex.split(f"{line} --ampipe-degree 2"), {})
+    (warning,) = config.warnings
+    assert "--use-pipe-experts is off: AMPipe's slices" in warning
+    assert "Give --pipe-experts-multi-data 4" in warning
+    assert config.origins["use_pipe_experts"] == "switched off by ampipe-pipe-experts"
+    piped = parse("moe", shlex.split(f"{line} --ampipe-degree 2 --pipe-experts-multi-data 4"), {})
+    assert piped.ampipe.use_pipe_experts
+    assert piped.warnings == ()
+
+
+def test_advice_changes_nothing_and_has_a_section_of_its_own() -> None:
+    line = "--validate-only --world-size 2 --ep-degree 2 --ampipe-degree 4"
+    config = parse("moe", shlex.split(line), {})
+    assert config.ampipe.ampipe_degree == 4
+    assert config.origins["ampipe_degree"] == "flag"
+    assert "ampipe-fine" in "".join(config.warnings)
+    page = markdown()
+    assert page.index("`ampipe-fine`") > page.index("## advice") > page.index("`ampipe-pipe-experts`")
 
 
 def test_lifted_row_sleeps_until_strict_seed_rules() -> None:

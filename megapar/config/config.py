@@ -51,8 +51,9 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(_flags())
 class Config:
     """Everything a run is: no value is left to be derived, except ``device`` and ``dtype`` where they say ``auto``.
 
-    kind: ``moe`` or ``ernie``. origins: per field ``default``, ``file``, ``flag`` or ``derived``. warnings: what was
-    switched off or read under an old name. notes: what --validate-only tolerates. grid: the ranks.
+    kind: ``moe`` or ``ernie``. origins: per field ``default``, ``file`` (``file NAME`` of several), ``flag``,
+    ``derived`` or ``switched off by`` a row. warnings: what was switched off or read under an old name, and advice.
+    notes: what --validate-only tolerates. grid: the ranks.
     """
 
     kind: str

@@ -12,6 +12,11 @@ SCRIPTS = {"moe": "pretrain_moe.py", "ernie": "pretrain_ernie.py"}
 SWITCH = ("auto", "on", "off")
 
 
+def normal(name: str) -> str:
+    """Hyphens or underscores, any case: one name."""
+    return name.lower().replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Alias:
     """Another spelling of a flag.
@@ -32,7 +37,8 @@ class Flag:
     type: one of int, float, str, bool, switch (auto, on, off), strings, integers. low, high: inclusive bounds.
     above: an exclusive lower bound. words: names of special numbers, such as ``auto`` for 0. count: how many values a
     list has (0: any). comma: a list is written with commas. models: the model kinds that know the flag. meta: says
-    how to run, not what: kept out of YAML files. derived: how a value of None is replaced, for people.
+    how to run, not what: kept out of YAML files. path: names files or folders, in which ~ and $NAME are expanded. each:
+    takes one value, and repeated ones add up. derived: how a value of None is replaced, for people.
     """
 
     name: str
@@ -51,6 +57,8 @@ class Flag:
     comma: bool = False
     models: tuple[str, ...] = KINDS
     meta: bool = False
+    path: bool = False
+    each: bool = False
     derived: str = ""
     primary: str = ""
 
@@ -67,7 +75,7 @@ class Flag:
     @property
     def takes_list(self) -> bool:
         """The flag is followed by any number of values."""
-        return self.type in ("strings", "integers")
+        return self.type in ("strings", "integers") and not self.each
 
 
 def flag(

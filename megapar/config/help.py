@@ -19,6 +19,8 @@ def signature(flag: Flag) -> str:
         return f"{flag.spelling} [{'|'.join(flag.choices)}]"
     if flag.choices:
         return f"{flag.spelling} {{{','.join(str(choice) for choice in flag.choices)}}}"
+    if flag.each:
+        return f"{flag.spelling} VALUE"
     if flag.takes_list:
         return f"{flag.spelling} {'A,B,...' if flag.comma else 'VALUE ...'}"
     return f"{flag.spelling} {flag.type.upper()}"

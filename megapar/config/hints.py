@@ -58,6 +58,24 @@ warmup warmup-steps lr-warmup-steps | --lr-warmup-iters
 max-grad-norm grad-clip gradient-clipping | --clip-grad
 precision mixed-precision amp | --dtype
 recompute gradient-checkpointing activation-checkpointing | --recompute-interval 1
+adaptive-recompute-device-swap | It switches MindSpeed's adaptive recompute on: --adaptive-recompute-device-size MB \
+does here, with the memory that may be filled. Nothing is swapped to host memory.
+sep-degree sep-parallel-degree | --cp-degree with --context-parallel-algo ulysses_cp_algo
+order hybrid-parallel-topo-order | --rank-order
+optimize-offload offload-optim | --optimizer-offload
+pp-allreduce-in-optimize | --gradient-merge-mode step
+optimize-cast | Leave it out: parameters are kept in the compute dtype beside fp32 master weights.
+init-loss-scaling | --initial-loss-scale
+incr-every-n-steps | --loss-scale-window
+decr-every-n-nan-or-inf | --hysteresis
+incr-ratio decr-ratio | --loss-scale-factor, by which the scale grows and shrinks
+k-steps | --gradient-merge-acc-step
+topology | --rank-order and the degrees of the axes
+loss-fn | Leave it out: the trainer's own loss is at the end of the last stage (docs/pipeline.md).
+amp-configs | Its keys are flags: --dtype fp16, --initial-loss-scale, --loss-scale-window, --hysteresis.
+pipeline tensor-parallel gradient-merge dist-strategy | It is a switch of PaddlePaddle's strategies, on where its \
+degree or number of steps is above 1: --pp-degree, --mp-degree, --gradient-merge-acc-step.
+sharding | --sharding-degree with --sharding-stage
 gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
 It belongs to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
 """)
@@ -126,6 +144,11 @@ def plain_number(text: str, unit: str = "") -> str:
         return ""
     number, suffix = match.groups()
     power = {"k": 1, "m": 2, "b": 3, "g": 3}.get(suffix.lower())
-    if power and unit not in ("MB", "GiB"):
+    megabytes = {"mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024, "tb": 1 << 20, "tib": 1 << 20}.get(
+        suffix.lower()
+    )
+    if megabytes and unit == "MB":
+        return f"Write the number alone, in MB (2^20 bytes): {float(number) * megabytes:g}."
+    if power and unit != "MB":
         return f"Write the digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}."
     return f"Write the number alone{f', in {unit}' if unit else ''}: {number}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.config.flag import SWITCH, Alias, fact, flag
+from megapar.config.flag import SWITCH, Alias, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +17,31 @@ class Parallel:
         unit="ranks",
         low=-1,
         derived="the ranks that the other degrees leave",
+        aliases=(
+            "sharding-parallel-degree",
+            Alias("sharding-group-size", note="--sharding-group-size is the old name of --sharding-degree"),
+        ),
     )
     mp_degree: int = flag(
-        1, "tensor (Megatron) parallel ranks", unit="ranks", low=1, aliases=("tensor-model-parallel-size",)
+        1,
+        "tensor (Megatron) parallel ranks",
+        unit="ranks",
+        low=1,
+        aliases=("tensor-model-parallel-size", "tensor-parallel-degree"),
     )
-    pp_degree: int = flag(1, "pipeline stages", unit="ranks", low=1, aliases=("pipeline-model-parallel-size",))
+    pp_degree: int = flag(
+        1,
+        "pipeline stages",
+        unit="ranks",
+        low=1,
+        aliases=("pipeline-model-parallel-size", "pipeline-parallel-degree", "num-stages"),
+    )
     cp_degree: int = flag(
-        1, "context parallel ranks that share a sequence", unit="ranks", low=1, aliases=("context-parallel-size",)
+        1,
+        "context parallel ranks that share a sequence",
+        unit="ranks",
+        low=1,
+        aliases=("context-parallel-size", "context-parallel-degree"),
     )
     ep_degree: int = flag(
         1,
@@ -31,7 +49,7 @@ class Parallel:
         unit="ranks",
         low=1,
         models=("moe",),
-        aliases=("expert-model-parallel-size",),
+        aliases=("expert-model-parallel-size", "expert-parallel-degree"),
     )
     expert_mp_degree: int = flag(
         None,
@@ -41,6 +59,14 @@ class Parallel:
         models=("moe",),
         derived="mp-degree",
         aliases=("expert-tensor-parallel-size",),
+    )
+    dp_degree: int = flag(
+        -1,
+        "data parallel replicas outside sharding; 2 or more mean --hybrid-dp; -1: what the other degrees leave",
+        unit="ranks",
+        low=-1,
+        derived="what the other degrees leave of the ranks",
+        aliases=("data-parallel-degree",),
     )
     hybrid_dp: bool = flag(False, "data parallelism outside sharding: world = N x mp x sharding x pp x cp, N >= 2")
     rank_order: tuple[str, ...] = flag(
@@ -62,7 +88,6 @@ class Parallel:
     distributed_timeout_minutes: float = flag(
         10.0, "how long a collective may take before the run stops with its name", unit="minutes", above=0
     )
-    dp_degree: int = fact("data parallel replicas outside sharding: what the other degrees leave of the world")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +104,19 @@ class Sharding:
         None,
         "what cuts the model into the units that are gathered, reduced and overlapped",
         choices=("segment_broadcast_MB", "segment_anchors"),
-        derived="one segment per layer",
+        derived="that of --segment-broadcast-MB or --segment-anchors, where one of them is given; else one per layer",
     )
     segment_broadcast_mb: float = flag(
         32.0,
-        "cut a segment when the bytes to gather reach this",
+        "cut a segment when the bytes to gather reach this; alone it chooses this strategy",
         unit="MB",
         above=0,
         primary="segment-broadcast-MB",
         aliases=(Alias("fuse-broadcast-MB", note="--fuse-broadcast-MB is the old name of --segment-broadcast-MB"),),
     )
-    segment_anchors: tuple[str, ...] = flag((), "modules (paths or patterns) at which a new segment starts")
+    segment_anchors: tuple[str, ...] = flag(
+        (), "modules (paths or patterns) at which a new segment starts; alone it chooses this strategy"
+    )
     sharding_prefetch_segments: int = flag(2, "segments gathered ahead of use", unit="segments", low=0)
     gradient_merge_acc_step: int = flag(
         None,
@@ -97,6 +124,7 @@ class Sharding:
         unit="micro-batches",
         low=1,
         derived="global-batch-size / (micro-batch-size x data ranks), or 1",
+        aliases=("accumulate-steps",),
     )
     gradient_merge_mode: str = flag(
         None,
@@ -119,11 +147,17 @@ class Pipeline:
     """Stages and schedules."""
 
     pp_seg_method: str = flag(
-        "uniform", "how layers are cut into stages: uniform, balanced, layer:REGEX on class names, or explicit starts"
+        "uniform",
+        "how layers are cut into stages: uniform, balanced, layer:REGEX on class names, or explicit starts",
+        aliases=("seg-method",),
     )
     pp_schedule: str = flag("1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zero_bubble"))
     vpp_degree: int = flag(
-        1, "model chunks per stage", unit="chunks", low=1, aliases=("virtual-pipeline-model-parallel-size",)
+        1,
+        "model chunks per stage",
+        unit="chunks",
+        low=1,
+        aliases=("virtual-pipeline-model-parallel-size", "virtual-pp-degree", "num-virtual-pipeline-stages"),
     )
     use_nanopipe: bool = flag(False, "split weight gradients off and run them in the bubble (the zero-bubble schedule)")
 
@@ -148,5 +182,5 @@ class Recompute:
     recompute_in_advance: bool = flag(False, "recompute before the gradient arrives")
     recompute_in_bubble: bool = flag(False, "recompute in idle slots of the pipeline")
     adaptive_recompute_device_size: float = flag(
-        0.0, "choose the fewest recomputed layers that fit into this memory; 0: off", unit="GiB", low=0
+        0.0, "choose the fewest recomputed layers that fit into this device memory; 0: off", unit="MB", low=0
     )

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megapar.config.blocks import Leaf, Pairs, Strange, leaves
 from megapar.config.config import FLAGS
-from megapar.config.draft import Draft
+from megapar.config.draft import Draft, is_given
 from megapar.config.flag import SCRIPTS, SWITCH, Flag
+from megapar.config.flag import normal as normal
+from megapar.config.help import default_text
 from megapar.config.hints import near_flag, near_path
+from megapar.config.paths import expand, expanded
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
 
 YAML_FORM = "Every setting is a line `key: value` that begins at the left margin; no tabs."
+NOTHING = (None, "None", "null")
+_SEGMENTED = ("sharding-segment-strategy", "segment-broadcast-mb", "fuse-broadcast-mb")
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,6 @@ class Spelling:
     text: str
     value: Any = None
     note: str = ""
-
-
-def normal(name: str) -> str:
-    """Hyphens or underscores, any case: one name."""
-    return name.lower().replace("_", "-")
 
 
 @cache
@@ -46,10 +47,12 @@ def spellings() -> Mapping[str, Spelling]:
     return found
 
 
-def complain_unknown(draft: Draft, name: str, where: str) -> None:
-    """A complaint about a name no flag has, with the nearest known ones."""
+def complain_unknown(draft: Draft, shown: str, where: str, name: str = "") -> None:
+    """A complaint about a name no flag has, with the nearest known ones. shown: as it stands, where that differs."""
     known = (key for key, spelling in spellings().items() if draft.kind in spelling.flag.models)
-    draft.complain("unknown-flag", f"{where} {name} is not known.", near_flag(normal(name).lstrip("-"), known))
+    draft.complain(
+        "unknown-flag", f"{where} {shown} is not known.", near_flag(normal(name or shown).lstrip("-"), known)
+    )
 
 
 def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:
@@ -57,15 +60,27 @@ def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:
     flag = spelling.flag
     if spelling.note and spelling.note not in draft.warnings:
         draft.warnings.append(spelling.note)
-    if origin == "flag" and draft.origins.get(flag.name) == "file":
+    if flag.each:
+        raw = [*draft.values.get(flag.name, ()), raw]
+    if draft.origins.get(flag.name) != origin:
         draft.bad.discard(flag.name)
+    if _is_nothing(draft, flag, raw):
+        draft.forget(flag.name)
+        return
     draft.origins[flag.name] = origin
     try:
-        draft.values[flag.name] = convert(flag, raw)
+        value = convert(flag, raw)
+        draft.values[flag.name] = expanded(flag, value, draft.environ) if flag.path else value
     except BadValue as error:
         draft.values.pop(flag.name, None)
         draft.bad.add(flag.name)
         draft.complain(error.rule, str(error), error.fix)
+
+
+def _is_nothing(draft: Draft, flag: Flag, raw: Any) -> bool:
+    """YAML's null, and the word None, leave a flag whose default is nothing as if it had not been written."""
+    words = raw if isinstance(raw, list) and len(raw) == 1 else [raw]
+    return flag.defaults[draft.kind] in (None, ()) and words[0] in NOTHING
 
 
 def read_line(draft: Draft, argv: Sequence[str]) -> None:
@@ -150,7 +165,18 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
     return None
 
 
-def read_file(draft: Draft, path: str) -> None:
+def read_files(draft: Draft, paths: Sequence[str]) -> None:
+    """Take YAML files into the draft, a later one over the earlier ones."""
+    for path in paths:
+        try:
+            name = expand(path, draft.environ)
+        except BadValue as error:
+            draft.complain(error.rule, f"--config {error}", error.fix)
+        else:
+            read_file(draft, name, "file" if len(paths) == 1 else f"file {name}")
+
+
+def read_file(draft: Draft, path: str, origin: str = "file") -> None:
     """Take the keys of a YAML file into the draft. PyYAML is imported here and nowhere else."""
     try:
         with open(path, encoding="utf-8") as stream:
@@ -169,20 +195,32 @@ def read_file(draft: Draft, path: str) -> None:
         draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
         return
     seen: set[str] = set()
-    for key, value in loaded:
-        spelling = spellings().get(normal(key).lstrip("-"))
-        if spelling is None and isinstance(value, dict):
-            fix = "Keys are not grouped: write those under it at the left margin."
-            draft.complain("unknown-flag", f"in {path}, key {key} is not known.", fix)
-        elif spelling is None:
-            complain_unknown(draft, key, f"in {path}, key")
+    for leaf in leaves(loaded, spellings()):
+        if isinstance(leaf, Strange):
+            keys = ", ".join(leaf.keys) or "nothing"
+            fix = f"Keys are not grouped under it: write those under it ({keys}) at the left margin."
+            draft.complain("unknown-flag", f"in {path}, key {leaf.shown} is not known.", fix)
+            continue
+        spelling = spellings().get(leaf.name)
+        if spelling is None:
+            complain_unknown(draft, leaf.shown, f"in {path}, key", leaf.name)
         elif spelling.flag.meta:
-            draft.complain("config-file", f"in {path}, key {key} belongs on the command line.")
+            draft.complain("config-file", f"in {path}, key {leaf.shown} belongs on the command line.")
         elif spelling.flag.name in seen:
-            draft.complain("duplicate-key", f"in {path}, key {key} sets {spelling.flag.spelling} a second time.")
+            draft.complain("duplicate-key", f"in {path}, key {leaf.shown} sets {spelling.flag.spelling} a second time.")
         else:
             seen.add(spelling.flag.name)
-            _take_key(draft, spelling, value)
+            draft.cuts_parameters |= leaf.name in _SEGMENTED and "sharding-configs" in normal(leaf.shown)
+            _take_key(draft, spelling, leaf, f"in {path}, key", origin)
+
+
+def tell_what_is_sharded(draft: Draft) -> None:
+    """PaddlePaddle's sharding_configs with segments are of its static graphs, which shard parameters, too."""
+    if draft.cuts_parameters and not is_given(draft.origins.get("sharding_stage")):
+        draft.warnings.append(
+            "sharding_configs shards parameters, too, in PaddlePaddle's static graphs; here --sharding-stage is 1 "
+            "unless it is set: add sharding_stage: 3 where memory is short (the numbers are the same)"
+        )
 
 
 def _problem(error: Exception, text: str) -> str:
@@ -195,26 +233,38 @@ def _problem(error: Exception, text: str) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}: {line[:80]!r}"
 
 
-def _take_key(draft: Draft, spelling: Spelling, value: Any) -> None:
-    if value is None:
+def _take_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: str) -> None:
+    flag, value = spelling.flag, leaf.value
+    if value in NOTHING and flag.defaults[draft.kind] not in (None, ()):
+        fix = f"Leave the key out: {flag.spelling} is {default_text(flag, draft.kind)} then."
+        draft.complain("value", f"{where} {leaf.shown} takes {wanted(flag)}, got {value}.", fix)
         return
     if spelling.value is not None:
         if not isinstance(value, bool):
             draft.complain("value", f"{spelling.text} takes true or false, got {value!r}.")
         elif value:
-            assign(draft, spelling, spelling.value, "file")
+            assign(draft, spelling, spelling.value, origin)
         elif not spelling.flag.takes_value:
-            assign(draft, spelling, not spelling.value, "file")
+            assign(draft, spelling, not spelling.value, origin)
         return
-    assign(draft, spelling, value, "file")
+    assign(draft, spelling, value, origin)
 
 
-def _load_pairs(text: str) -> list[tuple[str, Any]]:
-    """Key and value pairs of a flat YAML mapping, repeated keys included. Raises yaml.YAMLError, ValueError."""
+def _load_pairs(text: str) -> Pairs:
+    """The mapping of a YAML file. Raises yaml.YAMLError, ValueError, RecursionError."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         """Whole numbers stay texts, which the flags read: to YAML 3:4 is 184, and 010 is 8."""
+
+    def pairs_of(node: yaml.MappingNode) -> Pairs:
+        return Pairs(
+            (
+                str(loader.construct_object(k, deep=True)),
+                pairs_of(v) if isinstance(v, yaml.MappingNode) else loader.construct_object(v, deep=True),
+            )
+            for k, v in node.value
+        )
 
     Loader.yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
@@ -224,12 +274,10 @@ def _load_pairs(text: str) -> list[tuple[str, Any]]:
     try:
         node = loader.get_single_node()
         if node is None:
-            return []
+            return Pairs()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError("the top level is not made of key: value lines")
-        return [
-            (str(loader.construct_object(k, deep=True)), loader.construct_object(v, deep=True)) for k, v in node.value
-        ]
+        return pairs_of(node)
     finally:
         loader.dispose()
 

@@ -9,17 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Derivation:
-    """``name`` follows from ``reads`` where its value is in ``open``; a result of None means it cannot be had."""
+    """``name`` follows from ``reads`` where its value is in ``open``; a result of None means it cannot be had.
+
+    settled: the open value is a legal one, which stays where nothing follows.
+    """
 
     name: str
     reads: tuple[str, ...]
     value: Callable[..., Any]
     open: tuple[Any, ...] = (None,)
+    settled: bool = False
 
 
-def _sharding(world: int, mp: int, pp: int, cp: int, hybrid: bool) -> int | None:
-    rest = mp * pp * cp
-    return None if hybrid or world % rest else world // rest
+def _hybrid(dp: int, given: frozenset[str]) -> bool | None:
+    return True if dp > 1 and "hybrid_dp" not in given else None
+
+
+def _sharding(world: int, mp: int, pp: int, cp: int, dp: int, hybrid: bool) -> int | None:
+    rest = mp * pp * cp * max(1, dp)
+    return None if (hybrid and dp < 1) or world % rest else world // rest
 
 
 def _replicas(world: int, sharding: int, mp: int, pp: int, cp: int) -> int | None:
@@ -50,16 +58,29 @@ def _overlap(ampipe_degree: int, strict: bool) -> str:
     return "off" if strict and ampipe_degree != 1 else "on"
 
 
+def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
+    # A size or anchors without a strategy mean their own; of both the rows ask which.
+    if anchors:
+        return None if "segment_broadcast_mb" in given else "segment_anchors"
+    return "segment_broadcast_MB" if "segment_broadcast_mb" in given else None
+
+
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
+    Derivation("hybrid_dp", ("dp_degree", "given"), _hybrid, open=(False,), settled=True),
     Derivation(
         "sharding_degree",
-        ("world_size", "mp_degree", "pp_degree", "cp_degree", "hybrid_dp"),
+        ("world_size", "mp_degree", "pp_degree", "cp_degree", "dp_degree", "hybrid_dp"),
         _sharding,
         open=(-1,),
     ),
-    Derivation("dp_degree", ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"), _replicas),
-    Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding),
+    Derivation(
+        "dp_degree",
+        ("world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"),
+        _replicas,
+        open=(-1,),
+    ),
+    Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding or None),
     Derivation("expert_mp_degree", ("mp_degree",), lambda mp: mp),
     Derivation("num_query_groups", ("num_attention_heads",), lambda heads: heads),
     Derivation("head_dim", ("hidden_size", "num_attention_heads"), _quotient),
@@ -74,6 +95,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         ("gradient_merge_acc_step", "micro_batch_size", "data_ranks"),
         lambda steps, micro, data_ranks: steps * micro * data_ranks,
     ),
+    Derivation("sharding_segment_strategy", ("given", "segment_anchors"), _strategy, settled=True),
     Derivation("gradient_merge_mode", ("sharding_stage",), lambda stage: "step" if stage == 1 else "micro_batch"),
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
@@ -88,13 +110,14 @@ def resolve(values: MutableMapping[str, Any], origins: MutableMapping[str, str])
     for line in DERIVATIONS:
         if line.name in values and values[line.name] not in line.open:
             continue
-        if line.name not in values and line.name not in ("dp_degree", "data_ranks"):
+        if line.name not in values and line.name != "data_ranks":
             continue  # a bad value: its complaint is made, nothing may follow from it
         result = None
         if all(name in values for name in line.reads):
             result = line.value(*(values[name] for name in line.reads))
         if result is None:
-            values.pop(line.name, None)
+            if not line.settled:
+                values.pop(line.name, None)
         else:
             values[line.name] = result
             origins[line.name] = "derived"

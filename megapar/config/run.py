@@ -32,7 +32,7 @@ class Training:
     seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1)
     dtype: str = flag(
         "auto",
-        "compute precision; auto: bf16 on an accelerator, fp32 on CPU",
+        "compute precision; auto: bf16 on an accelerator, fp16 on one that has no bf16 (V100), fp32 on CPU",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
         aliases=(Alias("bf16", "bf16"), Alias("fp16", "fp16")),
     )
@@ -95,17 +95,20 @@ class Data:
         ("builtin",),
         "builtin, mock, or text, JSONL (field text), parquet and .bin/.idx files; or weights and paths in turn",
         aliases=("train-data-path", Alias("mock-data", ("mock",))),
+        path=True,
     )
     eval_data_path: tuple[str, ...] = flag(
-        (), "held-out data for evaluation, as --data-path", aliases=("valid-data-path",)
+        (), "held-out data for evaluation, as --data-path", aliases=("valid-data-path",), path=True
     )
     split: str | None = flag(None, "shares of training, held-out and unused documents, such as 969,30,1 (default 95,5)")
     tokenizer_model: str | None = flag(
-        None, "sentencepiece model or Hugging Face tokenizer folder; without it one is trained on the data and cached"
+        None,
+        "sentencepiece model or Hugging Face tokenizer folder; without it one is trained on the data and cached",
+        path=True,
     )
     mlm_probability: float = flag(0.15, "share of tokens that are masked", above=0, high=0.9, models=ERNIE)
-    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"), models=MOE)
-    hf_dataset: str | None = flag(None, "path or cached name of the datasets source", models=MOE)
+    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"))
+    hf_dataset: str | None = flag(None, "path or cached name of the datasets source", path=True)
     reset_position_ids: bool = flag(False, "positions start again at every document", models=MOE)
     reset_attention_mask: bool = flag(False, "attention stays inside a document", models=MOE)
     eod_mask_loss: bool = flag(False, "no loss where the input is an end-of-document token", models=MOE)
@@ -114,10 +117,13 @@ class Data:
     ernie_tasks: str | None = flag(
         None, "mixture of objectives, such as knowledge_mlm:1.0,document_lm:1.0", models=ERNIE
     )
-    phrase_file: str | None = flag(None, "lexicon of phrases that are masked whole", models=ERNIE)
-    entity_file: str | None = flag(None, "lexicon of named entities that are masked whole", models=ERNIE)
+    phrase_file: str | None = flag(None, "lexicon of phrases that are masked whole", models=ERNIE, path=True)
+    entity_file: str | None = flag(None, "lexicon of named entities that are masked whole", models=ERNIE, path=True)
     triples_file: str | None = flag(
-        None, "HEAD, RELATION, TAIL and SENTENCE on a line, with tabs between them, for knowledge_text", models=ERNIE
+        None,
+        "HEAD, RELATION, TAIL and SENTENCE on a line, with tabs between them, for knowledge_text",
+        models=ERNIE,
+        path=True,
     )
     sentence_reorder_pieces: int = flag(
         3, "parts that sentence_reorder cuts a piece into, at most", unit="parts", low=2, high=6, models=ERNIE
@@ -128,15 +134,15 @@ class Data:
 class Checkpoint:
     """What is saved and loaded."""
 
-    save: str | None = flag(None, "folder for checkpoints")
-    load: str | None = flag(None, "folder of checkpoints to continue from, on any layout")
+    save: str | None = flag(None, "folder for checkpoints", path=True)
+    load: str | None = flag(None, "folder of checkpoints to continue from, on any layout", path=True)
     save_interval: int = flag(0, "steps between checkpoints; 0: only at the end", unit="steps", low=0)
     ckpt_step: int | None = flag(None, "load this step instead of the latest one", unit="step", low=0)
     finetune: bool = flag(False, "load weights only: step, optimizer, random and data state start anew")
     no_load_optim: bool = flag(False, "leave the optimizer state of the checkpoint out")
     no_load_rng: bool = flag(False, "leave the random state of the checkpoint out")
-    save_hf: str | None = flag(None, "folder for the trained model in Hugging Face form")
-    load_hf: str | None = flag(None, "Hugging Face model folder to start from")
+    save_hf: str | None = flag(None, "folder for the trained model in Hugging Face form", path=True)
+    load_hf: str | None = flag(None, "Hugging Face model folder to start from", path=True)
     save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0)
     async_save: bool = flag(True, "write checkpoints while training goes on; the final one is waited for")
     keep: int = flag(0, "newest checkpoints that are kept; 0: all", unit="checkpoints", low=0)
@@ -162,8 +168,8 @@ class Logging:
     """What is reported."""
 
     log_interval: int = flag(10, "steps between lines of the log", unit="steps", low=1)
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard files")
-    metrics_jsonl: str | None = flag(None, "file that gets one JSON object per step")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True)
+    metrics_jsonl: str | None = flag(None, "file that gets one JSON object per step", path=True)
     profile: str | None = flag(
         None, "START:END steps to write a profiler trace of, trace.json beside the metrics, or in the working folder"
     )
@@ -183,5 +189,10 @@ class Runtime:
         None, "ranks of the run", unit="ranks", low=1, high=10_000_000, derived="WORLD_SIZE of the environment, or 1"
     )
     strict_seed_rules: bool = flag(False, "turn restrictions of published documents that megapar lifts back on")
-    config: str | None = flag(None, "YAML file with the same names; a flag on the line wins over it", meta=True)
+    config: tuple[str, ...] = flag(
+        (),
+        "YAML file with the same names; of several the later wins, and a flag on the line over all",
+        meta=True,
+        each=True,
+    )
     data_ranks: int = fact("positions that read data of their own: dp x sharding")

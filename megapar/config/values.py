@@ -41,7 +41,7 @@ def wanted(flag: Flag) -> str:
         return f"one of {', '.join(str(choice) for choice in flag.choices)}"
     if flag.takes_list:
         return "one or more whole numbers" if flag.type == "integers" else "one or more words"
-    return UNITS[flag.type] + (f" ({flag.unit})" if flag.unit else "")
+    return UNITS["str" if flag.each else flag.type] + (f" ({flag.unit})" if flag.unit else "")
 
 
 def _bool(flag: Flag, raw: Any) -> bool:

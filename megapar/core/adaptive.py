@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
 from megapar.core.recompute import Span
-from megapar.core.units import GIBIBYTE
+from megapar.core.units import GIBIBYTE, MEGABYTE
 from megapar.errors import TrainingError
 
 MEASURED_STEPS = 2
@@ -87,8 +87,8 @@ def choose(budget_bytes: int, peak_bytes: int, kept_bytes: Sequence[int]) -> Cho
     """
     if peak_bytes > budget_bytes:
         raise TrainingError(
-            f"--adaptive-recompute-device-size allows {budget_bytes / GIBIBYTE:.3g} GiB, but with every layer "
-            f"recomputed the largest rank needs {peak_bytes / GIBIBYTE:.3g} GiB. Allow more, or choose a smaller "
+            f"--adaptive-recompute-device-size allows {budget_bytes / MEGABYTE:.6g} MB, but with every layer "
+            f"recomputed the largest rank needs {-(-peak_bytes // MEGABYTE)} MB. Allow more, or choose a smaller "
             "--micro-batch-size or a larger --sharding-stage."
         )
     recomputed, needed = set(range(len(kept_bytes))), peak_bytes

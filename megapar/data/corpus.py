@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
@@ -19,7 +19,7 @@ from megapar.data.mock import MockTokenizer, RandomPieces
 from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Pieces, Samples, Windows
 from megapar.data.source import MOCK, BadRecords, Source, all_documents, sources_hash
 from megapar.data.store import Split, TokenStore
-from megapar.data.streaming import open_dataset, row_windows
+from megapar.data.streaming import RowSpans, RowWindows, both_sides, open_dataset
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
@@ -135,15 +135,15 @@ def build(
     vocab_size ids is trained on the training documents. seq_length: S. seed: of order and masks.
     packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
     tasks: the objectives of ERNIE 3.0 in place of masked words and sentence order.
-    hf_dataset: a ``datasets`` source in place of data_path, streamed (a decoder's only).
+    hf_dataset: a ``datasets`` source in place of data_path, streamed.
     Any number of processes may call this at once. Raises DataError for what is wrong with the data and
     ConfigError where the tokenizer has more ids than ``vocab_size``.
     """
     packing = packing or Packing()
     if kind not in KINDS:
         raise ValueError(f"the kind is {kind!r}, not one of {KINDS}")
-    if kind == ERNIE and (packing != Packing() or hf_dataset is not None):
-        raise ValueError("packing and streams are a decoder's")
+    if kind == ERNIE and packing != Packing():
+        raise ValueError("packing is a decoder's")
     if kind == ERNIE and seq_length < SHORTEST_SEQUENCE:
         raise DataError(f"sentence pairs need a --seq-length of at least {SHORTEST_SEQUENCE}, not {seq_length}")
     halves = Split.parse(split or DEFAULT_SPLIT)
@@ -180,7 +180,7 @@ def _streamed(name: str, split: Split, tokenizer_model: str | None, vocab_size: 
         documents = (rows[i]["text"] for i in range(first))
         tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint))
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    train, heldout = row_windows(name, split, tokenizer, cut.seq_length)
+    train, heldout = cut.rows(name, split, tokenizer)
     return cut.corpus(train, heldout, tokenizer, vocab_size)
 
 
@@ -283,6 +283,17 @@ class _Cut:
         if not self.packing.packed:
             return DocumentWindows(store, self.seq_length)
         return Windows(store, self.seq_length, shortest=2 if held_out else None)
+
+    def rows(self, name: str, split: Split, tokenizer: Tokenizer) -> tuple[Pieces, Pieces | None]:
+        """Pieces of both sides of a streamed dataset."""
+        length = self.seq_length
+
+        def make(rows: Any, first: int, last: int) -> RowSpans | RowWindows:
+            if self.kind == ERNIE:
+                return RowSpans(rows, first, last, tokenizer, name, length - PAIR_MARKS)
+            return RowWindows(rows, first, last, tokenizer, name, length)
+
+        return both_sides(name, split, make)
 
     def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> Pieces:
         """Random pieces; of a decoder that knows documents, with end tokens in them."""

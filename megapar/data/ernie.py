@@ -29,7 +29,7 @@ class Spans:
 
     def __init__(self, store: TokenStore, longest: int) -> None:
         self._store = store
-        self._counts = PieceCounts(store.offsets, lambda lengths: _spans(lengths - 1, longest))  # no end token
+        self._counts = PieceCounts(store.offsets, lambda lengths: span_counts(lengths - 1, longest))  # no end token
         if len(self) == 0:
             raise DataError(f"no document of the corpus has the {SHORTEST_SPAN} tokens a sentence pair needs")
 
@@ -52,7 +52,7 @@ class Spans:
         )
 
 
-def _spans(lengths: np.ndarray, longest: int) -> np.ndarray:
+def span_counts(lengths: np.ndarray, longest: int) -> np.ndarray:
     """[n] ids per document to spans per document."""
     import numpy as np
 

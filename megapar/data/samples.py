@@ -115,6 +115,19 @@ class Ordered(Protocol):
         """The order of a run; of held-out pieces, which no seed changes, where there is none."""
 
 
+@runtime_checkable
+class Beside(Protocol):
+    """Pieces of which some are at hand when one of them is."""
+
+    def beside(self, number: int) -> range:
+        """Pieces that cost nothing more where piece ``number`` has been read."""
+
+
+def beside(pieces: Pieces, number: int) -> range:
+    """The pieces that may be read beside one of them: all, unless they say otherwise."""
+    return pieces.beside(number) if isinstance(pieces, Beside) else range(len(pieces))
+
+
 class Order:
     """Every piece once per epoch, each epoch in a new order."""
 

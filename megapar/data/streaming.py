@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megapar.config.record import FIELD, checked_text
+from megapar.data.ernie import SHORTEST_SPAN, span_counts
 from megapar.data.permutation import Permutation
 from megapar.data.samples import PieceOrder
 from megapar.data.store import Split
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 ROWS = 4096  # of a block, about
 _PROBES = 256  # rows that are tokenised to learn how long they are
+_TASKS = 6  # blocks that are kept: one for each of ERNIE 3.0's tasks, and the next
 
 
 def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
@@ -78,62 +80,148 @@ def _offline(datasets: Any) -> Iterator[None]:
             module.HF_HUB_OFFLINE = value
 
 
-class RowWindows:
-    """Windows of ``length`` + 1 ids from the rows of a dataset, tokenised block by block.
+class _Blocks:
+    """Pieces from the rows of a dataset, tokenised block by block.
 
-    Some 4,096 neighbouring rows are a block. Its documents, joined by the end token, are cut in windows of S + 1 ids
-    that share one; every block gives the same number of windows, learned from rows spread over the data, so that a
-    sample's block follows from its number. A block that is longer leaves some ids out, a shorter one begins again.
-    The last block that was read is kept. Pieces of one block follow each other in the order, blocks are permuted.
+    Some 4,096 neighbouring rows are a block. Every block gives the same number of pieces, learned from rows spread over
+    the data, so that a piece's block follows from its number. A block that has more leaves some out, one that has less
+    begins again. The last blocks that were read are kept. Pieces of one block follow each other in the order, blocks
+    are permuted.
     """
 
-    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, length: int, name: str) -> None:
+    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str) -> None:
         """rows: a dataset with a column ``text``; rows first .. last - 1 are used. name: for messages."""
         if last <= first:
             raise DataError(f"{name}: no rows are left for one of the two sides; give another --split")
         self._rows = rows
         self._first, self._count = first, last - first
         self._tokenizer = tokenizer
-        self._end = tokenizer.special.need("eos")
-        self._length = length
         self._name = name
         self.blocks = max(1, self._count // ROWS)
-        self.windows = max(1, int(self._mean_tokens() * self._count / self.blocks) // length)
-        self._block = lru_cache(maxsize=2)(self._tokens)
+        self.per_block = 1
 
     def __len__(self) -> int:
-        return self.blocks * self.windows
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        import numpy as np
-
-        block, window = divmod(number, self.windows)
-        tokens = self._block(block)
-        places = np.arange(window * self._length, (window + 1) * self._length + 1) % len(tokens)
-        return np.asarray(tokens[places], dtype=np.int64)
+        return self.blocks * self.per_block
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """See samples.Ordered."""
-        return _BlockOrder(self.blocks, self.windows, seed, stream)
+        return _BlockOrder(self.blocks, self.per_block, seed, stream)
 
-    def _mean_tokens(self) -> float:
+    def beside(self, number: int) -> range:
+        """See samples.Beside: the pieces of its block, whose rows are tokenised already."""
+        block = number // self.per_block
+        return range(block * self.per_block, (block + 1) * self.per_block)
+
+    def _rows_of(self, block: int) -> range:
+        ends = (self._first + self._count * place // self.blocks for place in (block, block + 1))
+        return range(*ends)
+
+    def _probed(self) -> list[list[int]]:
+        """The ids of some rows spread over the data."""
         count = min(_PROBES, self._count)
         numbers = sorted({self._first + i * self._count // count for i in range(count)})
-        ids = self._tokenizer.encode_batch(self._texts(numbers))
-        return sum(len(one) + 1 for one in ids) / len(ids)
-
-    def _tokens(self, block: int) -> np.ndarray:
-        import numpy as np
-
-        first = self._first + self._count * block // self.blocks
-        last = self._first + self._count * (block + 1) // self.blocks
-        texts = self._texts(range(first, last))
-        ids = [one for document in self._tokenizer.encode_batch(texts) for one in (*document, self._end)]
-        return np.array(ids, dtype=np.int32)
+        return self._tokenizer.encode_batch(self._texts(numbers))
 
     def _texts(self, numbers: Any) -> list[str]:
         texts = self._rows[list(numbers)][FIELD]
         return [checked_text(text, {FIELD: text}, f"{self._name}, row {i}") for i, text in zip(numbers, texts)]  # noqa: B905
+
+
+class RowWindows(_Blocks):
+    """A decoder's pieces: the documents of a block, joined by the end token, cut in windows of ``length`` + 1 ids that
+    share one.
+    """
+
+    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, length: int) -> None:
+        super().__init__(rows, first, last, tokenizer, name)
+        self._end = tokenizer.special.need("eos")
+        self._length = length
+        probed = self._probed()
+        mean = sum(len(one) + 1 for one in probed) / len(probed)
+        self.per_block = max(1, int(mean * self._count / self.blocks) // length)
+        self._block = lru_cache(maxsize=2)(self._tokens)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        import numpy as np
+
+        block, window = divmod(number, self.per_block)
+        tokens = self._block(block)
+        places = np.arange(window * self._length, (window + 1) * self._length + 1) % len(tokens)
+        return np.asarray(tokens[places], dtype=np.int64)
+
+    def _tokens(self, block: int) -> np.ndarray:
+        import numpy as np
+
+        texts = self._texts(self._rows_of(block))
+        ids = [one for document in self._tokenizer.encode_batch(texts) for one in (*document, self._end)]
+        return np.array(ids, dtype=np.int32)
+
+
+class _Spanned(NamedTuple):
+    """The spans of a block. tokens: [T] int32. edges: [n, 2], where each begins and ends. rows: [n], whose it is."""
+
+    tokens: np.ndarray
+    edges: np.ndarray
+    rows: np.ndarray
+
+
+class RowSpans(_Blocks):
+    """ERNIE's pieces: every row cut in spans as ``ernie.Spans`` cuts the documents of a store.
+
+    Several tasks go through the blocks in orders of their own, so a block for each is kept.
+    Raises DataError where rows are too short for a span.
+    """
+
+    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, longest: int) -> None:
+        super().__init__(rows, first, last, tokenizer, name)
+        self._longest = longest
+        probed = self._probed()
+        found = int(spans_of(probed, longest).sum())
+        if not found:
+            raise DataError(f"{name}: no row has the {SHORTEST_SPAN} tokens a sentence pair needs")
+        self.per_block = max(1, int(found * self._count / len(probed) / self.blocks))
+        self._block = lru_cache(maxsize=_TASKS)(self._cut)
+
+    def document(self, number: int) -> int:
+        """The row that a span is from; of spans that begin again, another number."""
+        block, span = divmod(number, self.per_block)
+        rows = self._block(block).rows
+        return int(rows[span % len(rows)]) + span // len(rows) * (self._first + self._count)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        import numpy as np
+
+        block, span = divmod(number, self.per_block)
+        tokens, edges, _ = self._block(block)
+        begin, end = edges[span % len(edges)]
+        return np.asarray(tokens[begin:end], dtype=np.int64)
+
+    def _cut(self, block: int) -> _Spanned:
+        import numpy as np
+
+        numbers = self._rows_of(block)
+        ids = self._tokenizer.encode_batch(self._texts(numbers))
+        parts = spans_of(ids, self._longest)
+        begins = np.cumsum([0, *map(len, ids)])
+        edges = [
+            (begin + len(row) * part // count, begin + len(row) * (part + 1) // count)
+            for begin, row, count in zip(begins, ids, parts, strict=False)
+            for part in range(count)
+        ]
+        if not edges:
+            raise DataError(
+                f"{self._name}: of rows {numbers[0]} to {numbers[-1]} none has the {SHORTEST_SPAN} tokens a sentence "
+                "pair needs"
+            )
+        tokens = np.fromiter((one for row in ids for one in row), dtype=np.int32, count=int(begins[-1]))
+        return _Spanned(tokens, np.array(edges), np.repeat(np.array(numbers), parts))
+
+
+def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
+    """[n]: how many spans each document is cut in."""
+    import numpy as np
+
+    return span_counts(np.array([len(one) for one in ids], dtype=np.int64), longest)
 
 
 @dataclass(frozen=True)
@@ -161,14 +249,14 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-def row_windows(name: str, split: Split, tokenizer: Tokenizer, length: int) -> tuple[RowWindows, RowWindows | None]:
+P = TypeVar("P", bound=_Blocks)
+
+
+def both_sides(name: str, split: Split, make: Callable[[Any, int, int], P]) -> tuple[P, P | None]:
     """Both sides of a dataset: its first rows are trained on, the ones behind them held out (None by a share of 0).
 
-    Raises DataError.
+    make: pieces of the rows between two numbers. Raises DataError.
     """
     rows = open_dataset(name)
     first, last = split.cuts(len(rows))
-    return (
-        RowWindows(rows, 0, first, tokenizer, length, name),
-        RowWindows(rows, first, last, tokenizer, length, name) if split.heldout else None,
-    )
+    return make(rows, 0, first), make(rows, first, last) if split.heldout else None

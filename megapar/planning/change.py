@@ -8,11 +8,13 @@ from typing import Any
 
 from megapar.arguments import Config, parse
 from megapar.config.config import FLAGS
+from megapar.config.draft import is_given
 from megapar.errors import Complaint, ConfigError
 
 AXES = ("mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree")
 LAYOUT = (
-    *("sharding_degree", "mp_degree", "pp_degree", "cp_degree", "ep_degree", "expert_mp_degree", "hybrid_dp"),
+    *("sharding_degree", "dp_degree", "hybrid_dp", "mp_degree", "pp_degree", "cp_degree"),
+    *("ep_degree", "expert_mp_degree"),
     *("gradient_merge_acc_step", "gradient_merge_mode", "overlap_grad_reduce", "overlap_param_gather"),
 )
 
@@ -21,7 +23,7 @@ def flags_of(config: Config, without: tuple[str, ...] = LAYOUT) -> dict[str, Any
     """What was asked for, by field name: values from the file and from the line, without those of the layout."""
     found = {}
     for flag in FLAGS.values():
-        if config.origins.get(flag.name) in ("file", "flag") and flag.name not in without and not flag.meta:
+        if is_given(config.origins.get(flag.name)) and flag.name not in without and not flag.meta:
             found[flag.name] = getattr(getattr(config, flag.group), flag.name)
     return found
 
@@ -81,7 +83,7 @@ def differing(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explicit(config: Config, name: str) -> bool:
-    return config.origins.get(name) in ("file", "flag")
+    return is_given(config.origins.get(name))
 
 
 def _value(config: Config, name: str) -> Any:

@@ -11,6 +11,7 @@ from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.cut import shard_dim
+from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import DecoderSizes
 from megapar.model.table import ParameterSpec
 from megapar.planning.assume import Assumed
@@ -57,7 +58,13 @@ class Layout:
     def dtype(self) -> str:
         """The compute dtype; ``auto`` as this device would choose it."""
         asked = self.config.training.dtype
-        return self.kind.default_dtype if asked == "auto" else asked
+        dtype = self.kind.default_dtype if asked == "auto" else asked
+        if dtype == "fp16" and self.config.sharding.grad_reduce_dtype == "bf16":
+            message = (
+                f"--grad-reduce-dtype bf16 rounds the gradients of an fp16 run away; {self.kind.name} has no bf16."
+            )
+            raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave it out.")])
+        return dtype
 
     @cached_property
     def hiding(self) -> str:

@@ -115,7 +115,7 @@ def _spelled(degrees: Degrees, asked: Config) -> list[str]:
     training = asked.training
     step = training.micro_batch_size * degrees["dp"] * degrees["sharding"]
     line = [part for axis in FLAGGED for part in (f"--{axis}-degree", str(degrees[axis]))]
-    line += ["--hybrid-dp" if degrees["dp"] > 1 else "--no-hybrid-dp"]
+    line += ["--hybrid-dp" if degrees["dp"] > 1 else "--no-hybrid-dp", "--dp-degree", str(degrees["dp"])]
     # The last of repeated flags wins: both are given, as either may stand in the line.
     line += ["--global-batch-size", str(training.global_batch_size)]
     return [*line, "--gradient-merge-acc-step", str(max(1, training.global_batch_size // step))]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megapar.rules.pipeline import zero_bubble
-from megapar.rules.rule import DOWNGRADE, LIFTED, MINDSPEED_AMPIPE, NO_EFFECT, Facts, Rule, Test, near_multiples
+from megapar.rules.rule import ADVICE, DOWNGRADE, LIFTED, MINDSPEED_AMPIPE, NO_EFFECT, Facts, Rule, Test, near_multiples
 
 MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
@@ -20,6 +20,12 @@ def _capacity(f: Facts) -> int:
     tokens = f.micro_batch_size * f.seq_length
     even = math.ceil(tokens / f.num_experts * f.moe_capacity_factor * f.moe_router_topk)
     return int(max(even, f.moe_min_capacity))
+
+
+def _enough_pieces(f: Facts) -> str:
+    d = f.ampipe_degree
+    fewer = d if f.pipe_experts_multi_stream else 2 * d
+    return f"Give --pipe-experts-multi-data {fewer} or another such multiple, or leave --use-pipe-experts out."
 
 
 def _row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
@@ -166,7 +172,11 @@ RULES: tuple[Rule, ...] = (
                 or (f.pipe_experts_multi_stream and f.pipe_experts_multi_data == f.ampipe_degree)
             )
         ),
-        message="with AMPipe, N is a multiple of d and greater than it (or equal, with --pipe-experts-multi-stream)",
+        message=(
+            "AMPipe's slices of experts are piped where N is a multiple of d and greater than it (or equal, with "
+            "--pipe-experts-multi-stream)"
+        ),
+        fix=_enough_pieces,
         kind=DOWNGRADE,
         sets=_OFF,
         passing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 4",
@@ -211,7 +221,7 @@ RULES: tuple[Rule, ...] = (
         ("adaptive_recompute_device_size",),
         lambda f: f.adaptive_recompute_device_size == 0,
         "adaptive selective recompute",
-        "--adaptive-recompute-device-size 32",
+        "--adaptive-recompute-device-size 32768",
     ),
     _row(
         "pipe-experts-kind",
@@ -236,7 +246,8 @@ RULES: tuple[Rule, ...] = (
         ("use_pipe_experts", "num_experts", "ep_degree", "pipe_experts_multi_data"),
         when=lambda f: f.use_pipe_experts and f.num_experts > 0,
         requires=lambda f: f.num_experts // f.ep_degree > 1 or f.pipe_experts_multi_data > 1,
-        message="one local expert with N = 1 leaves --use-pipe-experts nothing to pipe",
+        message="one local expert with N = 1 leaves nothing to pipe",
+        fix="Give --pipe-experts-multi-data 2 or more, or a smaller --ep-degree; or leave --use-pipe-experts out.",
         kind=DOWNGRADE,
         sets=_OFF,
         passing="--use-pipe-experts --num-experts 8 --ep-degree 4 --world-size 4",
@@ -266,7 +277,8 @@ RULES: tuple[Rule, ...] = (
         ("ampipe_degree",),
         requires=lambda f: f.ampipe_degree <= 2,
         message="only --ampipe-degree 2 is recommended: finer slices add casts and adds",
-        kind=DOWNGRADE,
+        fix="The run keeps this degree; measure it beside 2.",
+        kind=ADVICE,
         passing="--ampipe-degree 2",
         failing="--ampipe-degree 4",
     ),

@@ -130,7 +130,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--data-source hf --hf-dataset corpus",
         failing="--data-source hf",
-        models=MOE,
     ),
     Rule(
         id="hf-source-alone",
@@ -142,7 +141,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--data-source hf --hf-dataset corpus --split 90,10",
         failing="--data-source hf --hf-dataset corpus --data-path a.jsonl",
-        models=MOE,
     ),
     Rule(
         id="hf-source-packing",

@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         ("adaptive_recompute_device_size",),
         lambda f: not f.adaptive_recompute_device_size,
         "adaptive selective recompute",
-        "--adaptive-recompute-device-size 1",
+        "--adaptive-recompute-device-size 32768",
     ),
     _apart(
         "ernie3-cp", ("cp_degree",), lambda f: f.cp_degree == 1, "context parallelism", "--world-size 2 --cp-degree 2"

@@ -50,6 +50,20 @@ def _near_layouts(f: Facts) -> str:
     return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}; or start {_near_worlds(f)} ranks{how}."
 
 
+def _replicas(f: Facts) -> tuple[int, ...]:
+    """The numbers of replicas that fill the world: one where sharding is asked for, else any that divides the rest."""
+    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
+    if f.world_size % used:
+        return ()
+    rest = f.world_size // used
+    return divisors(rest) if f.sharding_asked == -1 else (rest,)
+
+
+def _dp_choices(f: Facts) -> str:
+    legal = sorted(_replicas(f), key=lambda value: abs(value - f.dp_asked))[:4]
+    return f"Choose --dp-degree {either(sorted(legal))}." if legal else "No number does: the other degrees do not fit."
+
+
 def _near_worlds(f: Facts) -> str:
     """Numbers of ranks that the degrees fill: one below, where there is one, and one above."""
     used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
@@ -129,6 +143,28 @@ RULES: tuple[Rule, ...] = (
         failing="--world-size 32 --sharding-degree 5 --mp-degree 3",
     ),
     Rule(
+        id="dp-degree",
+        reads=("dp_asked", "world_size", *_NAMES),
+        when=lambda f: f.dp_asked != -1,
+        requires=lambda f: f.dp_asked in _replicas(f),
+        message="--dp-degree is -1, or so many replicas of sharding x mp x pp x cp ranks as fill the world exactly",
+        fix=_dp_choices,
+        source=SOURCE,
+        passing="--world-size 8 --dp-degree 2 --mp-degree 2",
+        failing="--world-size 8 --dp-degree 3",
+    ),
+    Rule(
+        id="dp-degree-hybrid",
+        reads=("dp_asked", "hybrid_dp"),
+        when=lambda f: f.dp_asked > 1,
+        requires=lambda f: f.hybrid_dp,
+        message="--dp-degree above 1 is --hybrid-dp, which is switched off here",
+        fix="Leave --no-hybrid-dp (hybrid_dp: false) out, or --dp-degree.",
+        source=SOURCE,
+        passing="--world-size 4 --dp-degree 2",
+        failing="--world-size 4 --dp-degree 2 --no-hybrid-dp",
+    ),
+    Rule(
         id="hybrid-dp-replicas",
         reads=("hybrid_dp", "dp_degree", "world_size", "sharding_degree", "mp_degree", "pp_degree", "cp_degree"),
         when=lambda f: f.hybrid_dp,
@@ -144,10 +180,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hybrid-dp-degree",
-        reads=("hybrid_dp", "sharding_asked", "world_size"),
-        when=lambda f: f.hybrid_dp,
+        reads=("hybrid_dp", "sharding_asked", "dp_asked", "world_size"),
+        when=lambda f: f.hybrid_dp and f.dp_asked == -1,
         requires=lambda f: f.sharding_asked != -1,
-        message="--hybrid-dp needs --sharding-degree said: -1 would leave no ranks to replicate over",
+        message="--hybrid-dp needs --sharding-degree or --dp-degree: -1 would leave no ranks to replicate over",
         fix=lambda f: f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}.",
         source=SOURCE,
         passing="--world-size 4 --sharding-degree 2 --hybrid-dp",

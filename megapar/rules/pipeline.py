@@ -42,6 +42,18 @@ def _micro_batches(f: Facts) -> list[int]:
     return [size // unit for size in sizes]
 
 
+def _small(f: Facts) -> bool:
+    return bool(f.adaptive_recompute_device_size < LEAST_MB)
+
+
+def _size_meant(f: Facts) -> str:
+    """The size in MB, where it was written in GiB or in bytes."""
+    size = f.adaptive_recompute_device_size
+    if _small(f):
+        return f"Write {size * 1024:.0f} for {size:g} GiB; a CPU may have so little, with --device cpu."
+    return f"Write {size / 2**20:.0f} for so many bytes."
+
+
 def _up_to(most: int) -> str:
     return f"1 to {most}" if most > 1 else "1"
 
@@ -53,6 +65,7 @@ def _enough(f: Facts) -> str:
 
 
 _BATCH = ("gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks")
+LEAST_MB, MOST_MB = 1024, 4 * 2**20  # device memory: 1 GiB to 4 TiB
 RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
 
 RULES: tuple[Rule, ...] = (
@@ -139,7 +152,10 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "sharding_stage"),
         when=lambda f: f.pp_degree > 1,
         requires=lambda f: f.sharding_stage < 3,
-        message="--sharding-stage 3 gathers parameters for every micro-batch of a pipeline",
+        message=(
+            "--sharding-stage 3 is not built for pipelines: each stage would gather its parameters twice for every "
+            "micro-batch, where stages 1 and 2 gather them once per step"
+        ),
         fix="Choose --sharding-stage 1 or 2.",
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --sharding-stage 2",
@@ -248,7 +264,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_partition", "sequence_parallel", "mp_degree"),
         when=lambda f: f.recompute_partition and f.mp_degree > 1,
         requires=lambda f: not f.sequence_parallel,
-        message="with --sequence-parallel what a unit keeps is split over mp already; --recompute-partition is off",
+        message="with --sequence-parallel what a unit keeps is split over mp already",
         fix="Leave it out.",
         source=RECOMPUTE,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
@@ -276,6 +292,17 @@ RULES: tuple[Rule, ...] = (
         failing="--recompute-in-bubble",
     ),
     Rule(
+        id="recompute-adaptive-size",
+        reads=("adaptive_recompute_device_size", "device"),
+        when=lambda f: f.adaptive_recompute_device_size > 0,
+        requires=lambda f: f.adaptive_recompute_device_size <= MOST_MB and (f.device == "cpu" or not _small(f)),
+        message="--adaptive-recompute-device-size counts MB, and no accelerator has so little or so much memory",
+        fix=_size_meant,
+        source=RECOMPUTE,
+        passing="--adaptive-recompute-device-size 61440",
+        failing="--adaptive-recompute-device-size 60",
+    ),
+    Rule(
         id="recompute-adaptive-pipeline",
         reads=("adaptive_recompute_device_size", "pp_degree"),
         when=lambda f: f.adaptive_recompute_device_size > 0,
@@ -285,8 +312,8 @@ RULES: tuple[Rule, ...] = (
         ),
         fix="Choose --recompute-interval, or --pp-degree 1.",
         source=RECOMPUTE,
-        passing="--adaptive-recompute-device-size 32",
-        failing="--world-size 2 --pp-degree 2 --adaptive-recompute-device-size 32",
+        passing="--adaptive-recompute-device-size 32768",
+        failing="--world-size 2 --pp-degree 2 --adaptive-recompute-device-size 32768",
     ),
     Rule(
         id="recompute-adaptive",
@@ -295,7 +322,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: not f.changed & set(_FLAGS),
         message="--adaptive-recompute-device-size chooses by itself and excludes every other recompute flag",
         source=NO_EFFECT,
-        passing="--adaptive-recompute-device-size 32",
-        failing="--adaptive-recompute-device-size 32 --recompute-interval 1",
+        passing="--adaptive-recompute-device-size 32768",
+        failing="--adaptive-recompute-device-size 32768 --recompute-interval 1",
     ),
 )

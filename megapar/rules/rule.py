@@ -8,6 +8,7 @@ from typing import Any
 
 REFUSE = "refuse"
 DOWNGRADE = "downgrade"
+ADVICE = "advice"
 LIFTED = "lifted"
 NOT_BUILT = "not-built"
 
@@ -21,17 +22,17 @@ DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
 NO_EFFECT = "no effect"  # against flags that would change nothing
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size", "published")
-_SILENT = ("kind", "changed", "asked", "published")
+FACTS = ("kind", "sharding_asked", "dp_asked", "data_ranks", "changed", "asked", "given", "launched_size", "published")
+_SILENT = ("kind", "changed", "asked", "given", "published")
 
 
 class Facts:
     """Read-only values by attribute, only those that a row declares; another name raises AttributeError.
 
-    Beside the flags: ``kind`` (moe or ernie), ``dp_degree``, ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the
-    environment, or 1), ``sharding_asked`` (-1 before it is resolved), ``changed`` (names whose asked value is not the
-    default), ``asked`` (values before any was derived) and ``published`` (the Hugging Face folder that the model is
-    from, or None).
+    Beside the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the environment, or
+    1), ``sharding_asked`` and ``dp_asked`` (-1 before they are resolved), ``changed`` (names whose asked value is not
+    the default), ``asked`` (values before any was derived), ``given`` (names that the line or a file sets) and
+    ``published`` (the Hugging Face folder that the model is from, or None).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -61,8 +62,8 @@ class Rule:
     id: stable name. reads: the facts it looks at; a row with one missing (a bad value) is not evaluated. message: the
     requirement in words; the values are put behind it. fix: what to do, with the nearest legal values. source: where
     the row comes from. passing, failing: flags of an example of each, for the first of ``models``. kind: refuse;
-    downgrade (a warning, then ``sets`` is applied); lifted (only under --strict-seed-rules, ``reason`` says why);
-    not-built (a feature of a later version). models: the trainers it is for.
+    downgrade (a warning, then ``sets`` is applied); advice (a warning, and nothing changes); lifted (only under
+    --strict-seed-rules, ``reason`` says why); not-built (a feature of a later version). models: the trainers it is for.
     """
 
     id: str
@@ -89,7 +90,9 @@ class Rule:
     def text(self, values: Mapping[str, Any]) -> str:
         """The requirement with the values that break it."""
         shown = ", ".join(f"{spell(name)} {show(values[name])}" for name in self.reads if name not in _SILENT)
-        return f"{self.message} ({shown})." if shown else f"{self.message}."
+        changes = [f"{spell(name)} is {show(value)}" for name, value in self.sets if values.get(name) != value]
+        said = f"{' and '.join(changes)}: {self.message}" if changes else self.message
+        return f"{said} ({shown})." if shown else f"{said}."
 
     def advice(self, values: Mapping[str, Any]) -> str:
         """What to do about these values."""
@@ -101,6 +104,7 @@ def spell(name: str) -> str:
     words = {
         "dp_degree": "dp",
         "sharding_asked": "--sharding-degree",
+        "dp_asked": "--dp-degree",
         "data_ranks": "data ranks",
         "launched_size": "WORLD_SIZE",
     }

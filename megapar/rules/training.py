@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples
+from megapar.rules.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples, spell
 
 SOURCE = "training"
 SHARDING = "sharding"
@@ -13,14 +13,14 @@ ERNIE = ("ernie",)
 
 def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:
     """The row `flags that would do nothing here must be left at their defaults`."""
-    spelled = ", ".join("--" + name.replace("_", "-") for name in names)
+    spelled = ", ".join(spell(name) for name in names)
     return Rule(
         id=id,
         reads=(*when_read, "changed"),
         when=when,
         requires=lambda f: not f.changed & set(names),
         message=f"{spelled} would do nothing {what}",
-        fix=lambda f: f"Leave out {either('--' + n.replace('_', '-') for n in names if n in f.changed)}.",
+        fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.changed)}.",
         source=NO_EFFECT,
         **more,
     )
@@ -172,9 +172,22 @@ RULES: tuple[Rule, ...] = (
         reads=("sharding_segment_strategy", "segment_anchors"),
         requires=lambda f: (f.sharding_segment_strategy == "segment_anchors") == bool(f.segment_anchors),
         message="--segment-anchors and --sharding-segment-strategy segment_anchors go together",
+        fix=(
+            "Either alone cuts at anchors or by size: --segment-anchors without a strategy and a size, or "
+            "--segment-broadcast-MB without anchors."
+        ),
         source=PADDLE_SHARDING,
         passing="--sharding-segment-strategy segment_anchors --segment-anchors layers.1 layers.3",
         failing="--sharding-segment-strategy segment_anchors",
+    ),
+    _unused(
+        "segment-size-unused",
+        ("segment_broadcast_mb",),
+        ("sharding_segment_strategy",),
+        lambda f: f.sharding_segment_strategy == "segment_anchors",
+        "where segments begin at anchors",
+        passing="--segment-broadcast-MB 8",
+        failing="--sharding-segment-strategy segment_anchors --segment-anchors layers.1 --segment-broadcast-MB 8",
     ),
     Rule(
         id="min-lr",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -48,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), help="whose flags follow (default: what the file says, else moe)")
-    add("--config", help="a YAML file of flags; its header may name the script and the ranks")
+    add(
+        "--config",
+        action="append",
+        default=[],
+        help="a YAML file of flags; its header may name the script and the ranks; of several the later wins",
+    )
     add("--world-size", type=int, help="ranks (default: what the file's header says, else 1)")
     add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
     add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan knows")
@@ -73,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(asked: argparse.Namespace, flags: list[str]) -> int:
-    header = _header(asked.config)
+    header = {name: value for path in asked.config for name, value in _header(path).items()}
     model, flags = _model(asked.model, flags, header)
     kind, more = MODELS[model]
-    line = [*(["--config", asked.config] if asked.config else []), *more, *flags]
+    line = [*(part for path in asked.config for part in ("--config", path)), *more, *flags]
     world = asked.world_size or int(header.get("ranks", 1))
     from megapar.planning.assume import assumed
     from megapar.planning.devices import device_kind
@@ -134,6 +140,8 @@ def _without_layout(kind: str, line: list[str]) -> Config:
         "--sharding-degree",
         "1",
         "--no-hybrid-dp",
+        "--dp-degree",
+        "1",
         "--no-sequence-parallel",
     ]
     alone += ["--cp-degree", "1", "--context-parallel-algo", "megatron_cp_algo"]
@@ -149,9 +157,10 @@ def _without_layout(kind: str, line: list[str]) -> Config:
     return parse(kind, [*line, *alone, "--validate-only"], {})
 
 
-def _header(path: str | None) -> dict[str, str]:
+def _header(path: str) -> dict[str, str]:
     """``# name: value`` lines of a configuration file."""
-    if path is None or not Path(path).is_file():
+    path = os.path.expanduser(os.path.expandvars(path))
+    if not Path(path).is_file():
         return {}
     return dict(re.findall(r"^# (\w+): (.+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE))
 

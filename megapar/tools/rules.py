@@ -5,13 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, RULES, Rule
+from megapar.compatibility import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, RULES, Rule
 from megapar.config.flag import SCRIPTS
 from megapar.tools.parser import Parser
 
 KINDS = {
     REFUSE: "Refused: the run does not start (exit status 2).",
     DOWNGRADE: "Switched off with a warning: the run starts without the feature.",
+    ADVICE: "Advice: the run starts as it was asked for, with a warning.",
     LIFTED: "Lifted: a rule of a source that megapar does not need; --strict-seed-rules turns it back on.",
     NOT_BUILT: "Not built yet: refuses a run; under --validate-only a note that does not change the status.",
 }

@@ -19,6 +19,7 @@ from megapar.data.batches import Collate, pinned
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.tasks.build import TaskData
+from megapar.errors import Complaint, ConfigError
 from megapar.moe.slicing import Slicing
 from megapar.rules.tasks import CLASSES, accuracy_of, tasks_of
 from megapar.training.control import Control, Limits, StopSignal
@@ -29,8 +30,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def compute_dtype(config: Config, device: Device) -> torch.dtype:
-    """``--dtype``, or what the device likes best."""
-    return DTYPES.get(config.training.dtype, device.default_dtype)
+    """``--dtype``, or what the device likes best.
+
+    Raises ConfigError where that is fp16 and a flag beside it is for bf16; without ``auto`` a rule row does.
+    """
+    dtype = DTYPES.get(config.training.dtype, device.default_dtype)
+    if dtype == torch.float16 and config.sharding.grad_reduce_dtype == "bf16":
+        message = f"--grad-reduce-dtype bf16 rounds the gradients of an fp16 run away; {device.name} has no bf16."
+        raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave it out.")])
+    return dtype
 
 
 def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -141,10 +149,10 @@ def make_slicing(config: Config, degree: int | None = None) -> Slicing:
     )
 
 
-def make_loss_scale(config: Config) -> LossScale | None:
-    """The dynamic loss scale, which only fp16 needs."""
+def make_loss_scale(config: Config, device: Device) -> LossScale | None:
+    """The dynamic loss scale, which only fp16 needs, asked for or chosen by the device."""
     training = config.training
-    if training.dtype != "fp16":
+    if compute_dtype(config, device) != torch.float16:
         return None
     return LossScale(
         value=training.initial_loss_scale,

@@ -38,7 +38,7 @@ from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.traffic import Traffic
-from megapar.core.units import GIBIBYTE
+from megapar.core.units import MEGABYTE
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError
@@ -245,7 +245,7 @@ def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute 
     recompute = config.recompute
     choice: Choice
     if recompute.adaptive_recompute_device_size:
-        adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * GIBIBYTE), config.model.num_layers)
+        adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
         return Recompute(adaptive, traffic, world.ledger, measure=adaptive)
     if recompute.recompute_method == "block":
         choice = Block(recompute.recompute_num_layers or 0)

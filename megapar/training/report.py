@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megapar.arguments import Config
+from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.core.units import GIBIBYTE
@@ -83,6 +84,8 @@ def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
         yield bound
     if products := expert_products(config, job.sizes, world.device):
         yield products
+    if said := apex_installed():
+        yield said
     peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"
     model = f"{type(job.model).__name__}: {_num_parameters(job):,} parameters"
     yield f"{model}, {world.device.name}, {dtype}, peak {peak}"

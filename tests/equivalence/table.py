@@ -397,7 +397,7 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(4, HIDDEN_MP, SLICED_PLACES[3], DROPS, 2, _every(1)),
     sliced_row(4, (*HIDDEN_MP, *CROSS, *BALANCED), SLICED_PLACES[4], TOP4, 2, BOUNDARIES),
     sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2, _every(1)),
-    sliced_row(0, _pipe(2), SLICED_PLACES[3], DROPS, 1, ("--adaptive-recompute-device-size", "1000")),
+    sliced_row(0, _pipe(2), SLICED_PLACES[3], DROPS, 1, ("--adaptive-recompute-device-size", "1048576")),
     # Slices call the modules of a segment several times, also one that ends inside a layer.
     sliced_row(2, (*CROSS, *_segments(0.01, 1)), SLICED_PLACES[2], DROPS, 1),
     sliced_row(4, (*ANCHORED_EXPERTS, *_every(1)), SLICED_PLACES[2], TOP4, 2),

@@ -17,7 +17,7 @@ def rest(d: Drawn) -> int:
 
 
 def sharding(d: Drawn) -> int:
-    return rest(d) if d.sharding_degree == -1 else max(1, int(d.sharding_degree))
+    return rest(d) // max(1, int(d.dp_degree)) if d.sharding_degree == -1 else max(1, int(d.sharding_degree))
 
 
 def emp(d: Drawn) -> int:
@@ -46,6 +46,13 @@ def policies(d: Drawn) -> list[str | None]:
 def exact(d: Drawn) -> bool:
     """Runs in fp64, and is compared with one process to the last digits."""
     return d.get("dtype") is None
+
+
+def replicas(d: Drawn) -> list[int | None]:
+    """What is left of the ranks, said or not; of ranks that nobody takes otherwise, some."""
+    if d.sharding_degree > 0:
+        return [None, rest(d) // d.sharding_degree, -1]
+    return [None] if d.hybrid_dp else [None, *divisors(rest(d))[1:]]
 
 
 def one_of(name: str, *values: object) -> Condition:
@@ -255,6 +262,6 @@ def piece_counts(d: Drawn) -> list[int | None]:
 def reduce_dtypes(d: Drawn) -> list[str | None]:
     """Gradients of fp32 and bf16 runs, unless stage 3 adds micro-batches up in it first."""
     steps = d.gradient_merge_acc_step or (d.global_batch_size or batch_unit(d)) // batch_unit(d)
-    in_pieces = d.gradient_merge_mode != "step" and not d.hybrid_dp
+    in_pieces = d.gradient_merge_mode != "step" and not d.hybrid_dp and d.dp_degree < 2
     fits = d.sharding_stage < 3 or steps == 1 or in_pieces
     return [None, "bf16"] if d.get("dtype") in ("fp32", "bf16") and fits else [None]

@@ -47,6 +47,7 @@ _LATER = ("not-built-recompute-in-advance", "not-built-recompute-in-bubble")
 
 PROOFS: dict[str, Proof] = {
     "world-size-launched": Proof("--world-size 8", 1),
+    "dp-degree-hybrid": Proof(argument="there would be replicas although --hybrid-dp is switched off"),
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
@@ -91,6 +92,9 @@ PROOFS: dict[str, Proof] = {
         idle=("recompute_in_advance", "recompute_in_bubble"), beside=(*_LATER, "recompute-advance-chunks")
     ),
     "recompute-advance-chunks": Proof(idle=("recompute_in_bubble",), beside=_LATER),
+    "recompute-adaptive-size": Proof(
+        argument="every layer would be recomputed and the run end, or none be, whatever memory there is"
+    ),
     "recompute-adaptive-pipeline": Proof(
         argument="the least memory of one micro-batch would be chosen, and a stage that keeps several exceed the bound"
     ),
@@ -149,6 +153,7 @@ PROOFS: dict[str, Proof] = {
     "fp8-mp": Proof(argument=_ACCELERATOR),
     "fp8-zero-bubble": Proof(argument=_ACCELERATOR),
     "triples": Proof(argument="the task would be trained on triples drawn at random"),
+    "segment-size-unused": Proof(idle=("segment_broadcast_mb",)),
     "segments-unused": Proof(
         "--ernie-model ernie3 --task-type-vocab-size 5 --ernie-tasks knowledge_mlm:1.0 --generation-segments 2 "
         "--memory-length 4",

@@ -92,6 +92,7 @@ LAYOUT = (
         group=degree,
         layout=True,
     ),
+    Option(name="dp_degree", values=legal.replicas, wild=(0, 2, 3), group=degree, layout=True),
     Option(
         name="sharding_stage",
         values=lambda d: (
@@ -279,14 +280,20 @@ SEGMENTS = (
     Option(
         name="segment_broadcast_mb",
         values=(0.001, 0.01, None),
-        when=legal.one_of("sharding_segment_strategy", "segment_broadcast_MB"),
+        when=legal.one_of("sharding_segment_strategy", "segment_broadcast_MB", None),
         wild=(0.01,),
         layout=True,
     ),
     Option(
         name="segment_anchors",
-        values=(("layers.0",), ("layers.*.attention",), ("layers.0.mlp_norm", "layers.0.attention")),
-        when=legal.one_of("sharding_segment_strategy", "segment_anchors"),
+        values=lambda d: (
+            *(() if d.sharding_segment_strategy else (None, None)),
+            *(("layers.0",), ("layers.*.attention",), ("layers.0.mlp_norm", "layers.0.attention")),
+        ),
+        when=lambda d: (
+            d.sharding_segment_strategy == "segment_anchors"
+            or (d.sharding_segment_strategy is None and d.get("segment_broadcast_mb") is None)
+        ),
         wild=(("layers.9",), ("layers.*", "layers.0")),
         layout=True,
     ),
@@ -461,14 +468,14 @@ RECOMPUTE = (
     ),
     Option(
         name="adaptive_recompute_device_size",
-        values=(None, None, None, 1000.0),
+        values=(None, None, None, 1048576.0),
         when=lambda d: (
             d.recompute_granularity == "full"
             and not legal.whole_units(d)
             and not legal.pipelined(d)
             and not legal.branched(d)
         ),
-        wild=(1000.0,),
+        wild=(1048576.0,),
         layout=True,
     ),
 )

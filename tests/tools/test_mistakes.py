@@ -21,7 +21,7 @@ YAML = {
     "indented.yaml": "num_layers: 4\n hidden_size: 64\n",
     "nocolon.yaml": "num_layers 4\nhidden_size 64\n",
     "tabs.yaml": "num_layers: 4\n\thidden_size: 64\n",
-    "grouped.yaml": "model:\n  num_layers: 4\n",
+    "grouped.yaml": "network:\n  num_layers: 4\n",
     "types.yaml": "num_layers: four\n",
     "no.yaml": "save: no\n",
 }
@@ -47,8 +47,11 @@ MISTAKES = [
     ("--mlm-probability 0.2", "--mlm-probability belongs to pretrain_ernie.py", "do nothing in pretrain_moe.py"),
     # a value of the wrong kind, or out of bounds
     ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write the digits: 1000, or 1024"),
-    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write the number alone, in MB: 32"),
-    ("--adaptive-recompute-device-size 1GB", "got '1GB'", "Write the number alone, in GiB: 1"),
+    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write the number alone, in MB (2^20 bytes): 32."),
+    ("--adaptive-recompute-device-size 1GB", "got '1GB'", "in MB (2^20 bytes): 1024."),
+    ("--adaptive-recompute-device-size 64", "counts MB", "Write 65536 for 64 GiB"),
+    ("--adaptive-recompute-device-size 68719476736", "counts MB", "Write 65536 for so many bytes"),
+    ("--adaptive-recompute-device-swap", "is not known", "--adaptive-recompute-device-size", "host memory"),
     ("--seq-length 1,024", "got '1,024'", "without commas: 1024"),
     ("--lr 0,001", "got '0,001'", "with a point: 0.001"),
     ("--num-layers -2", "--num-layers is at least 1", "got -2"),
@@ -97,7 +100,7 @@ MISTAKES = [
     ("--config indented.yaml", "line 2, column 13", "' hidden_size: 64'", "begins at the left margin"),
     ("--config nocolon.yaml", "not made of key: value lines", "`key: value`"),
     ("--config tabs.yaml", "line 2", "no tabs"),
-    ("--config grouped.yaml", "key model is not known", "Keys are not grouped"),
+    ("--config grouped.yaml", "key network is not known", "those under it (num_layers)"),
     ("--config types.yaml", "--num-layers takes a whole number, got 'four'"),
     ("--config no.yaml", "--save takes a text, got false", "Leave it out to switch it off"),
 ]

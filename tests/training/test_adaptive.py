@@ -16,7 +16,7 @@ from megapar.arguments import parse
 from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Device
 from megapar.core.memory import MemoryTracker
-from megapar.core.units import GIBIBYTE
+from megapar.core.units import MEGABYTE
 from megapar.core.world import World
 from megapar.errors import TrainingError
 from megapar.model.context import Context
@@ -36,7 +36,7 @@ def make_trainer(config: Any) -> Trainer:
 
 def test_it_measures_what_a_layer_keeps() -> None:
     """What a recomputation leaves is what a forward leaves."""
-    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "1"], {})
+    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "1024"], {})
     trainer = make_trainer(config)
     adaptive = trainer.job.model.recompute.choice if trainer.job.model.recompute else None
     assert isinstance(adaptive, Adaptive)
@@ -60,9 +60,9 @@ def _angles(trainer: Trainer, config: Any) -> Any:
     return rotary_angles(positions, config.model.head_dim, config.model.rope_theta, torch.float32)
 
 
-def run(rank: int, world_size: int, rendezvous: str, gibibytes: float | None) -> tuple[list[float], Any]:
+def run(rank: int, world_size: int, rendezvous: str, megabytes: float | None) -> tuple[list[float], Any]:
     """(losses of six steps, the layers chosen)."""
-    more = () if gibibytes is None else ("--adaptive-recompute-device-size", str(gibibytes))
+    more = () if megabytes is None else ("--adaptive-recompute-device-size", str(megabytes), "--device", "cpu")
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     chosen: list[Any] = []
     end_step = Adaptive.end_step
@@ -95,13 +95,13 @@ def plain_losses() -> list[float]:
 )
 def test_runs(room: int, layers: tuple[int, ...]) -> None:
     """All ranks choose alike, once, and no loss changes."""
-    got = run_ranks(2, run, (PEAK + room) / GIBIBYTE, group=False)
+    got = run_ranks(2, run, (PEAK + room) / MEGABYTE, group=False)
     assert [chosen for _, chosen in got] == [[layers], [layers]]
     assert got[0][0] == plain_losses()
 
 
 def test_too_little_is_said(tmp_path: Path) -> None:
     """With the memory it needs."""
-    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "0.001"], {})
+    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "1", "--device", "cpu"], {})
     with pytest.raises(TrainingError, match="with every layer recomputed the largest rank needs"):
         train(config)

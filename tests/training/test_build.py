@@ -12,6 +12,8 @@ from megapar.arguments import parse
 from megapar.core.device.base import Accelerator, Device
 from megapar.core.world import World
 from megapar.data.batches import Loader
+from megapar.errors import ConfigError
+from megapar.trainer import Trainer
 from megapar.training import build
 
 FLAGS = "--data-path mock --hidden-size 16 --num-attention-heads 2 --num-layers 1 --seq-length 32 --vocab-size 512"
@@ -70,3 +72,31 @@ def test_an_accelerator_pins_on_its_own_device(monkeypatch):
     assert torch.equal(device.pin(x), x)
     assert (inside, Module.current) == ([3], 0)
     assert Device().pin(x) is x
+
+
+class Volta(Device):
+    """Has no products in bf16."""
+
+    default_dtype = torch.float16
+    name = "Tesla V100-SXM2-32GB"
+
+
+def test_fp16_that_the_device_chooses_has_a_loss_scale_too():
+    config = parse("moe", ["--initial-loss-scale", "4096", "--fp16"], {})
+    assert build.make_loss_scale(config, Device()).value == 4096
+    auto = parse("moe", [], {})
+    assert build.make_loss_scale(auto, Device()) is None
+    assert build.make_loss_scale(auto, Volta()).value == 65536
+    with pytest.raises(ConfigError, match="reduce-dtype-wide"):
+        build.compute_dtype(parse("moe", ["--grad-reduce-dtype", "bf16"], {}), Volta())
+
+
+def test_a_run_on_a_device_without_bf16_scales_its_loss(monkeypatch):
+    config = parse("moe", [*FLAGS.split(), "--num-experts", "0", "--train-iters", "2", "--eval-interval", "0"], {})
+    monkeypatch.setattr(Device, "default_dtype", torch.float16)
+    trainer = Trainer(config, World.pretend(config.grid, Device(), 0), build.make_corpus(config))
+    with closing(trainer.loader):
+        trainer.monitor.add(trainer.step())
+        (record,) = trainer.monitor.flush()
+    assert record.loss_scale == 65536
+    assert {parameter.dtype for parameter in trainer.job.model.parameters()} == {torch.float16}

@@ -31,7 +31,7 @@ def legal(line: str, world_size: int = 2) -> tuple[tuple[int, ...], str]:
         ("--cp-degree 2 --ep-degree 2", (1,), "order of the data"),
         ("--ep-degree 2 --no-use-flash-attn", (1,), "flash"),
         ("--ep-degree 2 --recompute-interval 1 --reset-attention-mask", (1, 2, 4), ""),
-        ("--ep-degree 2 --adaptive-recompute-device-size 1", (1,), "adaptive"),
+        ("--ep-degree 2 --adaptive-recompute-device-size 1024", (1,), "adaptive"),
         ("--ep-degree 2 --moe-model-type deepspeed_moe --moe-drop-policy probs", (1,), "probs"),
         ("--ep-degree 2 --moe-model-type deepspeed_moe --ampipe-capacity slice", (1,), "drop"),
     ],

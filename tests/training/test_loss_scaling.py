@@ -49,7 +49,7 @@ def train(
         config = parse(kind, [*SMALL[kind], *COMMON, "--lr-decay-iters", "9", *flags], dict(os.environ))
         corpus = build.make_corpus(config)
         world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
-    with patch.object(build, "make_loss_scale", lambda _: scale):
+    with patch.object(build, "make_loss_scale", lambda *_: scale):
         trainer = Trainer(config, world, corpus)
     spoil(trainer, rank, bad)
     for _ in range(4):

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from megapar.core.device.allocator import keep_freed_memory
 from megapar.core.device.grouped import ALIGNMENT_BYTES, GROUPED_DTYPES
+from megapar.core.device.kinds import kind_called
 
 # torch.Stream and torch.Event where the device has streams, NoStream and NoEvent elsewhere.
 Stream = Any
@@ -249,8 +250,15 @@ class Accelerator(Device):
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """bf16 on an accelerator."""
-        return torch.bfloat16
+        """bf16, or fp16 where the device has no products in bf16."""
+        kind = kind_called(self.name)
+        has = self._has_bf16 if kind is None else kind.default_dtype == "bf16"
+        return torch.bfloat16 if has else torch.float16
+
+    @property
+    def _has_bf16(self) -> bool:
+        """Of a device that no row of the device table names."""
+        return True
 
     def prepare_process(self) -> None:
         """Let gloo, which is beside every group here for the few host tensors, connect two ranks when they first meet.

@@ -16,7 +16,7 @@ from megapar.core.device.base import Accelerator
 from megapar.core.device.communicators import QUEUE_CHANNELS
 from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly
 
-FP8_CAPABILITY = (8, 9)
+FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
 GROUPED_MAJORS = (9, 10)  # of torch's grouped product, 2.11 to 2.13
 
 
@@ -67,6 +67,11 @@ class CudaDevice(Accelerator):
         if dtype != torch.bfloat16:
             return f"the kernel takes bfloat16, not {str(dtype).removeprefix('torch.')}"
         return super().grouped_lacks(dtype, widths)
+
+    @property
+    def _has_bf16(self) -> bool:
+        """From Ampere on; before it (V100, T4) torch emulates such products, slowly."""
+        return torch.version.hip is not None or self.capability >= BF16_CAPABILITY
 
     @property
     def capability(self) -> tuple[int, int]:

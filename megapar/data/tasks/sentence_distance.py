@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
-from megapar.data.samples import Sample
+from megapar.data.samples import Sample, beside
 from megapar.data.tasks.task import Documents, cut_evenly
 from megapar.errors import DataError
 from megapar.rules.tasks import DISTANCE, DISTANCES
@@ -58,9 +58,10 @@ class SentenceDistance:
 
     def _elsewhere(self, number: int, draws: Draws) -> int:
         """A piece of another document."""
-        here = self.pieces.document(number)
+        here, near = self.pieces.document(number), beside(self.pieces, number)
         for _ in range(_TRIES):
-            other = draws.integer(len(self.pieces))
+            other = near[draws.integer(len(near))]
             if self.pieces.document(other) != here:
                 return other
-        return 0 if self.pieces.document(0) != here else len(self.pieces) - 1
+        ends = (near[0], near[-1], 0, len(self.pieces) - 1)
+        return next(other for other in ends if self.pieces.document(other) != here)

@@ -1,0 +1,42 @@
+"""Paths as shells write them: ``~`` and ``$NAME`` are expanded where a flag names files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megapar.config.flag import Flag
+from megapar.config.values import BadValue
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+
+
+def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
+    """A flag's path, or its tuple of them, with ``expand``. Raises BadValue with the flag's name."""
+    try:
+        if isinstance(value, tuple):
+            return tuple(expand(one, environ) for one in value)
+        return expand(value, environ)
+    except BadValue as error:
+        raise BadValue(error.rule, f"{flag.spelling} {error}", error.fix) from None
+
+
+def expand(path: str, environ: Mapping[str, str]) -> str:
+    """``~``, ``$NAME`` and ``${NAME}`` by ``environ``, else by this process's environment.
+
+    A path that is there under its very name stays. Raises BadValue for a variable that is not set.
+    """
+    known = {**os.environ, **environ}
+    missing = [name for pair in _VARIABLE.findall(path) for name in pair if name and name not in known]
+    if missing and not Path(path).exists():
+        fix = "Set it where the run is started, or write the path out."
+        raise BadValue("undefined-variable", f"{path}: ${missing[0]} is not set in the environment.", fix)
+    if missing:
+        return path
+    path = _VARIABLE.sub(lambda match: known[match[1] or match[2]], path)
+    if (path == "~" or path.startswith("~/")) and "HOME" in known:
+        return known["HOME"] + path[1:]
+    return os.path.expanduser(path)

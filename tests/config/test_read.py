@@ -1,0 +1,140 @@
+"""Files as they are pasted: nothing, blocks, several of them, and paths as shells write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapar.arguments import Config, parse
+from megapar.errors import ConfigError
+
+EXAMPLE = """
+    "sharding_segment_strategy": "segment_broadcast_MB",
+    "segment_broadcast_MB": 32,
+    "segment_anchors": None,
+    "sharding_degree": {sharding},
+    "mp_degree": {mp},
+    "hybrid_dp": {hybrid},
+    "gradient_merge_acc_step": {steps},
+"""
+
+
+def read(folder: Path, text: str, *line: str, world: int = 1, environ: dict[str, str] | None = None) -> Config:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return parse("ernie", ["--config", str(path), *line], {"WORLD_SIZE": str(world), **(environ or {})})
+
+
+def complaints(folder: Path, text: str, *line: str, world: int = 1) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, text, *line, world=world)
+    return "\n".join(map(str, caught.value.complaints))
+
+
+@pytest.mark.parametrize("form", ["{{{keys}}}", "sharding: True\nsharding_configs: {{{keys}}}"])
+@pytest.mark.parametrize(
+    ("sharding", "mp", "hybrid", "steps", "dp"),
+    [(32, 1, False, 1, 1), (8, 1, True, 4, 4), (4, 8, False, 1, 1), (4, 2, True, 1, 4)],
+)
+def test_the_dictionaries_of_the_sharding_pull_request_are_pasted_as_they_are(
+    tmp_path: Path, form: str, sharding: int, mp: int, hybrid: bool, steps: int, dp: int
+) -> None:
+    keys = EXAMPLE.format(sharding=sharding, mp=mp, hybrid=hybrid, steps=steps)
+    config = read(tmp_path, form.format(keys=keys), "--num-attention-heads", "8", world=32)
+    assert (config.grid.dp, config.grid.sharding, config.grid.mp) == (dp, sharding, mp)
+    assert config.sharding.gradient_merge_acc_step == steps
+    assert config.sharding.sharding_segment_strategy == "segment_broadcast_MB"
+    assert config.sharding.segment_anchors == ()
+    assert any("sharding_stage: 3" in warning for warning in config.warnings) == ("configs" in form)
+    line = ("--num-attention-heads", "8", "--sharding-stage", "3")
+    assert read(tmp_path, form.format(keys=keys), *line, world=32).warnings == ()
+
+
+def test_the_degrees_of_fleet_are_pasted(tmp_path: Path) -> None:
+    text = (
+        'hybrid_configs: {"dp_degree": 2, "mp_degree": 2, "pp_degree": 2, "sharding_degree": 4, "sep_degree": 1}\n'
+        'pipeline_configs: {"accumulate_steps": 4, "micro_batch_size": 2}\n'
+    )
+    config = read(tmp_path, text, world=32)
+    assert {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "mp")} == {
+        **{"dp": 2, "pp": 2, "sharding": 4, "mp": 2}
+    }
+    assert config.parallel.hybrid_dp
+    assert (config.sharding.gradient_merge_acc_step, config.training.micro_batch_size) == (4, 2)
+    assert read(tmp_path, "gradient_merge_configs: {k_steps: 3, avg: true}").sharding.gradient_merge_acc_step == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "group", "name", "value"),
+    [
+        ("sharding_group_size: 4", "parallel", "sharding_degree", 4),
+        ("sharding_parallel_degree: 4", "parallel", "sharding_degree", 4),
+        ("tensor_parallel_degree: 4", "parallel", "mp_degree", 4),
+        ("num_stages: 4\naccumulate_steps: 4", "parallel", "pp_degree", 4),
+        ("num_stages: 2\naccumulate_steps: 8", "sharding", "gradient_merge_acc_step", 8),
+        ("num_stages: 2\naccumulate_steps: 8\nseg_method: balanced", "pipeline", "pp_seg_method", "balanced"),
+        ("dp_degree: 2", "parallel", "hybrid_dp", True),
+        ("dp_degree: 2", "parallel", "sharding_degree", 2),
+        ("dp_degree: 1", "parallel", "hybrid_dp", False),
+    ],
+)
+def test_names_of_paddle(tmp_path: Path, text: str, group: str, name: str, value: object) -> None:
+    config = read(tmp_path, text, world=4)
+    assert getattr(getattr(config, group), name) == value
+
+
+def test_groups_may_be_written(tmp_path: Path) -> None:
+    config = read(tmp_path, "model:\n  num_layers: 3\noptimizer: {lr: 1e-4}\n")
+    assert (config.model.num_layers, config.optimizer.lr) == (3, 1e-4)
+
+
+def test_an_unknown_block_is_told_with_what_stands_in_it(tmp_path: Path) -> None:
+    said = complaints(tmp_path, "vision: {num_layers: 2}\nhybrid_configs: {sep_degree: 2, nonsense: 1}\n")
+    assert "key vision is not known. Keys are not grouped under it: write those under it (num_layers)" in said
+    assert "key hybrid_configs.sep_degree is not known. Did you mean --cp-degree with" in said
+    assert "key hybrid_configs.nonsense is not known" in said
+
+
+def test_nothing_is_nothing_where_that_is_the_default(tmp_path: Path) -> None:
+    text = "save: None\nload: null\ntokenizer_model: None\nsegment_anchors: ~\nglobal_batch_size: None\n"
+    config = read(tmp_path, text, "--save-hf", "None")
+    assert (config.checkpoint.save, config.checkpoint.load, config.data.tokenizer_model) == (None, None, None)
+    assert config.checkpoint.save_hf is None
+    assert config.training.global_batch_size == config.training.micro_batch_size
+    assert config.origins["save"] == "default"
+    said = complaints(tmp_path, "num_layers: None\nbf16: null\n")
+    assert "key num_layers takes a whole number (layers), got None. Leave the key out: --num-layers is" in said
+    assert "key bf16 takes" in said
+
+
+def test_of_several_files_the_later_wins_and_the_line_over_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("hidden_size: 128\nnum_layers: 2\nlr: 1e-4\nsave: runs/a\n", encoding="utf-8")
+    second.write_text("num_layers: 3\nlr: 2e-4\nsave: null\n", encoding="utf-8")
+    config = parse("moe", ["--config", str(first), "--lr", "3e-4", f"--config={second}"], {})
+    assert (config.model.hidden_size, config.model.num_layers, config.optimizer.lr) == (128, 3, 3e-4)
+    assert config.checkpoint.save is None
+    assert config.runtime.config == (str(first), str(second))
+    names = ("hidden_size", "num_layers", "lr", "seed")
+    assert [config.origins[name] for name in names] == [f"file {first}", f"file {second}", "flag", "default"]
+
+
+def test_paths_are_expanded(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    environ = {"HOME": str(tmp_path), "DATA": str(tmp_path)}
+    text = "save: ${HOME}/runs\ntensorboard_dir: ~/board\ndata_path: [$DATA/a.txt]\n"
+    config = read(tmp_path, text, "--metrics-jsonl=~/m.jsonl", environ=environ)
+    assert config.checkpoint.save == f"{tmp_path}/runs"
+    assert config.logging.tensorboard_dir == f"{tmp_path}/board"
+    assert config.logging.metrics_jsonl == f"{tmp_path}/m.jsonl"
+    assert config.data.data_path == (f"{tmp_path}/a.txt",)
+    assert parse("ernie", ["--config", "$DATA/run.yaml"], environ).checkpoint.save == f"{tmp_path}/runs"
+
+
+def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
+    said = complaints(tmp_path, "save: ${NO_SUCH_PLACE}/runs\n", "--metrics-jsonl", "$NOR_THIS/m.jsonl")
+    assert "[undefined-variable] --save ${NO_SUCH_PLACE}/runs: $NO_SUCH_PLACE is not set" in said
+    assert "$NOR_THIS is not set" in said
+    with pytest.raises(ConfigError, match=r"--config .*NO_SUCH_PLACE is not set"):
+        parse("moe", ["--config", "$NO_SUCH_PLACE/run.yaml"], {})
