@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megapar.compatibility import check
+from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
 from megapar.config.draft import Draft
 from megapar.config.files import check_files
@@ -28,14 +29,21 @@ from megapar.errors import ConfigError
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
 
-def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False) -> Config:
+def parse(
+    kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False, planning: bool = False
+) -> Config:
     """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
 
     environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only). starting: this
-    process is one of them, and must have what a rank needs. Raises ConfigError with every complaint. Under
-    --validate-only, features of a later version and files that are not here become notes instead.
+    process is one of them, and must have what a rank needs. planning: nothing is to start, and what a file assumes is
+    taken by somebody else. Raises ConfigError with every complaint. Under --validate-only, features of a later version
+    and files that are not here become notes instead.
     """
     draft, values = _resolved(kind, argv, environ)
+    if draft.foreign:  # without its file the line is another run
+        raise ConfigError(draft.complaints)
+    if not planning:
+        _look_at_assumptions(draft)
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
     tolerant = values.get("validate_only") is True
     later = [*verdict.not_built, *check_files(values)]
@@ -49,6 +57,12 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     notes = tuple(str(complaint) for complaint in later) if tolerant else ()
     warnings = (*draft.warnings, *verdict.warnings)
     return build(kind, values, draft.origins, warnings, notes, _grid(values))
+
+
+def _look_at_assumptions(draft: Draft) -> None:
+    complaint, warning = unknown_to_trainers(draft.about.assume)
+    draft.complaints += [complaint] if complaint else []
+    draft.warnings += [warning] if warning else []
 
 
 def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
