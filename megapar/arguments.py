@@ -18,7 +18,7 @@ from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
 from megapar.config.from_hf import published_folder, take_published
 from megapar.config.help import help_text
-from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
+from megapar.config.read import let_mock_data_win, read_file, read_line, refuse_foreign, take_defaults
 from megapar.config.report import effective, refusal
 from megapar.config.resolve import resolve
 from megapar.config.start import check_start
@@ -122,6 +122,7 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     if path is not None:
         read_file(draft, path)
     read_line(draft, argv)
+    let_mock_data_win(draft)
     refuse_foreign(draft)
     take_defaults(draft)
     take_published(draft)

@@ -20,6 +20,12 @@ from megapar.training.sizes import outline
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 RUNNABLE = ("quickstart", "ernie-quickstart")
+PLANNED = ("deepseek-v3",)  # for `megapar plan` only: latent attention is not built
+# Files whose start says something, and how that begins.
+SAID = {
+    "ampipe-paper": ["[ampipe-fine]"],  # eight slices, as published
+    "ernie-4.5-300b-a47b": ["the"],  # file assumes fp8 and operators' recompute, which a run does without
+}
 ANYWHERE = (*RUNNABLE, "tiny", "moe-10m")  # on as many ranks as there are
 
 
@@ -40,7 +46,8 @@ def test_config_is_accepted_at_its_rank_count(path: Path) -> None:
     said = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert config.grid.world_size == said.get("world_size", 2)
     assert ("world_size" in said) == (path.stem not in ANYWHERE)
-    assert config.warnings == ()
+    assert [text.split()[0] for text in config.warnings] == [word for word in SAID.get(path.stem, []) if word != "the"]
+    assert config.notes == ()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

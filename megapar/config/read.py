@@ -253,6 +253,14 @@ def _load_pairs(text: str) -> list[tuple[str, Any]]:
         loader.dispose()
 
 
+def let_mock_data_win(draft: Draft) -> None:
+    """A file's --split is of the data it was written for: with --data-path mock on the line there is nothing to split."""
+    mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
+    if mock and draft.origins.get("split") == "file":
+        draft.values.pop("split", None)
+        draft.origins.pop("split")
+
+
 def refuse_foreign(draft: Draft) -> None:
     """Complain about flags of the other trainer that would do nothing here; their values give way to the defaults."""
     for flag in FLAGS.values():
