@@ -60,10 +60,12 @@ def rows() -> list[Row]:
     """All published runs."""
     found = []
     for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
-        plan = plan_of(entry["config"])
+        flags = entry.get("flags", "")
+        plan = plan_of(entry["config"], *flags.split())
         predicted = mfu(plan, entry["basis"])
         unstated, techniques = entry.get("unstated", ""), bool(plan.layout.assumed.said)
-        found.append(Row(entry["config"], entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
+        name = f"{entry['config']} {flags}".strip()
+        found.append(Row(name, entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
     return found
 
 

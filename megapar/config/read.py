@@ -254,7 +254,7 @@ def _load_pairs(text: str) -> list[tuple[str, Any]]:
 
 
 def let_mock_data_win(draft: Draft) -> None:
-    """A file's --split is of the data it was written for: with --data-path mock on the line there is nothing to split."""
+    """A file's --split is of the data it was written for: --data-path mock on the line has nothing to split."""
     mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
     if mock and draft.origins.get("split") == "file":
         draft.values.pop("split", None)
