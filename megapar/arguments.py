@@ -11,43 +11,76 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megapar.compatibility import check
+from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
 from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
-from megapar.config.from_hf import published_folder, take_published
+from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
-from megapar.config.read import read_files, read_line, refuse_foreign, take_defaults, tell_what_is_sharded
-from megapar.config.report import effective, refusal
+from megapar.config.read import (
+    let_mock_data_win,
+    read_files,
+    read_line,
+    refuse_foreign,
+    take_defaults,
+    tell_what_is_sharded,
+)
+from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
-from megapar.config.start import check_start
+from megapar.config.start import check_save, check_start
+from megapar.config.unsaid import check_unsaid
 from megapar.config.values import BadValue, convert
+from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import ConfigError
+from megapar.rules.exports import export_class
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
 
-def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False) -> Config:
+def parse(
+    kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False, planning: bool = False
+) -> Config:
     """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
 
-    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only). starting: this
-    process is one of them, and must have what a rank needs. Raises ConfigError with every complaint. Under
-    --validate-only, features of a later version and files that are not here become notes instead.
+    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only and --rules-only).
+    starting: this process is one of them, and must have what a rank needs, unless --validate-only asks before.
+    planning: nothing is to start, and what a file assumes is taken by somebody else. Raises ConfigError with every
+    complaint. Under --rules-only no file is looked at, and features of a later version become notes.
     """
     draft, values = _resolved(kind, argv, environ)
+    if draft.foreign:  # without its file the line is another run
+        raise ConfigError(draft.complaints)
+    if not planning:
+        _look_at_assumptions(draft)
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
-    tolerant = values.get("validate_only") is True
-    later = [*verdict.not_built, *check_files(values)]
-    missing = check_start(environ, values) if starting else []
-    complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
+    asking, by_rules = values.get("validate_only") is True, values.get("rules_only") is True
+    if asking and by_rules:
+        what = "--validate-only looks at the files, too, which --rules-only leaves out."
+        draft.complain("contradiction", what, "Keep one of them.")
+    files = [] if by_rules else list(check_files(values))
+    start = check_start(environ, values) if starting and not asking and not by_rules else []
+    unsaid = check_unsaid(values, draft.origins)
+    if (starting or asking) and not by_rules:
+        start += [*check_save(environ, values), *(() if planning else unsaid.refused)]
+    complaints = [*draft.complaints, *verdict.refused, *([] if by_rules else verdict.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
     values.update(verdict.sets)
     draft.origins.update({name: f"switched off by {rule}" for name, rule in verdict.by.items()})
-    notes = tuple(str(complaint) for complaint in later) if tolerant else ()
+    notes = tuple(f"NOT BUILT, a start is refused: {complaint}" for complaint in verdict.not_built)
+    if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
+        notes = (*notes, note)
     warnings = (*draft.warnings, *verdict.warnings)
-    return build(kind, values, draft.origins, warnings, notes, _grid(values))
+    reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
+    return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
+
+
+def _look_at_assumptions(draft: Draft) -> None:
+    complaint, warning = unknown_to_trainers(draft.about.assume)
+    draft.complaints += [complaint] if complaint else []
+    draft.warnings += [warning] if warning else []
 
 
 def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -64,7 +97,7 @@ def parse_or_exit(
     warn: bool = True,
     starting: bool | None = None,
 ) -> Config:
-    """``parse`` for a script: answers --help (status 0), --validate-only (0) and refusals (2) by ending the process.
+    """``parse`` for a script: answers --help, --validate-only and --rules-only (status 0) and refusals (2) by an end.
 
     Only rank 0, or a process without RANK, prints; warnings only with ``warn``. outline: what is to be said (or
     refused, by ConfigError) of the model that the configuration makes; it imports no torch either. starting: the run
@@ -83,10 +116,11 @@ def parse_or_exit(
     except ConfigError as error:
         _say(refusal(error.complaints), speaks, error=True)
         raise SystemExit(ConfigError.exit_status) from None
-    if config.runtime.validate_only:
-        _say(effective(config) + more, speaks)
+    if config.runtime.validate_only or config.runtime.rules_only:
+        _say(effective(config) + more + remarks(config), speaks)
         raise SystemExit(0)
-    _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks and warn, error=True)
+    said = [*(f"warning: {text}" for text in config.warnings), *(f"note: {text}" for text in config.reminders)]
+    _say("".join(f"megapar: {text}\n" for text in said), speaks and warn, error=True)
     return config
 
 
@@ -105,15 +139,15 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     draft = Draft(kind, environ)
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
+    let_mock_data_win(draft)
     tell_what_is_sharded(draft)
     refuse_foreign(draft)
     take_defaults(draft)
-    take_published(draft)
+    published = take_published(draft)
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
     given = frozenset(name for name, origin in draft.origins.items() if is_given(origin))
     values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed, "given": given}
-    values["published"] = published_folder(asked.get("load_hf"), asked.get("load"))
     for name in ("sharding", "dp"):
         if f"{name}_degree" in asked:
             values[f"{name}_asked"] = asked[f"{name}_degree"]
@@ -121,6 +155,10 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     if launched is not None:
         values["launched_size"] = launched
     resolve(values, draft.origins)
+    if "vocab_size" in asked and asked["vocab_size"] is None:
+        values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"
+    if (written := export_class(values, published)) is not None:
+        values["export_class"] = written
     return draft, values
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megapar.config.about import About
 from megapar.errors import Complaint
 
 
@@ -20,7 +21,8 @@ class Draft:
 
     environ: what ``$NAME`` in paths is looked up in. values: good values by field name (a bad one is absent). origins:
     by field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` of several). cuts_parameters: a file
-    speaks of segments as PaddlePaddle's static graphs do, in which sharding cuts parameters, too.
+    speaks of segments as PaddlePaddle's static graphs do, in which sharding cuts parameters, too. about: what the files
+    say of themselves. foreign: one is for the other trainer, and nothing of it is here.
     """
 
     kind: str
@@ -31,6 +33,8 @@ class Draft:
     warnings: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     cuts_parameters: bool = False
+    about: About = field(default_factory=About)
+    foreign: bool = False
 
     def forget(self, name: str) -> None:
         """A field is as if nobody had set it."""

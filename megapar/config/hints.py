@@ -76,6 +76,7 @@ amp-configs | Its keys are flags: --dtype fp16, --initial-loss-scale, --loss-sca
 pipeline tensor-parallel gradient-merge dist-strategy | It is a switch of PaddlePaddle's strategies, on where its \
 degree or number of steps is above 1: --pp-degree, --mp-degree, --gradient-merge-acc-step.
 sharding | --sharding-degree with --sharding-stage
+assume device-kind | It belongs to `megapar plan`, and as a key to a configuration file.
 gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
 It belongs to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
 """)
@@ -93,6 +94,7 @@ CHOICES: Mapping[str, str] = MappingProxyType(
         "float16": "fp16",
         "double": "fp64",
         "float64": "fp64",
+        "1-sqrt": "minus_sqrt",
     }
 )
 
@@ -125,7 +127,9 @@ def near_path(path: str, named: Collection[str] = ()) -> str:
     except OSError:  # a file, or a folder that may not be read
         names = []
     rest = Path(path).relative_to(missing)
-    near = [str(missing.parent / name / rest) for name in get_close_matches(missing.name, names, 3, 0.75)]
+    longer = [name for name in names if missing.name and name.startswith(missing.name)][:3]
+    close = get_close_matches(missing.name, names, 3, 0.75) or longer
+    near = [str(missing.parent / name / rest) for name in close]
     near = [other for other in near if Path(other).exists()] + get_close_matches(path, list(named), 1, 0.75)
     if near:
         return f"Did you mean {either(near)}?"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megapar.config.about import KEYS, About, other_script, spelled, take
 from megapar.config.blocks import Leaf, Pairs, Strange, leaves
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft, is_given
@@ -177,25 +179,16 @@ def read_files(draft: Draft, paths: Sequence[str]) -> None:
 
 
 def read_file(draft: Draft, path: str, origin: str = "file") -> None:
-    """Take the keys of a YAML file into the draft. PyYAML is imported here and nowhere else."""
-    try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
-    except FileNotFoundError:
-        draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
-        return
-    except (OSError, UnicodeDecodeError) as error:
-        draft.complain("config-file", f"--config {path} cannot be read: {error}.")
-        return
-    import yaml
-
-    try:
-        loaded = _load_pairs(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
+    """Take the keys of a YAML file into the draft; of a file for the other trainer only the complaint."""
+    loaded = _read_pairs(draft, path)
+    draft.about = take(draft.about, loaded)
+    complaint = other_script(path, draft.about.script, draft.kind)
+    if complaint is not None:
+        draft.complaints.append(complaint)
+        draft.foreign = True
         return
     seen: set[str] = set()
-    for leaf in leaves(loaded, spellings()):
+    for leaf in leaves((pair for pair in loaded if spelled(pair[0]) not in KEYS), spellings()):
         if isinstance(leaf, Strange):
             keys = ", ".join(leaf.keys) or "nothing"
             fix = f"Keys are not grouped under it: write those under it ({keys}) at the left margin."
@@ -221,6 +214,35 @@ def tell_what_is_sharded(draft: Draft) -> None:
             "sharding_configs shards parameters, too, in PaddlePaddle's static graphs; here --sharding-stage is 1 "
             "unless it is set: add sharding_stage: 3 where memory is short (the numbers are the same)"
         )
+
+
+def about(paths: Sequence[str]) -> About:
+    """What files say of themselves, a later one over the earlier; those that cannot be read leave it to the parser."""
+    said, draft = About(), Draft("moe")
+    for path in paths:
+        with contextlib.suppress(BadValue):
+            said = take(said, _read_pairs(draft, expand(path, draft.environ)))
+    return said
+
+
+def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
+    """The keys and values of a YAML file, none after a complaint. PyYAML is imported here and nowhere else."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    except FileNotFoundError:
+        draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        draft.complain("config-file", f"--config {path} cannot be read: {error}.")
+        return []
+    import yaml
+
+    try:
+        return _load_pairs(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
+        return []
 
 
 def _problem(error: Exception, text: str) -> str:
@@ -280,6 +302,14 @@ def _load_pairs(text: str) -> Pairs:
         return pairs_of(node)
     finally:
         loader.dispose()
+
+
+def let_mock_data_win(draft: Draft) -> None:
+    """A file's --split is of the data it was written for: --data-path mock on the line has nothing to split."""
+    mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
+    if mock and draft.origins.get("split") == "file":
+        draft.values.pop("split", None)
+        draft.origins.pop("split")
 
 
 def refuse_foreign(draft: Draft) -> None:

@@ -27,6 +27,11 @@ Of several `--config` a later file wins over the earlier ones; `--validate-only`
 `pipeline_configs`, `gradient_merge_configs` and others), whose dictionaries are YAML as they are; other blocks are
 refused. In paths `~`, `$NAME` and `${NAME}` are expanded; a variable that is not set is refused.
 
+A file may say what it was written for. `world_size` is its number of ranks: `--validate-only` and `megapar plan` take
+it, and a start on another number is refused unless `--world-size` on the line says that one. `script: pretrain_moe.py`
+(or `pretrain_ernie.py`) lets the other trainer say so; `device_kind` and `assume` are for `megapar plan`
+(docs/plan.md).
+
 ```bash
 python pretrain_moe.py --help
 megapar docs --check     # is this page what the code says?
