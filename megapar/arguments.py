@@ -15,7 +15,7 @@ from megapar.config.config import FLAGS, GROUPS, Config, build
 from megapar.config.draft import Draft
 from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
-from megapar.config.from_hf import published_folder, take_published
+from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
 from megapar.config.report import effective, refusal
@@ -24,6 +24,7 @@ from megapar.config.start import check_start
 from megapar.config.values import BadValue, convert
 from megapar.core.grid import Grid
 from megapar.errors import ConfigError
+from megapar.rules.exports import export_class
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
@@ -110,17 +111,18 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     read_line(draft, argv)
     refuse_foreign(draft)
     take_defaults(draft)
-    take_published(draft)
+    published = take_published(draft)
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
     values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed}
-    values["published"] = published_folder(asked.get("load_hf"), asked.get("load"))
     if "sharding_degree" in asked:
         values["sharding_asked"] = asked["sharding_degree"]
     launched = _launched(draft, environ)
     if launched is not None:
         values["launched_size"] = launched
     resolve(values, draft.origins)
+    if (written := export_class(values, published)) is not None:
+        values["export_class"] = written
     return draft, values
 
 

@@ -21,8 +21,8 @@ DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
 NO_EFFECT = "no effect"  # against flags that would change nothing
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size", "published")
-_SILENT = ("kind", "changed", "asked", "published")
+FACTS = ("kind", "dp_degree", "sharding_asked", "data_ranks", "changed", "asked", "launched_size", "export_class")
+_SILENT = ("kind", "changed", "asked")
 
 
 class Facts:
@@ -30,8 +30,7 @@ class Facts:
 
     Beside the flags: ``kind`` (moe or ernie), ``dp_degree``, ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the
     environment, or 1), ``sharding_asked`` (-1 before it is resolved), ``changed`` (names whose asked value is not the
-    default), ``asked`` (values before any was derived) and ``published`` (the Hugging Face folder that the model is
-    from, or None).
+    default), ``asked`` (values before any was derived) and ``export_class`` (what --save-hf writes).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -103,6 +102,7 @@ def spell(name: str) -> str:
         "sharding_asked": "--sharding-degree",
         "data_ranks": "data ranks",
         "launched_size": "WORLD_SIZE",
+        "export_class": "as",
     }
     return words.get(name) or "--" + name.replace("_", "-").replace("broadcast-mb", "broadcast-MB")
 
