@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
 from megapar.config.published import Unsupported, architecture, flags_of, read_config
 from megapar.core.box import Box
@@ -65,6 +66,11 @@ class Converted:
     tokenizer: bool
 
 
+def _refuse_foreign(source: Path) -> None:
+    if foreign := foreign_checkpoint(source):
+        raise CheckpointError(f"{source} is {foreign}. {FIX}")
+
+
 def published(source: Path) -> tuple[Family, Sizes]:
     """Family and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
     try:
@@ -90,6 +96,7 @@ def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     OUT appears when it is complete. Raises CheckpointError.
     """
     source, out = Path(source), Path(out)
+    _refuse_foreign(source)
     family, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)
@@ -173,6 +180,7 @@ def megapar_to_hf(
     Raises CheckpointError; OUT appears when it is complete.
     """
     source, out = Path(source), Path(out)
+    _refuse_foreign(source)
     folder = source if (source / FILE_NAME).exists() else folders.find(source)
     saved = Saved(folder)
     beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)

@@ -178,3 +178,38 @@ def test_blocks_of_a_copy_are_shared_out_among_ranks(folders: dict[str, Path], t
         except CheckpointError:
             refused.append(rank)
     assert refused == [0]  # the last element is in the fourth block
+
+
+TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000100"
+FOREIGN = {
+    "a checkpoint of Megatron-LM, a file per rank": (
+        "latest_checkpointed_iteration.txt",
+        "iter_0000100/mp_rank_00_000/model_optim_rng.pt",
+    ),
+    "a distributed checkpoint of Megatron-LM": (
+        "latest_checkpointed_iteration.txt",
+        "iter_0000100/metadata.json",
+        "iter_0000100/__0_0.distcp",
+    ),
+    "a checkpoint folder of Megatron-LM": (TRACKER,),
+    "a checkpoint of DeepSpeed": ("latest", "global_step10/mp_rank_00_model_states.pt"),
+}
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_checkpoints_of_others_are_told_what_they_are(form: str, tmp_path: Path) -> None:
+    for name in FOREIGN[form]:
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).write_text("100")
+    folders = [tmp_path / "runs", *(path for path in (tmp_path / "runs").glob("iter_*"))]
+    for folder in folders:
+        for flags in ([], ["--save", str(folder)]):
+            with pytest.raises(ConfigError) as error:
+                parse("moe", ["--load", str(folder), *flags], {})
+            (complaint,) = error.value.complaints
+            assert complaint.rule == "checkpoint-foreign"
+            assert f"{folder} is {form}." in str(complaint)
+            assert "--load-hf" in str(complaint)
+        for convert in (hf_to_megapar, megapar_to_hf):
+            with pytest.raises(CheckpointError, match=form):
+                convert(folder, tmp_path / "out")
