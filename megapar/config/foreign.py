@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 FIX = (
-    "Such checkpoints come in by way of Hugging Face: Megatron Bridge, or the framework's own converter, writes a folder "
+    "Such checkpoints come in by way of Hugging Face: Megatron Bridge, or the framework's converter, writes a folder "
     "in that form, and --load-hf reads it."
 )
 _RANK_FILE = "mp_rank_*/model_optim_rng.pt"
