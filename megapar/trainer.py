@@ -39,6 +39,7 @@ from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
 from megapar.training.evaluate import evaluate
+from megapar.training.export import drops_tokens
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.job import check_device, copies, make_job
 from megapar.training.judge import Judge, Verdict
@@ -140,6 +141,8 @@ class Trainer:
         self._notes = corpus.notes
         self.control = build.make_control(config, stop_signal, leader=world.rank == 0)
         self.checkpoints = Checkpoints(config.checkpoint, self.job)
+        if config.checkpoint.save_hf and drops_tokens(self.job.sizes):
+            self._notes += (export.UNDROPPED,)
         if config.checkpoint.save and world.rank == 0:
             self._notes += keep(corpus.tokenizer, Path(config.checkpoint.save))
         self.local_saves = local_saves.make(config, self.job, job_id(os.environ))
@@ -435,6 +438,7 @@ class Trainer:
         scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
         scalars["spikes"] = self.numbers.state()
+        scalars["drops_tokens"] = drops_tokens(self.job.sizes)
         return scalars
 
     def _export(self) -> Path | None:

@@ -44,6 +44,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from megapar.data.tokenizer import load_tokenizer
     from megapar.training.convert import hf_to_megapar, megapar_to_hf
+    from megapar.training.export import UNDROPPED
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)
@@ -59,6 +60,8 @@ def _run(args: argparse.Namespace) -> int:
         print("it has no sentence-order head; a run starts that one anew")
     if args.command == "megapar-to-hf" and not done.tokenizer:
         print("no tokenizer is written: none lies beside the checkpoint; give it with --tokenizer-model PATH")
+    if done.drops_tokens:
+        print(UNDROPPED)
     if done.carried:
         print(f"carried along, as the model has no place for them: {', '.join(done.carried)}")
     return 0

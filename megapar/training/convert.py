@@ -56,6 +56,7 @@ class Converted:
     """What was done.
 
     carried: tensors that the model has no place for, kept beside it. tokenizer: whether the folder has one.
+    drops_tokens: whether the run did, which the written model does not.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Converted:
     bytes: int
     carried: tuple[str, ...]
     tokenizer: bool
+    drops_tokens: bool = False
 
 
 def _refuse_foreign(source: Path) -> None:
@@ -267,8 +269,9 @@ def _write_hf(
     _write_config(aside / "config.json", saved, family, tokenizer, dtype)
     if tokenizer is not None:
         tokenizer.save_hf(aside)
+    dropped = saved.scalars.get("drops_tokens") is True
     has_tokenizer = any((aside / name).exists() for name in TOKENIZER_FILES)
-    return Converted(out, family.name, len(plans), total, tuple(extra), has_tokenizer)
+    return Converted(out, family.name, len(plans), total, tuple(extra), has_tokenizer, dropped)
 
 
 def _write_config(

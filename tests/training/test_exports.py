@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from megapar.rules.exports import LIMITS, RULES
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.convert import hf_to_megapar, megapar_to_hf
+from megapar.training.export import UNDROPPED
+from megapar.training.loggers import PlainTerminal
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 --vocab-size 67 "
@@ -218,3 +221,14 @@ def test_an_export_without_a_tokenizer_keeps_the_ids_of_the_folder_it_started_fr
     published = json.loads((tmp_path / "hf" / "config.json").read_text())
     kept = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
     assert token_ids(NoTokenizer(67), published) == kept
+
+
+def test_that_the_exported_model_drops_no_tokens_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, said in (("deepspeed_moe", True), ("megatron_moe", False)):
+        flags = f"{small('')} {BATCH} --train-iters 1 --data-path mock --moe-model-type {kind} --save {tmp_path}/{kind}"
+        config = parse("moe", f"{flags} --save-hf {tmp_path}/{kind}-hf".split(), {})
+        with patch.object(PlainTerminal, "say") as say:
+            train(config, f"file://{tmp_path / 'meet'}")
+        assert ((UNDROPPED,) in [call.args for call in say.call_args_list]) == said
+        assert main(["convert", "megapar-to-hf", str(tmp_path / kind), str(tmp_path / f"{kind}-out")]) == 0
+        assert (UNDROPPED in capsys.readouterr().out) == said
