@@ -171,7 +171,7 @@ class HfFolder:
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     """Of one dtype and shape; a NaN is itself."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
 
 
 def _weight_map(index: Path) -> dict[str, str]:
