@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
 from megapar.config.launched import job_id
+from megapar.config.published import read_config
 from megapar.core import replicas
 from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Event
@@ -29,6 +30,7 @@ from megapar.core.optimizer import clip
 from megapar.core.world import World
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
+from megapar.data.kept_tokenizer import keep
 from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.model.decoder import Decoder
@@ -37,6 +39,7 @@ from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
 from megapar.training.evaluate import evaluate
+from megapar.training.export import drops_tokens
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.job import check_device, copies, make_job
 from megapar.training.judge import Judge, Verdict
@@ -138,6 +141,10 @@ class Trainer:
         self._notes = corpus.notes
         self.control = build.make_control(config, stop_signal, leader=world.rank == 0)
         self.checkpoints = Checkpoints(config.checkpoint, self.job)
+        if config.checkpoint.save_hf and drops_tokens(self.job.sizes):
+            self._notes += (export.UNDROPPED,)
+        if config.checkpoint.save and world.rank == 0:
+            self._notes += keep(corpus.tokenizer, Path(config.checkpoint.save))
         self.local_saves = local_saves.make(config, self.job, job_id(os.environ))
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
         self.numbers = build.make_numbers(config)
@@ -431,6 +438,7 @@ class Trainer:
         scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
         scalars["spikes"] = self.numbers.state()
+        scalars["drops_tokens"] = drops_tokens(self.job.sizes)
         return scalars
 
     def _export(self) -> Path | None:
@@ -439,8 +447,9 @@ class Trainer:
         folder = Path(self.config.checkpoint.save_hf)
         started_from = published_folder(self.config.checkpoint.load_hf, self.config.checkpoint.load)
         family = trained_family(Path(started_from)) if started_from else None
+        published = read_config(started_from) if started_from else {}
         dtype = build.compute_dtype(self.config, self.world.device)
-        export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, family)
+        export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, family, published)
         return folder
 
     # What people see; one rank speaks

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
+from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.hints import near_path
 from megapar.config.record import JSONL, decoded, text_of_line
 from megapar.errors import Complaint, DataError
@@ -44,6 +45,8 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield from _tokenizer(Path(values["tokenizer_model"]))
     if values.get("load") and Path(values["load"]).is_file():
         yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
+    elif values.get("load") and (foreign := foreign_checkpoint(Path(values["load"]))):
+        yield Complaint("checkpoint-foreign", f"--load {values['load']} is {foreign}.", FIX)
     elif values.get("load") and not _saves_where_it_loads(values):
         yield from _checkpoint(Path(values["load"]))
     if values.get("load_hf"):

@@ -8,12 +8,12 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.flag import SCRIPTS
-from megapar.config.published import Unsupported, architecture, flags_of, read_config
+from megapar.config.published import Unsupported, architecture, flags_of, read_config, remarks
 
 BESIDE = "hf"
 """Folder in a converted checkpoint's: what the published folder has and a checkpoint has no place for."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-_FREE = ("max_position_embeddings",)  # rotary positions have no table
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_FREE = ("hidden_dropout", "attention_dropout")  # of training, not of the model
 
 
 def published_folder(load_hf: str | None, load: str | None) -> str | None:
@@ -24,29 +24,32 @@ def published_folder(load_hf: str | None, load: str | None) -> str | None:
     return str(beside) if (beside / "config.json").is_file() else None
 
 
-def take_published(draft: Draft) -> None:
+def take_published(draft: Draft) -> str | None:
     """Fill in what the folder's config.json says where nobody has set it; a flag that contradicts it is a complaint.
 
-    A missing folder is another complaint.
+    The folder's class; None where there is none that can be read. A missing folder is another complaint.
     """
     load_hf, load = (draft.values.get(name) for name in ("load_hf", "load"))
     name = published_folder(load_hf, load)
     if not name or not Path(name).is_dir():
-        return
+        return None
     said = f"--load-hf {name}" if load_hf else f"--load {load} (its {BESIDE}/config.json)"
     try:
         config = read_config(name)
         kind, flags = flags_of(config)
     except Unsupported as error:
         draft.complain("load-hf", f"{said}: {error}.")
-        return
+        return None
     if kind != draft.kind:
         draft.complain("load-hf", f"{said} is a model of {SCRIPTS[kind]}, not of {SCRIPTS[draft.kind]}.")
-        return
+        return None
+    draft.warnings += [f"{said}: {remark}" for remark in remarks(config)]
     _take_sizes(draft, said, flags, free_depth=architecture(config).startswith("Ernie4_5"))
-    if draft.origins.get("tokenizer_model") == "default" and any((Path(name) / one).exists() for one in _TOKENIZERS):
+    has_tokenizer = any((Path(name) / one).exists() for one in TOKENIZER_FILES)
+    if draft.origins.get("tokenizer_model") == "default" and has_tokenizer:
         draft.values["tokenizer_model"] = name
         draft.origins["tokenizer_model"] = "derived"
+    return architecture(config)
 
 
 def _take_sizes(draft: Draft, said: str, flags: dict[str, Any], free_depth: bool) -> None:
@@ -56,7 +59,9 @@ def _take_sizes(draft: Draft, said: str, flags: dict[str, Any], free_depth: bool
             draft.values[flag] = value
             draft.origins[flag] = "derived"
         elif flag in draft.values and draft.values[flag] != value:
-            if flag in _FREE and flags.get("position_embedding_type") == "rope":
+            if flag == "max_position_embeddings" and flags.get("position_embedding_type") == "rope":
+                continue  # rotary positions have no table
+            if flag in _FREE:
                 continue
             if flag == "mtp_depth" and free_depth:
                 continue

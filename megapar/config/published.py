@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megapar.config.class_defaults import CLASS_DEFAULTS
+
 Json = Mapping[str, Any]
 Flags = dict[str, Any]
 
@@ -33,8 +35,10 @@ def flags_of(config: Json) -> tuple[str, Flags]:
     """Model kind (moe or ernie) and flags by field name. Raises Unsupported."""
     name = architecture(config)
     kind, read = ARCHITECTURES[name]
+    if config.get("quantization_config"):
+        raise Unsupported("quantization_config is set: the weights are rounded; give the folder they were made from")
     try:
-        return kind, read(config)
+        return kind, read({**CLASS_DEFAULTS[name], **config})
     except KeyError as error:
         raise Unsupported(f"config.json of this {name} lacks {error}") from error
 
@@ -48,9 +52,15 @@ def architecture(config: Json) -> str:
     return str(found)
 
 
+def remarks(config: Json) -> list[str]:
+    """What config.json asks of training that is not done here, in sentences."""
+    noise = config.get("router_jitter_noise")
+    return [f"router_jitter_noise is {noise}, and the router's inputs get no noise here"] if noise else []
+
+
 def _decoder(config: Json) -> Flags:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = rope.get("rope_theta") or config["rope_theta"]
     _must(config, "hidden_act", "silu")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise Unsupported(f"rope is of type {rope.get('rope_type', rope.get('type'))}, where only the default is built")
@@ -67,9 +77,13 @@ def _decoder(config: Json) -> Flags:
         "ffn_hidden_size": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config["max_position_embeddings"],
-        "layernorm_epsilon": float(config.get("rms_norm_eps", 1e-5)),
+        "layernorm_epsilon": float(config["rms_norm_eps"]),
         "rope_theta": float(theta),
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "attention_dropout": float(config.get("attention_dropout") or 0.0),
+        "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+        "qk_norm": False,
         "normalization": "rmsnorm",
         "position_embedding_type": "rope",
         "activation": "swiglu",
@@ -82,12 +96,12 @@ def _experts(config: Json, topk: int, experts: int, width: int, **more: Any) -> 
     if topk < 2:
         raise Unsupported("top-1 routing: published models divide the single weight by itself, here it is kept")
     # moe_ffn_hidden_size follows ffn_hidden_size where they are equal, but is always given.
-    return {"num_experts": experts, "moe_router_topk": topk, "moe_ffn_hidden_size": width, **more}
+    sizes = {"num_experts": experts, "moe_router_topk": topk, "moe_ffn_hidden_size": width}
+    return {**sizes, "first_k_dense": 0, "moe_shared_experts": 0, **more}
 
 
 def _ernie45(config: Json) -> Flags:
-    flags = _decoder({"tie_word_embeddings": True, **config})
-    return {**flags, "add_bias_linear": bool(config.get("use_bias")), "mtp_depth": _mtp(config)}
+    return {**_decoder(config), "add_bias_linear": bool(config["use_bias"]), "mtp_depth": _mtp(config)}
 
 
 def _mtp(config: Json) -> int:
@@ -101,17 +115,18 @@ def _mtp(config: Json) -> int:
 def _ernie45_moe(config: Json) -> Flags:
     _must(config, "use_bias", False)
     _must(config, "moe_layer_interval", 1)
+    _must(config, "moe_norm_min", 1e-12)
     layers = config["num_hidden_layers"]
     last = config.get("moe_layer_end_index", -1)
     if last not in (-1, layers - 1):
         raise Unsupported(f"moe_layer_end_index is {last}, where all layers to the last one must have experts")
-    return _decoder({"tie_word_embeddings": True, **config, "head_dim": None}) | _experts(
+    return _decoder(config) | _experts(
         config,
-        config.get("moe_k", 6),
+        config["moe_k"],
         config["moe_num_experts"],
         config["moe_intermediate_size"],
-        first_k_dense=config.get("moe_layer_start_index", 1),
-        moe_shared_experts=config.get("moe_num_shared_experts", 2) or 0,
+        first_k_dense=config["moe_layer_start_index"],
+        moe_shared_experts=config["moe_num_shared_experts"] or 0,
         mtp_depth=_mtp(config),
     )
 
@@ -123,7 +138,7 @@ def _mixtral(config: Json) -> Flags:
 
 def _qwen3_moe(config: Json) -> Flags:
     _must(config, "attention_bias", False)
-    _must(config, "norm_topk_prob", True, default=False)
+    _must(config, "norm_topk_prob", True)
     _must(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
@@ -136,6 +151,9 @@ def _qwen3_moe(config: Json) -> Flags:
 
 def _ernie(config: Json) -> Flags:
     _must(config, "hidden_act", "gelu")
+    _must(config, "is_decoder", False)
+    _must(config, "add_cross_attention", False)
+    _must(config, "tie_word_embeddings", True)
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -143,14 +161,16 @@ def _ernie(config: Json) -> Flags:
         "ffn_hidden_size": config["intermediate_size"],
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config["max_position_embeddings"],
-        "layernorm_epsilon": float(config.get("layer_norm_eps", 1e-12)),
+        "layernorm_epsilon": float(config["layer_norm_eps"]),
         "type_vocab_size": config["type_vocab_size"],
-        "task_type_vocab_size": config.get("task_type_vocab_size", 3),
+        "task_type_vocab_size": config["task_type_vocab_size"],
+        "hidden_dropout": float(config["hidden_dropout_prob"]),
+        "attention_dropout": float(config["attention_probs_dropout_prob"]),
     }
 
 
-def _must(config: Json, name: str, value: Any, default: Any = ...) -> None:
-    found = config.get(name, value if default is ... else default)
+def _must(config: Json, name: str, value: Any) -> None:
+    found = config.get(name, value)
     if found != value:
         raise Unsupported(f"{name} is {found!r}, where {value!r} is built")
 

@@ -240,19 +240,18 @@ def _with_exact_scores(model: bytes) -> bytes:
 
 def _as_tokenizers(model: bytes) -> Any:
     """The model as a ``tokenizers.Tokenizer``: same normalisation, same pieces, same ids."""
-    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 
     proto = _proto(model)
     kinds, spec = type(proto.pieces[0]), proto.normalizer_spec
+    behind = proto.trainer_spec.treat_whitespace_as_suffix  # pieces end with the mark of white space
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        from tokenizers import Regex
-
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
+        steps.append(normalizers.Replace(Regex(r"(?<=[\s\S])\z"), SPACE) if behind else normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
     tail = [decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else []
     result = Tokenizer(_tokenizers_model(proto))

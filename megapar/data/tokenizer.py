@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megapar.errors import DataError
 
@@ -142,6 +142,21 @@ class NoTokenizer:
         """Writes nothing: the model is saved without a tokenizer."""
 
 
+def token_ids(tokenizer: Tokenizer | None, published: Mapping[str, Any]) -> dict[str, Any]:
+    """bos_token_id, eos_token_id, pad_token_id of a config.json. published: the one a model was started from, or {}.
+
+    What the tokenizer does not know of stays as published, and so does a list that has the tokenizer's id in it.
+    """
+    ids = {}
+    for role in ("bos", "eos", "pad"):
+        name = f"{role}_token_id"
+        there, own = published.get(name), None if tokenizer is None else getattr(tokenizer.special, role)
+        taken = there if own is None or (isinstance(there, list) and own in there) else own
+        if taken is not None:
+            ids[name] = taken
+    return ids
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer at ``path``: a sentencepiece model, a ``tokenizer.json``, or a Hugging Face folder.
 
@@ -153,6 +168,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: no such tokenizer; --tokenizer-model takes a sentencepiece model file or a Hugging Face "
             "tokenizer folder on this machine"
         )
+    if path.is_dir() and (path / "tokenizer.model").is_file() and not any(path.glob("tokenizer*.json")):
+        path /= "tokenizer.model"  # nothing there says that another library is to read it
     if path.is_file() and path.suffix != ".json":
         from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megapar.errors import CheckpointError
-from megapar.model.hf import hf_config
+from megapar.model.hf_config import hf_config
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, Piece
+from megapar.rules.exports import class_of
 
 _QK_NORM = (r"^layers\.(\d+)\.attention\.([qk])_norm\.weight$", r"model.layers.\1.self_attn.\2_norm.weight")
 _BIAS = r"\.e_score_correction_bias$"
@@ -103,9 +104,7 @@ def family_of_sizes(sizes: DecoderSizes | ErnieSizes) -> Family:
     """The family that a model is exported as where nobody said which."""
     if isinstance(sizes, ErnieSizes):
         return FAMILIES["ErnieForPreTraining" if sizes.sop else "ErnieForMaskedLM"]
-    if sizes.moe is not None and sizes.qk_norm:
-        return FAMILIES["Qwen3MoeForCausalLM"]
-    return FAMILIES["Ernie4_5_MoeForCausalLM" if sizes.moe is not None else "Ernie4_5ForCausalLM"]
+    return FAMILIES[class_of(experts=bool(sizes.moe_layers), qk_norm=sizes.qk_norm)]
 
 
 def config_of(family: Family, sizes: DecoderSizes | ErnieSizes, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +19,13 @@ from megapar.model.initialize import piece_box
 from megapar.model.table import ParameterSpec, Piece
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-# Copies of tied tensors that some writers store beside the original.
-TIED = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+TIED: Mapping[str, str] = {
+    "lm_head.weight": "model.embed_tokens.weight",
+    "cls.predictions.decoder.weight": "ernie.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+"""Copies of tied tensors that some writers store beside the original."""
+BLOCK_BYTES = 16 << 20
 
 
 class Stored(NamedTuple):
@@ -87,6 +92,39 @@ class HfFolder:
             raise CheckpointError(f"{self.folder}: {'; '.join(problems[:8])}{more}")
         return sorted(set(self.tensors) - known)
 
+    def check_tied(self, own: Iterable[str], share: int = 0, shares: int = 1, block_bytes: int = BLOCK_BYTES) -> None:
+        """Every stored copy of a tied tensor is one, byte by byte. Raises CheckpointError.
+
+        own: names that the model has parameters of its own for. share: of ``shares``, which blocks are looked at here;
+        a block has at most ``block_bytes``.
+        """
+        for copy in sorted(set(TIED) & set(self.tensors) - set(own)):
+            original = TIED[copy]
+            there, here = self.tensors[copy], self.tensors.get(original)
+            if here is None or (here.dtype, here.shape) != (there.dtype, there.shape):
+                self._refuse_copy(copy, original)
+            for number, block in enumerate(Box.whole(there.shape).slabs(block_bytes // there.dtype.itemsize)):
+                if number % shares != share:
+                    continue
+                if not _same_bytes(self._block(copy, block), self._block(original, block)):
+                    self._refuse_copy(copy, original)
+
+    def _refuse_copy(self, copy: str, original: str) -> NoReturn:
+        fix = "The encoders trained here tie them: give a folder whose copy is one, or without it"
+        if copy == "lm_head.weight":
+            fix = "Set tie_word_embeddings to false in config.json: transformers, too, takes the stored one"
+        raise CheckpointError(
+            f"{self.folder}: config.json ties {copy} to {original}, and the {copy} stored there is another one. {fix}"
+        )
+
+    def _block(self, name: str, block: Box) -> Tensor:
+        stored = self.tensors[name]
+        out = torch.empty(block.sizes, dtype=stored.dtype)
+        if out.numel():
+            with ShardFile(stored.file) as file:
+                file.read_as(name, stored.shape, Box.whole(stored.shape), block, out)
+        return out
+
     def holds(self, spec: ParameterSpec, family: Family) -> bool:
         """Whether the folder has what the parameter is made from."""
         names = [family.hf_name(piece.hf_name) for piece in spec.pieces]
@@ -128,13 +166,12 @@ class HfFolder:
 
     def whole(self, name: str) -> Tensor:
         """One tensor as it is stored."""
-        stored = self.tensors[name]
-        out = torch.empty(stored.shape, dtype=stored.dtype)
-        if out.numel():
-            box = Box.whole(stored.shape)
-            with ShardFile(stored.file) as file:
-                file.read_as(name, stored.shape, box, box, out)
-        return out
+        return self._block(name, Box.whole(self.tensors[name].shape))
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Of one dtype and shape; a NaN is itself."""
+    return bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -65,7 +65,7 @@ class Router(nn.Module):
         logits_TE, probs_TE, shares_TE = self.run(score, x_TH, local(self.weight), self.sizes)
         experts_Tk = self.choose(probs_TE)
         by_sample = samples if self.sizes.sequence_aux else 0
-        sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample)
+        sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample, self.sizes.loss_choices)
         # Here and not behind the forward, where sharding may have let the weight go.
         orthogonal = self.orthogonal_loss() if self.sizes.orthogonal else None
         return Routing(probs_TE, experts_Tk, sums, orthogonal)

@@ -28,7 +28,7 @@ class MoeSizes:
     activation: ``swiglu`` (gate and up) or ``gelu`` (up only). add_bias: experts have biases.
     score: what makes scores of router logits. groups, group_topk: experts in equal groups, of which a token's choices
     stay in the best ``group_topk``. scaling: factor on the weights of expert outputs.
-    sequence_aux, orthogonal: whether these losses are computed.
+    sequence_aux, orthogonal: whether these losses are computed. biased: whether a correction bias may be other than 0.
     """
 
     hidden_size: int
@@ -49,6 +49,7 @@ class MoeSizes:
     scaling: float = 1.0
     sequence_aux: bool = False
     orthogonal: bool = False
+    biased: bool = True
 
     def __post_init__(self) -> None:
         # The command line has refused wrong values with a full report; this guards direct users.
@@ -75,6 +76,16 @@ class MoeSizes:
     def has_capacity(self) -> bool:
         """Tokens may be dropped."""
         return self.kind == DEEPSPEED_MOE
+
+    @property
+    def loss_choices(self) -> int:
+        """Of a token's experts in order of score, those that the balance losses count; 0 where its choices are these.
+
+        Biases and groups may choose others: the losses of DeepSeek-V3 (arXiv 2412.19437, equation 18) count by score.
+        """
+        if not self.biased and self.group_topk == self.groups:
+            return 0
+        return 1 if self.has_capacity and self.drop_policy == "choice" else self.topk
 
     @property
     def gated(self) -> bool:

@@ -44,14 +44,17 @@ class RouterSums(NamedTuple):
     probs: [E] sum of the full scores, before bias and renormalisation, differentiable.
     z: scalar sum of squared log-sum-exps, differentiable.
     counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
-    by_sample: [B, 2, E] per sample the sum of the scores, differentiable, and the pairs of each expert; B is 0 where
-    nobody asks for them.
+    by_sample: [B, 2, E] per sample the sum of the scores, differentiable, and how many tokens score each expert among
+    their best k; B is 0 where nobody asks for them.
+    best: [E] int64, tokens that score each expert among their best, where biases or groups may have chosen others;
+    empty where the choices are the best, so that ``counts`` says it.
     """
 
     probs: Tensor
     z: Tensor
     counts: Tensor
     by_sample: Tensor
+    best: Tensor
 
 
 def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) -> Tensor:
@@ -68,27 +71,36 @@ def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) ->
 
 @counted(1, 1, 1, 1)
 def router_sums(
-    logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None, samples: int = 0
+    logits_TE: Tensor,
+    probs_TE: Tensor,
+    experts_Tk: Tensor,
+    valid_T: Tensor | None,
+    samples: int = 0,
+    best: int = 0,
 ) -> RouterSums:
     """Sum what the losses and the load need over the tokens; ``valid_T`` False is padding, None is no padding.
 
-    probs_TE: shares of a token, which sum to 1. samples: to sum by, where the losses of each are asked for.
+    probs_TE: shares of a token, which sum to 1. samples: to sum by, where the losses of each are asked for. best: of a
+    token's experts in order of score, how many the losses count, where ``experts_Tk`` may be others; 0: they are not.
     """
+    num_experts = probs_TE.shape[1]
     z_T = torch.logsumexp(logits_TE, dim=1).square()
-    by_sample = _by_sample(probs_TE, experts_Tk, valid_T, samples)
+    best_Tk = torch.topk(probs_TE.detach(), experts_Tk.shape[1], dim=1).indices if best else experts_Tk
+    by_sample = _by_sample(probs_TE, best_Tk, valid_T, samples)
+    mask_T1 = None if valid_T is None else valid_T[:, None]
+    counts_kE = count_pairs(experts_Tk, mask_T1, num_experts)
+    best_E = count_pairs(best_Tk[:, :best], mask_T1, num_experts).sum(0) if best else counts_kE.new_zeros(0)
     if valid_T is None:
-        counts_kE = count_pairs(experts_Tk, None, probs_TE.shape[1])
-        return RouterSums(probs_TE.sum(0), z_T.sum(), counts_kE, by_sample)
+        return RouterSums(probs_TE.sum(0), z_T.sum(), counts_kE, by_sample, best_E)
     share_T = valid_T.to(probs_TE.dtype)
-    counts_kE = count_pairs(experts_Tk, valid_T[:, None], probs_TE.shape[1])
-    return RouterSums(share_T @ probs_TE, share_T @ z_T, counts_kE, by_sample)
+    return RouterSums(share_T @ probs_TE, share_T @ z_T, counts_kE, by_sample, best_E)
 
 
-def _by_sample(probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None, samples: int) -> Tensor:
+def _by_sample(probs_TE: Tensor, best_Tk: Tensor, valid_T: Tensor | None, samples: int) -> Tensor:
     """[B, 2, E]."""
     if not samples:
         return probs_TE.new_zeros((0, 2, probs_TE.shape[1]))
-    pairs_TE = torch.zeros_like(probs_TE).scatter_(1, experts_Tk, 1.0)
+    pairs_TE = torch.zeros_like(probs_TE).scatter_(1, best_Tk, 1.0)
     both = torch.stack((probs_TE, pairs_TE), dim=1)
     if valid_T is not None:
         both = torch.where(valid_T[:, None, None], both, 0.0)
@@ -98,9 +110,7 @@ def _by_sample(probs_TE: Tensor, experts_Tk: Tensor, valid_T: Tensor | None, sam
 
 def add_sums(parts: Sequence[RouterSums]) -> RouterSums:
     """The sums of the whole from the sums of its slices, in the order given."""
-    probs, z, counts, by_sample = zip(*parts, strict=True)
-    sums = (torch.stack(values).sum(0) for values in (probs, z, counts, by_sample))
-    return RouterSums(*sums)
+    return RouterSums(*(torch.stack(values).sum(0) for values in zip(*parts, strict=True)))
 
 
 def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None) -> tuple[RouterSums, Tensor]:
@@ -113,33 +123,38 @@ def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None
     counts = sums.counts[None] if counts_RkE is None else counts_RkE
     # Counts travel as floating point numbers, exact below 2^24 tokens in a micro-batch.
     by_sample = sums.by_sample.flatten()
-    own = torch.cat([sums.probs, sums.z[None], counts.flatten().to(sums.probs.dtype), by_sample])
-    sizes = [len(sums.probs), 1, counts.numel(), by_sample.numel()]
-    probs, z, told, by_sample = share.gather(own[None]).split(sizes, dim=1)
+    pairs = torch.cat([counts.flatten(), sums.best])
+    own = torch.cat([sums.probs, sums.z[None], pairs.to(sums.probs.dtype), by_sample])
+    sizes = [len(sums.probs), 1, counts.numel(), len(sums.best), by_sample.numel()]
+    probs, z, told, best, by_sample = share.gather(own[None]).split(sizes, dim=1)
     counts_PkE = told.detach().long().unflatten(1, counts.shape).flatten(0, 1)
     whole = by_sample.sum(0).view_as(sums.by_sample)
-    return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0), whole), counts_PkE
+    return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0), whole, best.detach().long().sum(0)), counts_PkE
 
 
 def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:
     """Finish (aux, z) from the sums over a whole micro-batch of ``valid_tokens`` non-padding tokens.
 
-    aux = E/k · Σ_e mean(p_e) · mean(count_e over all k choices); it is 1 when the load is even. With
-    ``first_choices_only`` (drop policy ``choice``, as GShard's top-2 does) only first choices count and
-    there is no 1/k. z = mean(logsumexp²). Both are 0 without a token.
-    Source: GShard, arXiv 2006.16668, algorithm 1; ST-MoE, arXiv 2202.08906, equation 5.
+    aux = E/k · Σ_e mean(p_e) · mean(count_e), where count_e is 1 for a token's best k experts by score, whatever biases
+    and groups made of the choice; it is 1 when the load is even. With ``first_choices_only`` (drop policy ``choice``,
+    as GShard's top-2 does) only the best one counts and there is no 1/k. z = mean(logsumexp²). Both are 0 without a
+    token. Source: GShard, arXiv 2006.16668, algorithm 1; ST-MoE, arXiv 2202.08906, equation 5; of the counts
+    DeepSeek-V3, arXiv 2412.19437, equation 18.
     """
     topk, num_experts = sums.counts.shape
     tokens = max(valid_tokens, 1)
     counted = sums.counts[0] if first_choices_only else sums.counts.sum(0)
+    if len(sums.best):
+        counted = sums.best
     scale = num_experts / (1 if first_choices_only else topk)
     aux = scale * torch.dot(sums.probs / tokens, counted.to(sums.probs.dtype) / tokens)
     return aux, sums.z / tokens
 
 
 def sequence_loss(sums: RouterSums) -> Tensor:
-    """Sum over samples of E/k · Σ_e mean(p_e) · mean(count_e over all k choices), means over the sample's own tokens.
+    """Sum over samples of E/k · Σ_e mean(p_e) · mean(count_e), means over the sample's own tokens.
 
+    count_e as in ``router_losses``: of a token's best k experts by score.
     A sample without tokens adds 0. Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
     """
     topk, num_experts = sums.counts.shape

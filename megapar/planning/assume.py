@@ -125,7 +125,9 @@ def _latent_rows(row: ParameterSpec, sizes: DecoderSizes, latent: Latent) -> lis
     whole = replace(row, axes=(), pieces=())
     return [
         replace(whole, name=f"{stem}q_down.weight", shape=(latent.query, hidden)),
+        replace(whole, name=f"{stem}q_norm.weight", shape=(latent.query,)),
         replace(row, name=f"{stem}q_up.weight", shape=(heads, latent.plain + latent.rotated, latent.query), pieces=()),
         replace(whole, name=f"{stem}kv_down.weight", shape=(latent.shared + latent.rotated, hidden)),
+        replace(whole, name=f"{stem}kv_norm.weight", shape=(latent.shared,)),
         replace(row, name=f"{stem}kv_up.weight", shape=(heads, latent.plain + latent.value, latent.shared), pieces=()),
     ]

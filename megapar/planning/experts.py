@@ -74,7 +74,8 @@ def _sent(layout: Layout, moe: MoeSizes, rows: float, *, gathers: bool) -> list[
     if counted and gathers:
         found.append(messages.message("emp", "all_gather", INDEX * E * grid.emp, "forward"))
     if layout.cut:  # what the losses and the load need of every rank's tokens
-        found.append(messages.message("mp", "all_gather", w * (E + 1 + k * E) * grid.mp, "forward"))
+        numbers = E + 1 + k * E + (E if moe.loss_choices else 0)
+        found.append(messages.message("mp", "all_gather", w * numbers * grid.mp, "forward"))
     return found
 
 

@@ -16,6 +16,7 @@ from megapar.planning.layout import Layout
 from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
+from megapar.training.fit import MTP
 
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
@@ -69,11 +70,11 @@ class Plan:
 
     @cached_property
     def counts(self) -> Counts:
-        """Parameters of the model."""
+        """Parameters of the model, as ``model.table.parameter_counts`` counts them: without multi-token prediction."""
         moe = getattr(self.layout.sizes, "moe", None)
         total = active = 0
         for row in self.layout.table:
-            if row.trainable:
+            if row.trainable and not row.name.startswith(MTP.prefixes):
                 total += row.numel
                 active += row.numel * moe.topk // moe.num_experts if moe is not None and row.expert else row.numel
         return Counts(total, active)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megapar.rules import exports
 from megapar.rules.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
 SOURCE = "models"
@@ -12,15 +13,6 @@ _CAPACITY = ("moe_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_
 
 def _spelled(f: Facts, prefixes: tuple[str, ...]) -> list[str]:
     return ["--" + name.replace("_", "-") for name in sorted(f.changed) if name.startswith(prefixes)]
-
-
-def _hf_form(f: Facts) -> bool:
-    return (
-        f.normalization == "rmsnorm"
-        and f.position_embedding_type == "rope"
-        and f.activation == "swiglu"
-        and not f.qk_norm
-    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -248,63 +240,5 @@ RULES: tuple[Rule, ...] = (
         failing="--seq-length 5",
         models=ERNIE,
     ),
-    Rule(
-        id="hf-decoder-variety",
-        reads=("save_hf", "published", "normalization", "position_embedding_type", "activation", "qk_norm"),
-        when=lambda f: f.save_hf is not None and f.published is None,
-        requires=_hf_form,
-        message="--save-hf writes Ernie4_5 models: rmsnorm, rope, swiglu, no qk-norm",
-        fix="Leave --save-hf out, or choose these.",
-        source="Hugging Face form",
-        passing="--save-hf exported",
-        failing="--save-hf exported --normalization layernorm",
-        models=MOE,
-    ),
-    Rule(
-        id="hf-moe-bias",
-        reads=("save_hf", "num_experts", "add_bias_linear"),
-        when=lambda f: f.save_hf is not None and f.num_experts > 0,
-        requires=lambda f: not f.add_bias_linear,
-        message="--save-hf writes Ernie4_5_Moe, whose experts have no biases",
-        fix="Leave --add-bias-linear or --save-hf out.",
-        source="Hugging Face form",
-        passing="--save-hf exported --add-bias-linear --num-experts 0",
-        failing="--save-hf exported --add-bias-linear",
-        models=MOE,
-    ),
-    Rule(
-        id="hf-moe-routing",
-        reads=(
-            "save_hf",
-            "moe_router_score_function",
-            "moe_router_num_groups",
-            "moe_router_topk_scaling_factor",
-            "moe_layer_ffn_hidden_sizes",
-        ),
-        when=lambda f: f.save_hf is not None,
-        requires=lambda f: (
-            f.moe_router_score_function == "softmax"
-            and f.moe_router_num_groups == 1
-            and f.moe_router_topk_scaling_factor == 1
-            and f.moe_layer_ffn_hidden_sizes is None
-        ),
-        message="--save-hf writes models whose routing is a plain softmax and whose experts are all of one size",
-        fix="Leave --save-hf out, or choose these.",
-        source="Hugging Face form",
-        passing="--save-hf exported --mtp-depth 1",
-        failing="--save-hf exported --moe-router-score-function sigmoid",
-        models=MOE,
-    ),
-    Rule(
-        id="hf-moe-topk",
-        reads=("save_hf", "num_experts", "moe_router_topk"),
-        when=lambda f: f.save_hf is not None and f.num_experts > 0,
-        requires=lambda f: f.moe_router_topk > 1,
-        message="--save-hf writes Ernie4_5_Moe, which divides a single choice's weight by itself",
-        fix="Choose --moe-router-topk 2, or leave --save-hf out.",
-        source="Hugging Face form",
-        passing="--save-hf exported --moe-router-topk 2",
-        failing="--save-hf exported --moe-router-topk 1",
-        models=MOE,
-    ),
+    *exports.RULES,
 )

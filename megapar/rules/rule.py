@@ -22,8 +22,11 @@ DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
 NO_EFFECT = "no effect"  # against flags that would change nothing
 
 # What a row may read besides flags; everything else is a flag's field name.
-FACTS = ("kind", "sharding_asked", "dp_asked", "data_ranks", "changed", "asked", "given", "launched_size", "published")
-_SILENT = ("kind", "changed", "asked", "given", "published")
+FACTS = (
+    *("kind", "sharding_asked", "dp_asked", "data_ranks", "changed", "asked", "given"),
+    *("launched_size", "export_class"),
+)
+_SILENT = ("kind", "changed", "asked", "given")
 
 
 class Facts:
@@ -32,7 +35,7 @@ class Facts:
     Beside the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the environment, or
     1), ``sharding_asked`` and ``dp_asked`` (-1 before they are resolved), ``changed`` (names whose asked value is not
     the default), ``asked`` (values before any was derived), ``given`` (names that the line or a file sets) and
-    ``published`` (the Hugging Face folder that the model is from, or None).
+    ``export_class`` (what --save-hf writes).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -107,6 +110,7 @@ def spell(name: str) -> str:
         "dp_asked": "--dp-degree",
         "data_ranks": "data ranks",
         "launched_size": "WORLD_SIZE",
+        "export_class": "as",
     }
     return words.get(name) or "--" + name.replace("_", "-").replace("broadcast-mb", "broadcast-MB")
 

@@ -323,21 +323,6 @@ RULES: tuple[Rule, ...] = (
         failing="--load runs/a --load-hf models/b",
     ),
     Rule(
-        id="load-hf-router-bias",
-        reads=("published", "save_hf", "moe_router_bias_update_rate"),
-        when=lambda f: f.published is not None and f.save_hf is not None,
-        requires=lambda f: f.moe_router_bias_update_rate == 0,
-        message=(
-            "--save-hf writes the architecture of the published model that the run starts from, which may have no "
-            "place for correction biases that --moe-router-bias-update-rate moves"
-        ),
-        fix="Leave one of them out; megapar convert megapar-to-hf writes a checkpoint of --save.",
-        source=SOURCE,
-        passing="--load-hf models/b --save-hf exported",
-        failing="--load-hf models/b --save-hf exported --moe-router-bias-update-rate 0.001",
-        models=("moe",),
-    ),
-    Rule(
         id="data-alone",
         reads=("data_path",),
         when=lambda f: "mock" in f.data_path,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
-from megapar.errors import DataError, MegaparError
+from megapar.errors import MegaparError
 from megapar.tools.parser import Parser
 
 
@@ -24,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
         "--dtype", choices=("fp32", "bf16", "fp16"), help="of the files (default: each tensor as it came, else fp32)"
     )
     outward.add_argument(
-        "--tokenizer-model", metavar="PATH", help="written beside the model, where it did not come with one"
+        "--tokenizer-model",
+        metavar="PATH",
+        help="goes with the model (default: what the run kept, or the published folder's)",
     )
     outward.add_argument("--shard-mb", type=int, default=2048, help="largest file in MiB (default 2048)")
     args = parser.parse_args(argv)
@@ -43,6 +44,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from megapar.data.tokenizer import load_tokenizer
     from megapar.training.convert import hf_to_megapar, megapar_to_hf
+    from megapar.training.export import UNDROPPED
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)
@@ -50,19 +52,16 @@ def _run(args: argparse.Namespace) -> int:
     else:
         tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-        done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=max(1, args.shard_mb) << 20)
-        if tokenizer is not None:
-            rows = json.loads((done.folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-            if tokenizer.size > rows:
-                raise DataError(
-                    f"{args.tokenizer_model} has {tokenizer.size} ids and the model {rows}: {done.folder} is written "
-                    "without it. Give the one that the model was trained with"
-                )
-            tokenizer.save_hf(done.folder)
+        size = max(1, args.shard_mb) << 20
+        done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=size, tokenizer=tokenizer)
         hint = ""
     print(f"{done.folder}: {done.family}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
     if args.command == "hf-to-megapar" and done.family == "ErnieForMaskedLM":
         print("it has no sentence-order head; a run starts that one anew")
+    if args.command == "megapar-to-hf" and not done.tokenizer:
+        print("no tokenizer is written: none lies beside the checkpoint; give it with --tokenizer-model PATH")
+    if done.drops_tokens:
+        print(UNDROPPED)
     if done.carried:
         print(f"carried along, as the model has no place for them: {', '.join(done.carried)}")
     return 0

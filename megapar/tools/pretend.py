@@ -48,7 +48,7 @@ class BalancedDenominators(Denominators):
     def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis, meter: WaitMeter) -> None:
         super().__init__(batches, num_micro_batches, Axis.single(data.name), meter)
         self._own = [sum(batch.counts[name] for batch in batches) for name in self._names]
-        self._own.append(sum(batch.tokens for batch in batches))
+        self._own.append(sum(batch.valid_tokens for batch in batches))
         self._ranks = data.size
 
     def _settled(self) -> list[int]:

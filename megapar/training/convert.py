@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +15,62 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import parse
-from megapar.config.from_hf import BESIDE
+from megapar.config.foreign import FIX, foreign_checkpoint
+from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
 from megapar.config.published import Unsupported, architecture, flags_of, read_config
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
 from megapar.core.checkpoint.layout import FILE_NAME, Layout, TensorEntry
-from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import (
     CODES,
-    ShardFile,
     TensorPlan,
-    check_file,
     file_order,
     write_bytes,
     write_shards,
 )
 from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
 from megapar.core.checkpoint.tiling import tile
+from megapar.data.kept_tokenizer import kept
+from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.model.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
-from megapar.model.hf import INDEX, SHARD_BYTES, not_exportable, some
+from megapar.model.hf import INDEX, SHARD_BYTES
+from megapar.model.hf_config import not_exportable
 from megapar.model.hf_folder import TIED, HfFolder, pieces_of
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
-from megapar.moe.sizes import MoeSizes
+from megapar.training.saved import Saved
 from megapar.training.sizes import Sizes, facts_of, make_sizes
 from megapar.training.state import Progress
 
 CARRIED = "carried.safetensors"
 FACTS = "megapar.json"
-ORIGINALS: Mapping[str, tuple[str, ...]] = {
-    "lm_head.weight": ("model.embed_tokens.weight",),
-    "cls.predictions.decoder.weight": ("ernie.embeddings.word_embeddings.weight",),
-    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
-}
-"""Tied copies that some folders store, and what they are copies of."""
-
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LEFT = (".safetensors", ".bin", ".py", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done. carried: tensors that the model has no place for, kept beside it."""
+    """What was done.
+
+    carried: tensors that the model has no place for, kept beside it. tokenizer: whether the folder has one.
+    drops_tokens: whether the run did, which the written model does not.
+    """
 
     folder: Path
     family: str
     tensors: int
     bytes: int
     carried: tuple[str, ...]
+    tokenizer: bool
+    drops_tokens: bool = False
+
+
+def _refuse_foreign(source: Path) -> None:
+    if foreign := foreign_checkpoint(source):
+        raise CheckpointError(f"{source} is {foreign}. {FIX}")
 
 
 def published(source: Path) -> tuple[Family, Sizes]:
@@ -92,10 +98,12 @@ def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     OUT appears when it is complete. Raises CheckpointError.
     """
     source, out = Path(source), Path(out)
+    _refuse_foreign(source)
     family, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)
     foreign = weights.check(table, family)
+    weights.check_tied(pieces_of(table, family))
     return _aside(out, lambda aside: _write_checkpoint(aside, out, source, weights, family, sizes, table, foreign))
 
 
@@ -133,7 +141,8 @@ def _write_checkpoint(
     layout = Layout(facts_of(sizes), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
     write_bytes(folder / FILE_NAME, layout.to_bytes())
     folders.publish(aside, 0)
-    return Converted(out, family.name, len(rows), file.size, tuple(foreign))
+    has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)
+    return Converted(out, family.name, len(rows), file.size, tuple(foreign), has_tokenizer)
 
 
 def _write_beside(
@@ -163,27 +172,37 @@ def megapar_to_hf(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    tokenizer: Tokenizer | None = None,
 ) -> Converted:
     """Make a Hugging Face folder of a checkpoint of any layout.
 
     source: a folder of checkpoints (the latest is taken), or one of them. dtype: of the files, but for what the table
     keeps in fp32; by default every tensor has the dtype it came with, and fp32 where it did not come from such a
-    folder. Raises CheckpointError; OUT appears when it is complete.
+    folder. tokenizer: by default the one that the run kept beside its checkpoints, or the published folder's.
+    Raises CheckpointError; OUT appears when it is complete.
     """
     source, out = Path(source), Path(out)
+    _refuse_foreign(source)
     folder = source if (source / FILE_NAME).exists() else folders.find(source)
-    saved = _Saved(folder)
+    saved = Saved(folder)
     beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
     facts = {} if beside is None else _facts(beside / FACTS)
-    family = _family(facts, saved.sizes)
-    return _aside(out, lambda aside: _write_hf(aside, out, saved, family, facts, beside, dtype, shard_bytes))
+    family = _family(facts, saved)
+    tokenizer = tokenizer or kept(folder.parent)
+    if tokenizer is not None and tokenizer.size > saved.sizes.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.size} ids and the model {saved.sizes.vocab_size}: "
+            "give the one that the model was trained with"
+        )
+    export = partial(_write_hf, out=out, saved=saved, family=family, facts=facts, beside=beside)
+    return _aside(out, partial(export, tokenizer=tokenizer, dtype=dtype, shard_bytes=shard_bytes))
 
 
 def _facts(path: Path) -> dict[str, Any]:
     """What ``_write_beside`` wrote, or hands have changed since. Raises CheckpointError."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(ORIGINALS)
+        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(TIED)
         good = good and all(isinstance(pattern, str) for pattern in facts["absent"]) and "family" in facts
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
@@ -192,14 +211,15 @@ def _facts(path: Path) -> dict[str, Any]:
     return dict(facts)
 
 
-def _family(facts: Mapping[str, Any], sizes: Sizes) -> Family:
+def _family(facts: Mapping[str, Any], saved: Saved) -> Family:
+    """What the checkpoint is written as. Raises CheckpointError where that class cannot be its model."""
+    family = family_of_sizes(saved.sizes)
     if facts:
         if facts.get("family") not in FAMILIES:
             raise CheckpointError(f"{FACTS} names the family {facts.get('family')!r}; known are {', '.join(FAMILIES)}")
-        return replace(FAMILIES[facts["family"]], absent=tuple(facts["absent"]))
-    family = family_of_sizes(sizes)
-    reason = None if family.half_rope or isinstance(sizes, ErnieSizes) else not_exportable(sizes)
-    if reason is not None:
+        if not (isinstance(saved.sizes, ErnieSizes) and saved.trained):  # training has both heads and task types
+            family = replace(FAMILIES[facts["family"]], absent=tuple(facts["absent"]))
+    if (reason := not_exportable(saved.sizes, family.name)) is not None:
         raise CheckpointError(reason)
     return family
 
@@ -207,10 +227,11 @@ def _family(facts: Mapping[str, Any], sizes: Sizes) -> Family:
 def _write_hf(
     aside: Path,
     out: Path,
-    saved: _Saved,
+    saved: Saved,
     family: Family,
     facts: Mapping[str, Any],
     beside: Path | None,
+    tokenizer: Tokenizer | None,
     dtype: torch.dtype | None,
     shard_bytes: int,
 ) -> Converted:
@@ -224,13 +245,13 @@ def _write_hf(
         own = torch.float32 if spec.fp32 or dtype is None else dtype
         plans.append(TensorPlan(name, stored.get(name, own) if dtype is None else own, piece.hf_shape))
     by_name = {plan.name: plan for plan in plans}
-    copies = {name: ORIGINALS[name][0] for name in facts.get("tied", ())}
+    copies = {name: TIED[name] for name in facts.get("tied", ())}
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
-    if carried is not None:
-        plans += [TensorPlan(name, kept.dtype, kept.shape) for name, kept in carried.tensors.items()]
+    extra = {} if carried is None else {name: one for name, one in carried.tensors.items() if name not in pieces}
+    plans += [TensorPlan(name, one.dtype, one.shape) for name, one in extra.items()]
 
     def fetch(name: str) -> Iterator[Tensor]:
-        if carried is not None and name in carried.tensors:
+        if carried is not None and name in extra:
             yield carried.whole(name)
             return
         name = copies.get(name, name)
@@ -245,11 +266,34 @@ def _write_hf(
         for path in beside.iterdir():
             if path.name not in (CARRIED, FACTS):
                 shutil.copyfile(path, aside / path.name)
-    if not (aside / "config.json").exists():
-        config = config_of(family, saved.sizes, dtype or torch.float32)
-        write_bytes(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    names = () if carried is None else tuple(carried.tensors)
-    return Converted(out, family.name, len(plans), total, names)
+    _write_config(aside / "config.json", saved, family, tokenizer, dtype)
+    if tokenizer is not None:
+        tokenizer.save_hf(aside)
+    dropped = saved.scalars.get("drops_tokens") is True
+    has_tokenizer = any((aside / name).exists() for name in TOKENIZER_FILES)
+    return Converted(out, family.name, len(plans), total, tuple(extra), has_tokenizer, dropped)
+
+
+def _write_config(
+    path: Path, saved: Saved, family: Family, tokenizer: Tokenizer | None, dtype: torch.dtype | None
+) -> None:
+    """config.json: the published folder's own bytes unless something has changed since, or one that is made here."""
+    own = config_of(family, saved.sizes, dtype or torch.float32)
+    there = path.exists()
+    config = json.loads(path.read_text(encoding="utf-8")) if there else dict(own)
+    before = dict(config)
+    if saved.trained and isinstance(saved.sizes, ErnieSizes):
+        config |= {name: own[name] for name in ("architectures", "use_task_id", "task_type_vocab_size")}
+    if saved.trained and isinstance(saved.sizes, DecoderSizes):
+        config["max_position_embeddings"] = saved.sizes.max_position_embeddings
+        if saved.sizes.mtp_depth != int(config.get("num_nextn_predict_layers") or 0):
+            config["num_nextn_predict_layers"] = saved.sizes.mtp_depth
+    if dtype is not None:
+        config |= {name: own["dtype"] for name in ("dtype", "torch_dtype") if name in config}
+    config |= token_ids(tokenizer, config)
+    if not there or config != before:
+        path.unlink(missing_ok=True)
+        write_bytes(path, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _write_files(
@@ -275,59 +319,6 @@ def _write_files(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return total
-
-
-class _Saved:
-    """The weights of a checkpoint, whatever layout it was saved on."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._layout = read_layout(folder)
-        self.sizes = sizes_of(self._layout.model, folder)
-
-    def check(self, table: tuple[ParameterSpec, ...], family: Family) -> None:
-        """Files undamaged, every parameter there in its shape, nothing lost in a family that has no place for it."""
-        problems = [problem for file in self._layout.files if (problem := check_file(self._folder, file, "full"))]
-        for spec in table:
-            entry = self._layout.tensors.get(f"model/{spec.name}")
-            if entry is None or entry.shape != spec.shape:
-                there = "is missing" if entry is None else f"has shape {entry.shape}, the model's is {spec.shape}"
-                problems.append(f"{spec.name} {there}")
-        if problems:
-            raise CheckpointError(f"{self._folder}: {some(problems)}")
-        for spec in table:
-            gone = [piece for piece in spec.pieces if family.hf_name(piece.hf_name) is None]
-            if any(bool(self.read(spec, piece_box(spec, piece)).any()) for piece in gone):
-                raise CheckpointError(
-                    f"{spec.name} is not zero, and {family.name} has no place for it; "
-                    "export with --save-hf from a run that was not started from such a folder"
-                )
-
-    def read(self, spec: ParameterSpec, region: Box) -> Tensor:
-        """A part of a parameter."""
-        entry = self._layout.tensors[f"model/{spec.name}"]
-        out = torch.empty(region.sizes, dtype=entry.dtype)
-        for number, piece in entry.tiling(len(self._layout.files)).meeting(region):
-            part = piece.meet(region)
-            assert part is not None
-            with ShardFile(self._folder / self._layout.files[number].name) as file:
-                file.read(entry.name, piece, part, out[part.within(region)])
-        return out
-
-
-def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
-    """The sizes that ``sizes.facts_of`` described; what it leaves out has no meaning for weights."""
-    values = dict(facts)
-    kind = {"DecoderSizes": DecoderSizes, "ErnieSizes": ErnieSizes}.get(str(values.pop("kind", "")))
-    if kind is None:
-        raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")
-    try:
-        if values.get("moe"):
-            values["moe"] = MoeSizes(**values["moe"])
-        sizes: Sizes = kind(**values, seq_length=values["max_position_embeddings"])
-        return sizes
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{where} describes its model in a way that is not known here: {error}") from error
 
 
 def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:

@@ -13,7 +13,7 @@ from megapar.data.batches import MicroBatch
 
 
 class Denominators:
-    """Labels of each term, and tokens, of the global batch; counted from the labels.
+    """Labels of each term, and tokens that are no padding, of the global batch; counted from the labels.
 
     The sum over the data ranks is launched here and waited for at the first use, behind the first forward: a small
     message at the start of a step would queue behind the parameters that travel then.
@@ -27,7 +27,7 @@ class Denominators:
         self._meter = meter
         self._kind = f"{data.name}/counts"
         own = [sum(batch.counts[name] for batch in batches) for name in self._names]
-        self._counts = torch.tensor([*own, sum(batch.tokens for batch in batches)], dtype=torch.int64)
+        self._counts = torch.tensor([*own, sum(batch.valid_tokens for batch in batches)], dtype=torch.int64)
         self._work: dist.Work | None = None
         if data.group is not None:
             data.note("counts")
@@ -40,7 +40,7 @@ class Denominators:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the global batch."""
+        """Tokens of the global batch, without padding."""
         return self._settled()[-1]
 
     def _settled(self) -> list[int]:

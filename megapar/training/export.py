@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapar.data.tokenizer import Tokenizer
+from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.model import hf
-from megapar.model.family import Family, config_of
+from megapar.model.family import Family
 from megapar.training.collect import collect_all, collect_buffers
 from megapar.training.job import Job
+from megapar.training.sizes import Sizes
+
+UNDROPPED = (
+    "the model in Hugging Face's form drops no token; this run drops those that find no room, in evaluations too, so "
+    "that its losses there are others"
+)
+
+
+def drops_tokens(sizes: Sizes) -> bool:
+    """Whether the run trains another function than its Hugging Face form computes: that has no capacity."""
+    moe = getattr(sizes, "moe", None)
+    return moe is not None and bool(moe.has_capacity)
 
 
 def save_hf(
-    folder: Path, job: Job, tokenizer: Tokenizer | None, dtype: torch.dtype, family: Family | None = None
+    folder: Path,
+    job: Job,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    family: Family | None = None,
+    published: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write weights, configuration and tokenizer so that ``transformers`` loads them; every rank must call it.
 
-    Whole parameters pass rank 0 one at a time. tokenizer: None where the run had none (mock data). family: that of the
-    folder the run was started from, if there was one.
+    Whole parameters pass rank 0 one at a time. tokenizer: None where the run had none. family, published: family and
+    config.json of the folder the run was started from, if there was one.
     """
     tensors = _whole(job)
     if job.world.rank == 0:
-        special = {} if tokenizer is None else asdict(tokenizer.special)
-        ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if special.get(role) is not None}
-        config = None if family is None else config_of(family, job.sizes, dtype)
-        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids, family=family, config=config)
+        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=token_ids(tokenizer, published), family=family)
         if tokenizer is not None:
             tokenizer.save_hf(folder)
     else:

@@ -120,7 +120,7 @@ class Gradients:
         """
         if self._loss_scale is None:
             return 1.0
-        return self._loss_scale.value * denominators.tokens / denominators.num_micro_batches
+        return self._loss_scale.value * max(1, denominators.tokens) / denominators.num_micro_batches
 
     def _reduce(self, factor: float) -> tuple[Tensor, Tensor]:
         """Complete the gradients over all axes and divide ``factor`` out; their global norm, and all ranks' votes."""

@@ -8,7 +8,7 @@ from megapar.config.published import architecture, read_config
 from megapar.core.box import Box
 from megapar.model.family import FAMILIES, Family, family_of_config
 from megapar.model.hf import some
-from megapar.model.hf_folder import HfFolder
+from megapar.model.hf_folder import HfFolder, pieces_of
 from megapar.training.fit import MTP, SENTENCE_ORDER
 from megapar.training.job import Job
 
@@ -39,6 +39,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     lacking = lacking if any(name.startswith(_MTP_FILES) for name in weights.tensors) else (*lacking, *MTP.prefixes)
     initial = [spec.name for spec in job.table if spec.name.startswith(lacking)]
     foreign = weights.check(job.table, family, optional=initial)
+    weights.check_tied(pieces_of(job.table, family), job.world.rank, job.world.grid.world_size)
     rows = {spec.name: spec for spec in job.table}
     for view in job.sharding.views([part.master for part in job.sharding.parts]):
         spec = rows[view.spec.name]

@@ -91,6 +91,7 @@ def _moe_sizes(config: Config) -> MoeSizes | None:
         scaling=moe.moe_router_topk_scaling_factor,
         sequence_aux=moe.moe_seq_aux_loss_coeff > 0,
         orthogonal=moe.moe_orthogonal_loss_coeff > 0,
+        biased=moe.moe_router_bias_update_rate > 0 or bool(config.checkpoint.load or config.checkpoint.load_hf),
     )
 
 
@@ -126,7 +127,7 @@ def facts_of(sizes: Sizes) -> dict[str, Any]:
     for name in unlearned:
         facts.pop(name)
     if facts.get("moe"):
-        for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind"):
+        for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
             facts["moe"].pop(name)
     return {"kind": type(sizes).__name__, **facts}
 

@@ -22,7 +22,7 @@ from megapar.training.sizes import facts_of
 
 @dataclass
 class Progress:
-    """How far a run is. iteration: steps done. consumed_samples, consumed_tokens: read so far.
+    """How far a run is. iteration: steps done. consumed_samples, consumed_tokens: read so far, without padding.
 
     micro_batches: run so far by all data ranks together. dropout_seed: of the random streams. skipped_steps: of the
     iterations those that overflowed and changed nothing. ampipe_degree: as measured at the start; 0, not measured.

@@ -89,9 +89,10 @@ def test_a_small_corpus_gives_a_smaller_tokenizer_and_a_tiny_size_is_refused() -
         train(_texts(20), 16)
 
 
+@pytest.mark.parametrize("suffix", [False, True])
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_other_sentencepiece_models_are_saved_alike(kind: str, tmp_path: Path) -> None:
-    """With the library's own defaults: NFKC, spaces folded, a space in front."""
+def test_other_sentencepiece_models_are_saved_alike(kind: str, suffix: bool, tmp_path: Path) -> None:
+    """With the library's own defaults: NFKC, spaces folded, a space in front; or behind, where words end with it."""
     import sentencepiece
     from transformers import AutoTokenizer
 
@@ -102,6 +103,7 @@ def test_other_sentencepiece_models_are_saved_alike(kind: str, tmp_path: Path) -
         model_type=kind,
         vocab_size=800,
         byte_fallback=True,
+        treat_whitespace_as_suffix=suffix,
         num_threads=1,
         minloglevel=2,
     )

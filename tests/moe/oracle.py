@@ -63,6 +63,11 @@ def best_of(sizes: MoeSizes, scores: list[float]) -> list[int]:
     return sorted((e for e in range(sizes.num_experts) if e // size in best), key=lambda e: -scores[e])[: sizes.topk]
 
 
+def by_score(sizes: MoeSizes, scores: Tensor) -> list[int]:
+    """The experts that the balance losses count for one token: by score, without bias and groups."""
+    return sorted(range(sizes.num_experts), key=lambda e: -float(scores[e]))[: sizes.topk]
+
+
 def sequence_loss(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> Tensor:
     """Sum of the samples' own load-balance losses."""
     sizes, total = layer.sizes, x_BSH.new_zeros(())
@@ -72,7 +77,7 @@ def sequence_loss(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> Tensor:
             continue
         scores = [row.softmax(0) if sizes.score == "softmax" else row.sigmoid() for row in scores]
         shares = sum((row / row.sum() for row in scores), torch.zeros(())) / len(scores)
-        chosen = [e for row in scores for e in best_of(sizes, (row + layer.router.correction_bias).tolist())]
+        chosen = [e for row in scores for e in by_score(sizes, row)]
         counts = torch.tensor([chosen.count(e) / len(scores) for e in range(sizes.num_experts)], dtype=x_BSH.dtype)
         total = total + sizes.num_experts / sizes.topk * (shares * counts).sum()
     return total
@@ -110,13 +115,14 @@ def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Ten
         if layer.shared is not None:
             y = y.index_put(tuple(torch.tensor(i) for i in at), layer.shared(x_BSH[at]), accumulate=True)
 
-    load = [0] * sizes.num_experts
-    first = [0] * sizes.num_experts
+    load, best, first = ([0] * sizes.num_experts for _ in range(3))
     for is_valid, at in zip(valid, order, strict=True):
         if is_valid:
-            first[experts[at][0]] += 1
             for expert in experts[at]:
                 load[expert] += 1
+            for expert in by_score(sizes, probs[at]):
+                best[expert] += 1
+            first[by_score(sizes, probs[at])[0]] += 1
     first_only = sizes.kind == "deepspeed_moe" and sizes.drop_policy == "choice"
     mean = max(tokens, 1)
     mean_probs = (
@@ -130,7 +136,7 @@ def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Ten
         )
         / mean
     )
-    counted = torch.tensor(first if first_only else load, dtype=x_BSH.dtype) / mean
+    counted = torch.tensor(first if first_only else best, dtype=x_BSH.dtype) / mean
     aux = sizes.num_experts / (1 if first_only else sizes.topk) * (mean_probs * counted).sum()
     logits = [layer.router.weight @ x_BSH[at] for ok, at in zip(valid, order, strict=True) if ok]
     z = sum((torch.logsumexp(row, 0) ** 2 for row in logits), torch.zeros(())) / mean

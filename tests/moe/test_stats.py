@@ -1,6 +1,8 @@
 import torch
 
-from megapar.moe.stats import add_sums, count_pairs, router_losses, router_sums
+from megapar.moe.router import choose
+from megapar.moe.sizes import MoeSizes
+from megapar.moe.stats import add_sums, count_pairs, router_losses, router_sums, sequence_loss
 
 
 def drawn(tokens=12, experts=5, topk=3, seed=0):
@@ -56,3 +58,33 @@ def test_no_valid_token_gives_zero_and_zero_gradient():
     assert z == 0
     (gradient,) = torch.autograd.grad(aux + z, logits)
     assert gradient.abs().max() == 0
+
+
+def test_losses_count_the_best_experts_by_score_where_biases_and_groups_chose_others():
+    """As Megatron, ERNIE 4.5's own code and transformers do; transformers' sum is over k choices, without 1/k."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    sizes = MoeSizes(8, 8, num_experts=6, topk=2, groups=3, group_topk=1, sequence_aux=True)
+    logits = torch.randn(40, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bias = torch.tensor([0.5, 0.0, -0.5, 0.0, 0.3, 0.0], dtype=torch.float64)
+    for score, shares in (("softmax", logits.softmax(1)), ("sigmoid", logits.sigmoid())):
+        shares = shares / shares.sum(1, keepdim=True)
+        chosen = choose(logits.softmax(1) if score == "softmax" else logits.sigmoid(), bias, sizes)
+        sums = router_sums(logits, shares, chosen, None, 4, sizes.loss_choices)
+        aux, _ = router_losses(sums, 40)
+        best = torch.zeros(6).double().scatter_add_(0, shares.topk(2).indices.flatten(), torch.ones(80).double())
+        torch.testing.assert_close(aux, 6 / 2 * (shares.mean(0) * best / 40).sum(), rtol=1e-12, atol=0)
+        assert sums.counts.sum(0).tolist() == torch.bincount(chosen.flatten(), minlength=6).tolist()
+        by_sample = [router_losses(router_sums(*(t[i : i + 10] for t in (logits, shares, chosen)), None, 0, 2), 10)[0]
+                     for i in range(0, 40, 10)]  # fmt: skip
+        torch.testing.assert_close(sequence_loss(sums), torch.stack(by_sample).sum(), rtol=1e-12, atol=0)
+        if score == "softmax":
+            theirs = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
+            torch.testing.assert_close(aux, theirs.double() / 2, rtol=1e-6, atol=0)
+
+
+def test_without_biases_and_groups_nothing_is_counted_twice():
+    assert MoeSizes(8, 8, num_experts=6, topk=2, biased=False).loss_choices == 0
+    assert MoeSizes(8, 8, num_experts=6, topk=2).loss_choices == 2
+    assert MoeSizes(8, 8, num_experts=6, topk=2, kind="deepspeed_moe", drop_policy="choice").loss_choices == 1
+    assert MoeSizes(8, 8, num_experts=6, topk=2, groups=2, biased=False).loss_choices == 2

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from megapar.arguments import parse
+from megapar.model.table import parameter_counts
 from megapar.tools.main import main
+from megapar.training.sizes import make_sizes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -121,6 +124,28 @@ def test_what_is_assumed_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "ASSUMED, megapar does not run this: dualpipe" in said
     assert "671" in said.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("ernie-4.5-300b-a47b", "299.5", "47.93"), ("ernie-4.5-21b-a3b", "21.83", "3.352"), ("mixtral-8x7b", None, None)],
+)
+def test_parameters_are_counted_as_validate_only_and_papers_count_them(
+    name: str, total: str | None, active: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--config", str(CONFIGS / f"{name}.yaml"), "--validate-only"]
+    assert main(["plan", *line[:2]]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    ranks = re.search(r"megapar plan: ([\d,]+) x", first)
+    config = parse("moe", [*line, "--world-size", ranks[1].replace(",", "")], {})  # type: ignore[index]
+    counted, passed = (count / 1e9 for count in parameter_counts(make_sizes(config)))
+    assert f"{counted:.4g} B parameters, {passed:.4g} B pass a token" in first
+    assert total is None or f"{total} B parameters, {active} B pass a token" in first
+
+
+def test_the_norms_of_latent_attention_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--config", str(CONFIGS / "deepseek-v3.yaml"))
+    assert found["parameters"] == 671_026_404_352  # as transformers' DeepseekV3ForCausalLM of the published config.json
 
 
 def test_operators_are_computed_again_where_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,234 @@
+"""The doors out: what a published class cannot be is refused by all of them, and what goes out computes the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+
+from megapar.arguments import parse
+from megapar.data.sentencepiece_tokenizer import train as train_tokenizer
+from megapar.data.tokenizer import NoTokenizer, load_tokenizer, token_ids
+from megapar.errors import CheckpointError, ConfigError
+from megapar.rules.exports import LIMITS, RULES
+from megapar.tools.main import main
+from megapar.trainer import Outcome, train
+from megapar.training.convert import hf_to_megapar, megapar_to_hf
+from megapar.training.export import UNDROPPED
+from megapar.training.loggers import PlainTerminal
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 --vocab-size 67 "
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --init-std 0.2"
+)
+BATCH = "--micro-batch-size 1 --global-batch-size 2 --seq-length 16 --eval-interval 0 --lr-decay-iters 2 --dtype fp32"
+CANNOT = {
+    "--qk-norm --moe-shared-experts 1": "no shared experts (moe_shared_experts 1)",
+    "--qk-norm --moe-router-score-function sigmoid": "moe_router_score_function sigmoid",
+    "--qk-norm --moe-router-topk-scaling-factor 2.5": "moe_router_topk_scaling_factor 2.5",
+    "--qk-norm --moe-router-num-groups 2 --moe-router-group-topk 1": "moe_router_num_groups 2",
+    "--qk-norm --moe-router-topk 1": "moe_router_topk 1",
+    "--qk-norm --add-bias-linear": "no biases (add_bias_linear on)",
+    "--qk-norm --normalization layernorm": "normalization layernorm",
+    "--qk-norm --position-embedding-type learned": "position_embedding_type learned",
+    "--qk-norm --activation gelu": "activation gelu",
+    "--qk-norm --mtp-depth 1": "--finetune --mtp-depth 0",
+    "--moe-router-score-function sigmoid": "moe_router_score_function sigmoid",
+    "--num-layers 2 --moe-layer-ffn-hidden-sizes 16 8": "moe_layer_ffn_hidden_sizes 16 8",
+    "--num-experts 0 --qk-norm": "qk_norm on",
+}
+
+
+def small(flags: str) -> str:
+    """The sizes that ``flags`` do not give themselves."""
+    pairs = re.findall(r"(--\S+) (\S+)", SMALL)
+    widths = ("--moe-ffn-hidden-size",) if "--moe-layer-ffn" in flags else ()
+    kept = [pair for pair in pairs if pair[0] not in (*flags.split(), *widths)]
+    if "--num-experts 0" in flags:
+        kept = [pair for pair in kept if "moe" not in pair[0]]
+    return " ".join(" ".join(pair) for pair in kept)
+
+
+def run(flags: str, tmp_path: Path, iterations: int = 1, kind: str = "moe", data: str = "mock") -> Outcome:
+    sizes = small(flags) if kind == "moe" and "--load-hf" not in flags and "/made" not in flags else ""
+    line = f"{sizes} {BATCH} --train-iters {iterations} --lr 1e-3 --data-path {data} {flags}"
+    return train(parse(kind, line.split(), {}), f"file://{tmp_path / 'meet'}")
+
+
+def logits(folder: Path) -> torch.Tensor:
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(67, (2, 16), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens)
+    return found.logits if "logits" in found else found.prediction_logits
+
+
+def reload(folder: Path, tmp_path: Path) -> torch.Tensor:
+    """Logits of what ``--load-hf`` reads from a folder, by way of a checkpoint and back."""
+    hf_to_megapar(folder, tmp_path / "again")
+    megapar_to_hf(tmp_path / "again", tmp_path / "again-out")
+    return logits(tmp_path / "again-out")
+
+
+@pytest.mark.parametrize("flags", CANNOT)
+def test_what_the_class_cannot_be_is_refused_by_both_doors(flags: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse("moe", [*f"{small(flags)} {flags}".split(), "--save-hf", str(tmp_path / "out")], {})
+    assert {one.rule for one in refused.value.complaints} <= {rule.id for rule in RULES}
+    assert all("keep every weight" in str(one) for one in refused.value.complaints)
+    run(f"{flags} --save {tmp_path}/runs", tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        megapar_to_hf(tmp_path / "runs", tmp_path / "out")
+    assert CANNOT[flags] in str(error.value)
+    assert "No class known here can be it; the checkpoint keeps every weight" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--qk-norm", "--qk-norm --first-k-dense 1", "--head-dim 12", "--moe-shared-experts 1"]
+)
+def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_path: Path) -> None:
+    run(f"{flags} --save {tmp_path}/runs --save-hf {tmp_path}/direct", tmp_path)
+    megapar_to_hf(tmp_path / "runs", tmp_path / "converted")
+    direct = logits(tmp_path / "direct")
+    assert torch.equal(direct, logits(tmp_path / "converted"))
+    assert torch.equal(direct, reload(tmp_path / "direct", tmp_path))
+    config = parse("moe", ["--load-hf", str(tmp_path / "direct"), "--seq-length", "16"], {})
+    assert config.model.head_dim == (12 if "head-dim" in flags else 8)
+    assert config.model.qk_norm == ("qk-norm" in flags)
+
+
+def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:
+    assert {limit.id for limit in LIMITS} - {rule.id for rule in RULES} == {"hf-dense-lead"}
+
+
+def test_without_its_prediction_block_a_model_with_norms_goes_out(tmp_path: Path) -> None:
+    """The way that the refusal names."""
+    run(f"--qk-norm --mtp-depth 1 --save {tmp_path}/runs", tmp_path)
+    run(f"--qk-norm --mtp-depth 0 --load {tmp_path}/runs --finetune --save-hf {tmp_path}/out", tmp_path, iterations=0)
+    assert logits(tmp_path / "out").shape == (2, 16, 67)
+
+
+def test_a_moved_correction_bias_goes_out_where_the_class_has_one(tmp_path: Path) -> None:
+    moving = "--moe-router-bias-update-rate 0.01"
+    run(f"--save-hf {tmp_path}/own", tmp_path)  # an Ernie4_5_Moe
+    run(f"--load-hf {tmp_path}/own {moving} --save {tmp_path}/runs --save-hf {tmp_path}/out", tmp_path)
+    megapar_to_hf(tmp_path / "runs", tmp_path / "converted")
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "converted"))
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_a_moved_correction_bias_has_a_way_out_or_is_said_to_have_none(family: str, tmp_path: Path) -> None:
+    sizes = {
+        **{"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2},
+    }
+    own = {"num_experts": 4, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
+    more = own if family == "Qwen3Moe" else {"num_local_experts": 4}
+    config = getattr(transformers, f"{family}Config")(**sizes, **more)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
+    moving = f"--load-hf {tmp_path}/hf --moe-router-bias-update-rate 0.01"
+    with pytest.raises(ConfigError, match="hf-router-bias"):
+        parse("moe", f"{moving} --seq-length 16 --save-hf {tmp_path}/out".split(), {})
+    hf_to_megapar(tmp_path / "hf", tmp_path / "made")
+    moving = f"--load {tmp_path}/made --save {tmp_path}/made --moe-router-bias-update-rate 0.01"
+    run(moving, tmp_path)
+    if family == "Qwen3Moe":
+        with pytest.raises(CheckpointError, match="No class known here has one; the checkpoint keeps every weight"):
+            megapar_to_hf(tmp_path / "made", tmp_path / "out")
+        return
+    with pytest.raises(CheckpointError, match="Ernie4_5_MoeForCausalLM has one"):
+        megapar_to_hf(tmp_path / "made", tmp_path / "out")
+    (tmp_path / "made" / "hf").rename(tmp_path / "made" / "hf-before")
+    assert megapar_to_hf(tmp_path / "made", tmp_path / "out").family == "Ernie4_5_MoeForCausalLM"
+    assert logits(tmp_path / "out").shape == (2, 16, 67)
+
+
+@pytest.mark.parametrize("name", ["ErnieForPreTraining", "ErnieForMaskedLM", "ErnieForMaskedLM with task types"])
+def test_an_encoder_without_task_types_comes_back_after_training(name: str, tmp_path: Path) -> None:
+    """hf-to-megapar, --load and --save of one folder, megapar-to-hf: both heads and task types were trained."""
+    config = transformers.ErnieConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, use_task_id="with" in name,
+    )  # fmt: skip
+    getattr(transformers, name.partition(" ")[0])(config).save_pretrained(tmp_path / "hf")
+    made = tmp_path / "made"
+    hf_to_megapar(tmp_path / "hf", made)
+    run(f"--load {made} --save {made} --save-hf {tmp_path}/direct", tmp_path, kind="ernie")
+    megapar_to_hf(made, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["architectures"], written["use_task_id"]) == (["ErnieForPreTraining"], True)
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "direct"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[Path, Path]:
+    """(text, a tokenizer of it)."""
+    words = [f"{a}{b}{c}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx"]
+    (tmp_path / "text.txt").write_text("\n\n".join(" ".join(words[i:] + words[:i]) for i in range(12)))
+    (tmp_path / "mine.model").write_bytes(train_tokenizer([" ".join(words)] * 3, 60))
+    return tmp_path / "text.txt", tmp_path / "mine.model"
+
+
+def test_a_run_keeps_its_tokenizer_and_convert_writes_it(
+    corpus: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, mine = corpus
+    runs = tmp_path / "runs"
+    run(f"--save {runs} --tokenizer-model {mine} --save-hf {tmp_path}/direct", tmp_path, data=f"{text} --split 100,0")
+    own, line = load_tokenizer(mine), "aiq bjr chx"
+    assert load_tokenizer(runs / "tokenizer").fingerprint() == own.fingerprint()
+    assert not list(runs.glob(".tokenizer*"))
+    assert main(["convert", "megapar-to-hf", str(runs), str(tmp_path / "out")]) == 0
+    for folder in ("out", "direct"):
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / folder).encode(line) == own.encode(line)
+    out, direct = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "direct"))
+    assert {**out, "initializer_range": 0.2} == direct  # a checkpoint does not know of the first
+    assert out["eos_token_id"] == own.special.eos
+    capsys.readouterr()
+    (runs / "tokenizer").rename(tmp_path / "away")
+    assert main(["convert", "megapar-to-hf", str(runs), str(tmp_path / "without")]) == 0
+    assert "no tokenizer is written" in capsys.readouterr().out
+
+
+def test_another_tokenizer_in_the_same_folder_is_said_and_neither_is_lost(
+    corpus: tuple[Path, Path], tmp_path: Path
+) -> None:
+    text, mine = corpus
+    other = tmp_path / "other.model"
+    other.write_bytes(train_tokenizer([text.read_text()[:900]] * 3, 64))
+    runs = tmp_path / "runs"
+    for model in (mine, mine, other):
+        run(f"--save {runs} --load {runs} --tokenizer-model {model}", tmp_path, data=f"{text} --split 100,0")
+    assert load_tokenizer(runs / "tokenizer").fingerprint() == load_tokenizer(other).fingerprint()
+    (before,) = runs.glob("tokenizer-*")
+    assert load_tokenizer(before).fingerprint() == load_tokenizer(mine).fingerprint()
+
+
+def test_an_export_without_a_tokenizer_keeps_the_ids_of_the_folder_it_started_from(tmp_path: Path) -> None:
+    config = transformers.Ernie4_5Config(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        max_position_embeddings=64, bos_token_id=5, eos_token_id=[6, 7], pad_token_id=8,
+    )  # fmt: skip
+    transformers.Ernie4_5ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    published = json.loads((tmp_path / "hf" / "config.json").read_text())
+    kept = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
+    assert token_ids(NoTokenizer(67), published) == kept
+
+
+def test_that_the_exported_model_drops_no_tokens_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, said in (("deepspeed_moe", True), ("megatron_moe", False)):
+        flags = f"{small('')} {BATCH} --train-iters 1 --data-path mock --moe-model-type {kind} --save {tmp_path}/{kind}"
+        config = parse("moe", f"{flags} --save-hf {tmp_path}/{kind}-hf".split(), {})
+        with patch.object(PlainTerminal, "say") as say:
+            train(config, f"file://{tmp_path / 'meet'}")
+        assert ((UNDROPPED,) in [call.args for call in say.call_args_list]) == said
+        assert main(["convert", "megapar-to-hf", str(tmp_path / kind), str(tmp_path / f"{kind}-out")]) == 0
+        assert (UNDROPPED in capsys.readouterr().out) == said
