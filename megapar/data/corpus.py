@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from megapar.config.record import FIELD
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
@@ -124,6 +125,7 @@ def build(
     skip_bad: bool = False,
     hf_dataset: str | None = None,
     tasks: TaskData | None = None,
+    text_field: str = FIELD,
 ) -> Corpus:
     """Open, check, tokenise and cut a corpus; the slow parts are made once and kept in the cache folder.
 
@@ -136,6 +138,7 @@ def build(
     packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
     tasks: the objectives of ERNIE 3.0 in place of masked words and sentence order.
     hf_dataset: a ``datasets`` source in place of data_path, streamed (a decoder's only).
+    text_field: of JSONL records and columns of parquet files and datasets, the one that holds the document.
     Any number of processes may call this at once. Raises DataError for what is wrong with the data and
     ConfigError where the tokenizer has more ids than ``vocab_size``.
     """
@@ -149,19 +152,20 @@ def build(
     halves = Split.parse(split or DEFAULT_SPLIT)
     cut = _Cut(kind, seq_length, packing, seed, mlm_probability, tasks, halves)
     if hf_dataset is not None:
-        return _streamed(hf_dataset, halves, tokenizer_model, vocab_size, cut)
+        return _streamed(hf_dataset, text_field, halves, tokenizer_model, vocab_size, cut)
     if _is_mock(data_path, eval_data_path):
         tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
         _check_size(tokenizer, tokenizer_model, vocab_size)
         return cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
-    data = _Data.open(data_path, eval_data_path, halves, skip_bad)
+    told: list[str] = []
+    data = _Data.open(data_path, eval_data_path, halves, skip_bad, text_field, told.append)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     ids = tokenizer.size if tokenizer_model else vocab_size  # an own one knows nothing of indexed files
     sides = open_sides(data.train, data.heldout, halves, tokenizer, ids, skip_bad=skip_bad)
     train = cut.pieces(sides[0], held_out=False)
     heldout = None if sides[1] is None else cut.pieces(sides[1], held_out=True)
-    notes = tuple(dict.fromkeys(note for side in sides if side is not None for note in side.notes))
+    notes = tuple(dict.fromkeys([*told, *(note for side in sides if side is not None for note in side.notes)]))
     both = Both(_counted(sides[0]), None if sides[1] is None else _counted(sides[1]))
     return cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
 
@@ -171,16 +175,17 @@ def _counted(side: Side) -> TokenStore | Side:
     return side.stores[0] if len(side.stores) == 1 else side
 
 
-def _streamed(name: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
+def _streamed(name: str, field: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
     if tokenizer_model:
         tokenizer = load_tokenizer(tokenizer_model)
     else:
-        rows = open_dataset(name)
+        rows = open_dataset(name, field=field)
         first = split.cuts(len(rows))[0]
-        documents = (rows[i]["text"] for i in range(first))
-        tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint))
+        documents = (rows[i][field] for i in range(first))
+        read_as = () if field == FIELD else (field,)
+        tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint), *read_as)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    train, heldout = row_windows(name, split, tokenizer, cut.seq_length)
+    train, heldout = row_windows(name, split, tokenizer, cut.seq_length, field)
     return cut.corpus(train, heldout, tokenizer, vocab_size)
 
 
@@ -202,10 +207,16 @@ class _Data(NamedTuple):
 
     @classmethod
     def open(
-        cls, data_path: Sequence[str], eval_data_path: Sequence[str] | None, split: Split, skip_bad: bool
+        cls,
+        data_path: Sequence[str],
+        eval_data_path: Sequence[str] | None,
+        split: Split,
+        skip_bad: bool,
+        field: str,
+        say: Callable[[str], object],
     ) -> _Data:
-        heldout = open_parts(eval_data_path) if eval_data_path else None
-        return cls(open_parts(data_path), heldout, split, skip_bad)
+        heldout = open_parts(eval_data_path, field, say) if eval_data_path else None
+        return cls(open_parts(data_path, field, say), heldout, split, skip_bad)
 
     def own_tokenizer(self, vocab_size: int) -> Tokenizer:
         """One of ``vocab_size`` ids trained on the training documents, once; of indexed files alone there is none."""

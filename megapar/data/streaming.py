@@ -87,8 +87,10 @@ class RowWindows:
     The last block that was read is kept. Pieces of one block follow each other in the order, blocks are permuted.
     """
 
-    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, length: int, name: str) -> None:
-        """rows: a dataset with a column ``text``; rows first .. last - 1 are used. name: for messages."""
+    def __init__(
+        self, rows: Any, first: int, last: int, tokenizer: Tokenizer, length: int, name: str, field: str = FIELD
+    ) -> None:
+        """rows: a dataset with a column ``field``; rows first .. last - 1 are used. name: for messages."""
         if last <= first:
             raise DataError(f"{name}: no rows are left for one of the two sides; give another --split")
         self._rows = rows
@@ -97,6 +99,7 @@ class RowWindows:
         self._end = tokenizer.special.need("eos")
         self._length = length
         self._name = name
+        self._field = field
         self.blocks = max(1, self._count // ROWS)
         self.windows = max(1, int(self._mean_tokens() * self._count / self.blocks) // length)
         self._block = lru_cache(maxsize=2)(self._tokens)
@@ -132,8 +135,9 @@ class RowWindows:
         return np.array(ids, dtype=np.int32)
 
     def _texts(self, numbers: Any) -> list[str]:
-        texts = self._rows[list(numbers)][FIELD]
-        return [checked_text(text, {FIELD: text}, f"{self._name}, row {i}") for i, text in zip(numbers, texts)]  # noqa: B905
+        field, texts = self._field, self._rows[list(numbers)][self._field]
+        named = zip(numbers, texts, strict=True)
+        return [checked_text(text, {field: text}, f"{self._name}, row {number}", field) for number, text in named]
 
 
 @dataclass(frozen=True)
@@ -161,14 +165,16 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-def row_windows(name: str, split: Split, tokenizer: Tokenizer, length: int) -> tuple[RowWindows, RowWindows | None]:
+def row_windows(
+    name: str, split: Split, tokenizer: Tokenizer, length: int, field: str = FIELD
+) -> tuple[RowWindows, RowWindows | None]:
     """Both sides of a dataset: its first rows are trained on, the ones behind them held out (None by a share of 0).
 
     Raises DataError.
     """
-    rows = open_dataset(name)
+    rows = open_dataset(name, field=field)
     first, last = split.cuts(len(rows))
     return (
-        RowWindows(rows, 0, first, tokenizer, length, name),
-        RowWindows(rows, first, last, tokenizer, length, name) if split.heldout else None,
+        RowWindows(rows, 0, first, tokenizer, length, name, field),
+        RowWindows(rows, first, last, tokenizer, length, name, field) if split.heldout else None,
     )
