@@ -21,6 +21,7 @@ from megapar.config.read import read_file, read_line, refuse_foreign, take_defau
 from megapar.config.report import effective, refusal
 from megapar.config.resolve import resolve
 from megapar.config.start import check_start
+from megapar.config.unsaid import check_unsaid
 from megapar.config.values import BadValue, convert
 from megapar.core.grid import Grid
 from megapar.errors import ConfigError
@@ -40,6 +41,9 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     tolerant = values.get("validate_only") is True
     later = [*verdict.not_built, *check_files(values)]
     missing = check_start(environ, values) if starting else []
+    unsaid = check_unsaid(values, draft.origins)
+    if starting:
+        missing += unsaid.refused
     complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
     if complaints:
         raise ConfigError(complaints)
@@ -48,7 +52,8 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
         draft.origins[name] = "derived"
     notes = tuple(str(complaint) for complaint in later) if tolerant else ()
     warnings = (*draft.warnings, *verdict.warnings)
-    return build(kind, values, draft.origins, warnings, notes, _grid(values))
+    reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
+    return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
 
 
 def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -87,7 +92,8 @@ def parse_or_exit(
     if config.runtime.validate_only:
         _say(effective(config) + more, speaks)
         raise SystemExit(0)
-    _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks and warn, error=True)
+    said = [*(f"warning: {text}" for text in config.warnings), *(f"note: {text}" for text in config.reminders)]
+    _say("".join(f"megapar: {text}\n" for text in said), speaks and warn, error=True)
     return config
 
 
