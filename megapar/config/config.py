@@ -99,5 +99,4 @@ def build(
     """The frozen Config of complete flat values (every field of every group by name)."""
     groups = {name: cls(**{item.name: values[item.name] for item in fields(cls)}) for name, cls in GROUPS.items()}
     frozen = MappingProxyType(dict(origins))
-    said = {"warnings": warnings, "notes": notes, "reminders": reminders}
-    return Config(kind=kind, origins=frozen, grid=grid, **said, **groups)
+    return Config(kind=kind, origins=frozen, warnings=warnings, notes=notes, reminders=reminders, grid=grid, **groups)
