@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
+from megapar.config.data_files import TEXT, ZSTANDARD, kind_of, listing, nothing_read, opened, refusal_of
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.hints import near_path
-from megapar.config.record import JSONL, decoded, text_of_line
+from megapar.config.record import FIELD, JSONL, decoded, text_of_line
 from megapar.errors import Complaint, DataError
 from megapar.rules.data import blend_of
 from megapar.rules.rule import either
 
 NAMED_DATA = ("builtin", "mock")
-TEXT = (".txt", ".text", ".md")  # files of other kinds are read as text, too, but may be data of their own
 MOST_STEPS = 8  # of a message
 LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to the reader
 # One of them is in every folder with a tokenizer; sentencepiece's may have any name before ``.model``.
@@ -34,7 +35,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         for _, item in blend:
             yield from _data(name, item)
             if values.get("on_bad_record") == "stop":
-                yield from _first_record(name, Path(item))
+                yield from _first_record(name, Path(item), str(values.get("text_field") or FIELD))
     for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
@@ -135,8 +136,11 @@ def _data(name: str, path: str) -> Iterator[Complaint]:
     if Path(path).exists() and not path.endswith((".bin", ".idx")):
         if Path(path).is_file() and not Path(path).stat().st_size:
             yield Complaint("file", f"{FLAGS[name].spelling} {path} is empty.", "Give a file with text in it.")
-        elif Path(path).is_dir() and not any(Path(path).iterdir()):
-            yield Complaint("file", f"{FLAGS[name].spelling} {path} is an empty folder.", "Give one with files in it.")
+        elif Path(path).is_dir() and not listing(Path(path)).taken:
+            reason = nothing_read(Path(path))
+            yield Complaint("file", f"{FLAGS[name].spelling} {path}: {reason}.", "Give one with such files in it.")
+        elif reason := refusal_of(Path(path)) if Path(path).is_file() else "":
+            yield Complaint("file", f"{FLAGS[name].spelling} {path} cannot be read as text.", f"It is {reason}.")
         return
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     pair = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
@@ -148,18 +152,26 @@ def _data(name: str, path: str) -> Iterator[Complaint]:
         yield Complaint("file-missing", f"{FLAGS[name].spelling} {path}: {there} is there, {missing[0]} is not.")
 
 
-def _first_record(name: str, path: Path) -> Iterator[Complaint]:
-    """What is wrong with all of a file is wrong with its first line: the field, the encoding, the kind of file."""
-    kind = path.suffix.lower()
-    if kind not in (*JSONL, *TEXT) or not path.is_file() or not os.access(path, os.R_OK):
+def _first_record(name: str, path: Path, field: str) -> Iterator[Complaint]:
+    """What is wrong with all of a file is wrong with its first line: the field, the encoding, the kind of file.
+
+    Files of other kinds are read as text, too, but may be data of their own; what needs a package is left to the run.
+    """
+    kind = kind_of(path)
+    packed = path.suffix.lower() == ZSTANDARD and sys.version_info < (3, 14)
+    if kind not in (*JSONL, *TEXT) or packed or not path.is_file() or not os.access(path, os.R_OK):
         return
-    with path.open("rb") as file:
-        line = file.readline(LONGEST_LOOK)
-    if line.strip() and len(line) < LONGEST_LOOK:
-        try:
-            (text_of_line if kind in JSONL else decoded)(line, f"{FLAGS[name].spelling} {path}, line 1")
-        except DataError as error:
-            yield Complaint("record", f"{error}.")
+    place = f"{FLAGS[name].spelling} {path}, line 1"
+    try:
+        with opened(path) as file:
+            line = file.readline(LONGEST_LOOK)
+        if line.strip() and len(line) < LONGEST_LOOK:
+            if kind in JSONL:
+                text_of_line(line, place, field)
+            else:
+                decoded(line, place)
+    except DataError as error:
+        yield Complaint("record", f"{error}.")
 
 
 def _folder(name: str, path: Path) -> Iterator[Complaint]:

@@ -49,8 +49,8 @@ def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
     if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
         raise DataError(
-            f"{place}: no field {field!r}; the record has {names}. Text is read from that field: "
-            "rename it, or let megapar data prepare --field make tokens of another"
+            f"{place}: no field {field!r}; the record has {names}. Name the one that holds the text: "
+            "--text-field NAME (of megapar data: --field NAME)"
         )
     kind = type(text if isinstance(record, dict) else record).__name__
     where = f"field {field!r} is" if isinstance(record, dict) else "the record is"

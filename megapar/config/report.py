@@ -44,7 +44,7 @@ def effective(config: Config) -> str:
         f"  {config.grid.describe()}",
         *(f"  {line}" for line in group_lines(config.grid)),
     ]
-    for title, texts in (("warnings", config.warnings), ("notes", config.notes)):
+    for title, texts in (("warnings", config.warnings), ("notes", (*config.notes, *config.reminders))):
         lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
     return "\n".join(lines) + "\n"
 

@@ -98,7 +98,7 @@ class Data:
 
     data_path: tuple[str, ...] = flag(
         ("builtin",),
-        "builtin, mock, or text, JSONL (field text), parquet and .bin/.idx files; or weights and paths in turn",
+        "builtin, mock, or text, JSONL, parquet (also .gz, .zst) and .bin/.idx files; or weights and paths in turn",
         aliases=("train-data-path", Alias("mock-data", ("mock",))),
         path=True,
     )
@@ -106,6 +106,9 @@ class Data:
         (), "held-out data for evaluation, as --data-path", aliases=("valid-data-path",), path=True
     )
     split: str | None = flag(None, "shares of training, held-out and unused documents, such as 969,30,1 (default 95,5)")
+    text_field: str = flag(
+        "text", "field of JSONL records, column of parquet files and datasets, that holds the document"
+    )
     tokenizer_model: str | None = flag(
         None,
         "sentencepiece model or Hugging Face tokenizer folder; without it one is trained on the data and cached",

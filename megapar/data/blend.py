@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from megapar.config.record import FIELD
 from megapar.data.indexed import IndexedDataset, is_indexed
 from megapar.data.source import Source, open_sources
 from megapar.data.store import Split, TokenStore, open_store, open_stores
@@ -56,15 +57,20 @@ class Side:
         return np.asarray(sum(c * share for c, share in zip(counts, shares, strict=True)))
 
 
-def open_parts(paths: Sequence[str]) -> tuple[Part, ...]:
-    """The corpora that ``paths`` names; texts without weights that follow each other are one. Raises DataError."""
+def open_parts(
+    paths: Sequence[str], field: str = FIELD, say: Callable[[str], object] = lambda text: None
+) -> tuple[Part, ...]:
+    """The corpora that ``paths`` names; texts without weights that follow each other are one. Raises DataError.
+
+    field, say: see source.open_sources.
+    """
     weighted = blend_of(paths)
     parts: list[Part] = []
     texts: list[str] = []
 
     def close() -> None:
         if texts:
-            parts.append(Part(None, open_sources(texts)))
+            parts.append(Part(None, open_sources(texts, field, say)))
             texts.clear()
 
     for weight, path in weighted:
@@ -72,7 +78,7 @@ def open_parts(paths: Sequence[str]) -> tuple[Part, ...]:
             close()
             parts.append(Part(weight, (), _opened(path)))
         elif weight is not None:
-            parts.append(Part(weight, open_sources([path])))
+            parts.append(Part(weight, open_sources([path], field, say)))
         else:
             texts.append(path)
     close()

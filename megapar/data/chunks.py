@@ -2,16 +2,18 @@
 
 Text and JSONL files are cut at every 16 MiB, those below 4 GiB in 256 chunks of 1 MiB at least, and towards their end
 four times as often, so that no worker waits long for another at the end: a chunk holds the documents that begin in its
-bytes. Parquet files are cut by row groups, ``datasets`` sources by 8,192 rows.
+bytes. A compressed file is one chunk, because it is read from its beginning only. Parquet files are cut by row groups,
+``datasets`` sources by 8,192 rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megapar.config.data_files import is_compressed, opened
 from megapar.config.record import FIELD, checked_text, decoded, text_of_line
 from megapar.data.source import BadRecords, BuiltinSource, JsonlFile, ParquetFile, Source, TextFile, open_sources
 from megapar.errors import DataError
@@ -21,6 +23,7 @@ LEAST_CHUNK_BYTES = 1 << 20
 CHUNKS = 256  # of a file, where they are not larger or smaller than these
 LAST = 4  # so many chunks at the end of a file are cut again, in pieces of
 LAST_BYTES = 1 << 18  # at least
+_END = 1 << 62  # of a file whose length nobody knows
 CHUNK_ROWS = 8192
 _WHITE_SPACE = " \t\n\r\v\f"  # as of bytes
 _BLOCK_BYTES = 1 << 18  # read and decoded at a time, and the rest of the last line
@@ -45,9 +48,15 @@ class Chunk:
         return readers[self.kind](self, bad)
 
 
-def chunks_of(paths: Sequence[str], dataset: str | None, part: str, field: str) -> list[Chunk]:
-    """The chunks of all inputs. dataset: a ``datasets`` source, of which ``part`` is read; raises DataError."""
-    found = [chunk for source in (open_sources(paths) if paths else ()) for chunk in _of_source(source, field)]
+def chunks_of(
+    paths: Sequence[str], dataset: str | None, part: str, field: str, say: Callable[[str], object] = lambda text: None
+) -> list[Chunk]:
+    """The chunks of all inputs. dataset: a ``datasets`` source, of which ``part`` is read; raises DataError.
+
+    say: is told what is skipped of a folder.
+    """
+    sources = open_sources(paths, field, say) if paths else ()
+    found = [chunk for source in sources for chunk in _of_source(source, field)]
     if dataset is not None:
         found += _steps("rows", f"{dataset}\0{part}", len(_dataset(dataset, part, field)), CHUNK_ROWS, field)
     return found
@@ -62,6 +71,8 @@ def _of_source(source: Source, field: str) -> list[Chunk]:
     kind = "jsonl"
     if isinstance(source, TextFile):
         kind = "blank" if source.has_blank_line() else "lines"
+    if is_compressed(source.path):
+        return [Chunk(kind, source.name, 0, _END, field)]
     return [Chunk(kind, source.name, *piece, field) for piece in _pieces(source.path.stat().st_size)]
 
 
@@ -95,11 +106,12 @@ class _Lines:
 
         A block is decoded at once and cut then, which takes half the time of its lines one by one.
         """
-        with open(self._path, "rb") as file:
-            self._seek(file)
-            while (left := self._last - file.tell()) > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
+        with opened(Path(self._path)) as file:
+            place = self._seek(file)
+            while (left := self._last - place) > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
                 if not block.endswith(b"\n"):
                     block += file.readline()
+                place += len(block)
                 block = block.removesuffix(b"\n")
                 try:
                     lines: Sequence[str | bytes] = block.decode().split("\n")
@@ -111,7 +123,7 @@ class _Lines:
 
     def places(self) -> Iterator[tuple[int, bytes]]:
         """(place of the first byte, line) to the end of the file."""
-        with open(self._path, "rb") as file:
+        with opened(Path(self._path)) as file:
             place = self._seek(file)
             for line in file:
                 self._given += 1

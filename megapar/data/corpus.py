@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megapar.config.record import FIELD
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
+from megapar.data.contents import Content, contents_of
 from megapar.data.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
 from megapar.data.frame import PAIR_MARKS
 from megapar.data.mixture import Blend
@@ -76,7 +78,7 @@ class Corpus:
     train, heldout: samples by number; held-out ones in a fixed order that no seed changes, None where the split holds
     nothing out.
     collate: makes a micro-batch of such samples. vocab_size: rows of the embedding, at least tokenizer.size.
-    notes: what people should know, such as records that were passed over.
+    notes: what people should know, such as records that were passed over. contents, heldout_contents: of both sides.
     """
 
     train: Samples
@@ -86,6 +88,8 @@ class Corpus:
     collate: Collate
     _stores: Both | None
     notes: tuple[str, ...] = ()
+    contents: tuple[Content, ...] = ()
+    heldout_contents: tuple[Content, ...] = ()
 
     def unigram_entropy(self) -> Unigram:
         """Counted over all tokens of both sides, end tokens included; of random tokens it is known.
@@ -124,6 +128,7 @@ def build(
     skip_bad: bool = False,
     hf_dataset: str | None = None,
     tasks: TaskData | None = None,
+    text_field: str = FIELD,
 ) -> Corpus:
     """Open, check, tokenise and cut a corpus; the slow parts are made once and kept in the cache folder.
 
@@ -136,6 +141,7 @@ def build(
     packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
     tasks: the objectives of ERNIE 3.0 in place of masked words and sentence order.
     hf_dataset: a ``datasets`` source in place of data_path, streamed.
+    text_field: of JSONL records and columns of parquet files and datasets, the one that holds the document.
     Any number of processes may call this at once. Raises DataError for what is wrong with the data and
     ConfigError where the tokenizer has more ids than ``vocab_size``.
     """
@@ -149,21 +155,24 @@ def build(
     halves = Split.parse(split or DEFAULT_SPLIT)
     cut = _Cut(kind, seq_length, packing, seed, mlm_probability, tasks, halves)
     if hf_dataset is not None:
-        return _streamed(hf_dataset, halves, tokenizer_model, vocab_size, cut)
+        return _streamed(hf_dataset, text_field, halves, tokenizer_model, vocab_size, cut)
     if _is_mock(data_path, eval_data_path):
         tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
         _check_size(tokenizer, tokenizer_model, vocab_size)
-        return cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
-    data = _Data.open(data_path, eval_data_path, halves, skip_bad)
+        made = cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
+        return replace(made, contents=(Content("mock, random tokens", None, None, None),))
+    told: list[str] = []
+    data = _Data.open(data_path, eval_data_path, halves, skip_bad, text_field, told.append)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     ids = tokenizer.size if tokenizer_model else vocab_size  # an own one knows nothing of indexed files
     sides = open_sides(data.train, data.heldout, halves, tokenizer, ids, skip_bad=skip_bad)
-    train = cut.pieces(sides[0], held_out=False)
-    heldout = None if sides[1] is None else cut.pieces(sides[1], held_out=True)
-    notes = tuple(dict.fromkeys(note for side in sides if side is not None for note in side.notes))
+    train, contents = cut.pieces(sides[0], data.train, held_out=False)
+    heldout, aside = (None, ()) if sides[1] is None else cut.pieces(sides[1], data.heldout or data.train, held_out=True)
+    notes = tuple(dict.fromkeys([*told, *(note for side in sides if side is not None for note in side.notes)]))
     both = Both(_counted(sides[0]), None if sides[1] is None else _counted(sides[1]))
-    return cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
+    made = cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
+    return replace(made, contents=contents, heldout_contents=aside)
 
 
 def _counted(side: Side) -> TokenStore | Side:
@@ -171,17 +180,19 @@ def _counted(side: Side) -> TokenStore | Side:
     return side.stores[0] if len(side.stores) == 1 else side
 
 
-def _streamed(name: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
+def _streamed(name: str, field: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
     if tokenizer_model:
         tokenizer = load_tokenizer(tokenizer_model)
     else:
-        rows = open_dataset(name)
+        rows = open_dataset(name, field=field)
         first = split.cuts(len(rows))[0]
-        documents = (rows[i]["text"] for i in range(first))
-        tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint))
+        documents = (rows[i][field] for i in range(first))
+        read_as = () if field == FIELD else (field,)
+        tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint), *read_as)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    train, heldout = cut.rows(name, split, tokenizer)
-    return cut.corpus(train, heldout, tokenizer, vocab_size)
+    train, heldout = cut.rows(name, field, split, tokenizer)
+    made = cut.corpus(train, heldout, tokenizer, vocab_size)
+    return replace(made, contents=(Content(f"{name}, streamed", None, None, len(train)),))
 
 
 def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> bool:
@@ -202,10 +213,16 @@ class _Data(NamedTuple):
 
     @classmethod
     def open(
-        cls, data_path: Sequence[str], eval_data_path: Sequence[str] | None, split: Split, skip_bad: bool
+        cls,
+        data_path: Sequence[str],
+        eval_data_path: Sequence[str] | None,
+        split: Split,
+        skip_bad: bool,
+        field: str,
+        say: Callable[[str], object],
     ) -> _Data:
-        heldout = open_parts(eval_data_path) if eval_data_path else None
-        return cls(open_parts(data_path), heldout, split, skip_bad)
+        heldout = open_parts(eval_data_path, field, say) if eval_data_path else None
+        return cls(open_parts(data_path, field, say), heldout, split, skip_bad)
 
     def own_tokenizer(self, vocab_size: int) -> Tokenizer:
         """One of ``vocab_size`` ids trained on the training documents, once; of indexed files alone there is none."""
@@ -272,10 +289,11 @@ class _Cut:
     tasks: TaskData | None
     split: Split
 
-    def pieces(self, side: Side, *, held_out: bool) -> Pieces:
-        """What the samples of one side are made from."""
-        parts = [self._of_store(store, held_out) for store in side.stores]
-        return parts[0] if len(parts) == 1 else Blend(parts, side.weights)
+    def pieces(self, side: Side, parts: Sequence[Part], *, held_out: bool) -> tuple[Pieces, tuple[Content, ...]]:
+        """What the samples of one side are made from, and what it holds. parts: where its stores are from, in order."""
+        pieces = [self._of_store(store, held_out) for store in side.stores]
+        contents = contents_of(parts, side, pieces)
+        return (pieces[0] if len(pieces) == 1 else Blend(pieces, side.weights)), contents
 
     def _of_store(self, store: TokenStore, held_out: bool) -> Pieces:
         if self.kind == ERNIE:
@@ -284,16 +302,16 @@ class _Cut:
             return DocumentWindows(store, self.seq_length)
         return Windows(store, self.seq_length, shortest=2 if held_out else None)
 
-    def rows(self, name: str, split: Split, tokenizer: Tokenizer) -> tuple[Pieces, Pieces | None]:
+    def rows(self, name: str, field: str, split: Split, tokenizer: Tokenizer) -> tuple[Pieces, Pieces | None]:
         """Pieces of both sides of a streamed dataset."""
         length = self.seq_length
 
         def make(rows: Any, first: int, last: int) -> RowSpans | RowWindows:
             if self.kind == ERNIE:
-                return RowSpans(rows, first, last, tokenizer, name, length - PAIR_MARKS)
-            return RowWindows(rows, first, last, tokenizer, name, length)
+                return RowSpans(rows, first, last, tokenizer, name, field, length - PAIR_MARKS)
+            return RowWindows(rows, first, last, tokenizer, name, field, length)
 
-        return both_sides(name, split, make)
+        return both_sides(name, field, split, make)
 
     def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> Pieces:
         """Random pieces; of a decoder that knows documents, with end tokens in them."""

@@ -67,6 +67,7 @@ def prepare(
     skip_bad: bool = False,
     overwrite: bool = False,
     progress: Callable[[int, int, Done], None] = lambda done, total, result: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Done:
     """Write OUTPUT.bin and OUTPUT.idx, one sequence per document.
 
@@ -74,7 +75,7 @@ def prepare(
     JSONL record or column. append_end: each document is followed by the end token. skip_bad: broken records are left
     out and counted; otherwise the first one stops the work. overwrite: replace files of this name, which are otherwise
     an error. workers: processes.
-    progress: called with the chunks done, all chunks, and what they gave.
+    progress: called with the chunks done, all chunks, and what they gave. say: is told what is skipped of a folder.
 
     Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then OUTPUT has no
     file (or the old ones), and OUTPUT.parts what was finished, if anything was.
@@ -84,7 +85,7 @@ def prepare(
         raise DataError(f"--output {output} is a folder: give the beginning of names in it, {Path(output) / 'corpus'}")
     tokenizer = load_tokenizer(tokenizer_model)
     end = tokenizer.special.need("eos") if append_end else None
-    chunks = chunks_of(paths, dataset, split, field)
+    chunks = chunks_of(paths, dataset, split, field, say)
     folder = Path(f"{output}.parts")
     job = _Job(str(folder), tokenizer_model, smallest_dtype(tokenizer.size), end, skip_bad)
     key = _key(chunks, tokenizer, job)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megapar.config.data_files import (
+    INDEXED,
+    MOST_TOLD,
+    is_compressed,
+    kind_of,
+    listing,
+    nothing_read,
+    opened,
+    refusal_of,
+)
 from megapar.config.hints import near_path
 from megapar.config.record import FIELD, JSONL, checked_text, decoded, text_of_line
 from megapar.data import builtin
@@ -98,18 +108,33 @@ class _File:
         return str(self.path)
 
     def content_hash(self) -> str:
-        """SHA-256 of the file's bytes and its format; remembered by path, size and time of change."""
+        """SHA-256 of the file's bytes, unpacked, and how it is read; remembered by path, size and time of change."""
         status = self.path.stat()
-        key = digest(str(self.path.resolve()), str(status.st_size), str(status.st_mtime_ns))
+        unpacked = ("unpacked",) if is_compressed(self.path) else ()
+        key = digest(str(self.path.resolve()), str(status.st_size), str(status.st_mtime_ns), *unpacked)
 
         def write(entry: Path) -> None:
             state = hashlib.sha256()
-            with open(self.path, "rb") as data:
+            with opened(self.path) as data:
                 while block := data.read(1 << 20):
                     state.update(block)
             entry.write_text(state.hexdigest())
 
-        return digest(type(self).__name__, made_once(f"hashes/{key}", write).read_text())
+        return digest(*self._read_as(), made_once(f"hashes/{key}", write).read_text())
+
+    def _read_as(self) -> tuple[str, ...]:
+        """What makes other documents of the same bytes."""
+        return (type(self).__name__,)
+
+
+@dataclass(frozen=True)
+class _Records(_File):
+    """A file of records. field: the one that holds the document."""
+
+    field: str = FIELD
+
+    def _read_as(self) -> tuple[str, ...]:
+        return (type(self).__name__, *(() if self.field == FIELD else (self.field,)))
 
 
 @dataclass(frozen=True)
@@ -135,7 +160,7 @@ class TextFile(_File):
     def has_blank_line(self) -> bool:
         """Whether a blank line stands between two others."""
         seen = blank = False
-        with open(self.path, "rb") as lines:
+        with opened(self.path) as lines:
             for line in lines:
                 if line.strip():
                     if blank:
@@ -146,7 +171,7 @@ class TextFile(_File):
         return False
 
     def _lines(self, bad: BadRecords) -> Iterator[str]:
-        with open(self.path, "rb") as lines:
+        with opened(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     yield decoded(line, f"{self.path}, line {number}")
@@ -155,17 +180,17 @@ class TextFile(_File):
 
 
 @dataclass(frozen=True)
-class JsonlFile(_File):
-    """A JSONL file: one object per line, the document in its field ``text``; blank lines are passed over."""
+class JsonlFile(_Records):
+    """A JSONL file: one object per line, the document in one of its fields; blank lines are passed over."""
 
     def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
         bad = bad or BadRecords(stops=True)
-        with open(self.path, "rb") as lines:
+        with opened(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        text = text_of_line(line, f"{self.path}, line {number}")
+                        text = text_of_line(line, f"{self.path}, line {number}", self.field)
                     except DataError as error:
                         bad.take(error)
                         continue
@@ -174,8 +199,8 @@ class JsonlFile(_File):
 
 
 @dataclass(frozen=True)
-class ParquetFile(_File):
-    """A parquet file with a column ``text``, read in batches through the package ``datasets``."""
+class ParquetFile(_Records):
+    """A parquet file with the documents in one of its columns, read in batches through the package ``datasets``."""
 
     def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
@@ -188,7 +213,7 @@ class ParquetFile(_File):
             rows = datasets.load_dataset("parquet", data_files=str(self.path), split="train", streaming=True)
             for number, row in enumerate(rows):
                 try:
-                    text = checked_text(row.get(FIELD), row, f"{self.path}, row {number}")
+                    text = checked_text(row.get(self.field), row, f"{self.path}, row {number}", self.field)
                 except DataError as error:
                     bad.take(error)
                     continue
@@ -200,15 +225,18 @@ class ParquetFile(_File):
             raise DataError(f"{self.path}: not a readable parquet file ({error})") from error
 
 
-_FORMATS: tuple[tuple[tuple[str, ...], type[TextFile] | type[JsonlFile] | type[ParquetFile]], ...] = (
+_FORMATS: tuple[tuple[tuple[str, ...], type[JsonlFile] | type[ParquetFile]], ...] = (
     (JSONL, JsonlFile),
     ((".parquet",), ParquetFile),
 )
 
 
-def open_sources(paths: Sequence[str]) -> tuple[Source, ...]:
+def open_sources(
+    paths: Sequence[str], field: str = FIELD, say: Callable[[str], object] = lambda text: None
+) -> tuple[Source, ...]:
     """The sources that ``--data-path`` names, in order; a folder stands for its files, sorted by name.
 
+    field: of records, the one that holds the document. say: is told what is skipped of a folder.
     Raises DataError where a path is missing, empty, or of a kind that is read otherwise.
     """
     sources: list[Source] = []
@@ -216,18 +244,46 @@ def open_sources(paths: Sequence[str]) -> tuple[Source, ...]:
         if path == BUILTIN:
             sources.append(BuiltinSource())
         elif Path(path).is_dir():
-            files = sorted(p for p in Path(path).iterdir() if p.is_file() and not p.name.startswith("."))
-            if not files:
-                raise DataError(f"{path}: the folder holds no files; it takes text, JSONL and parquet files")
-            sources += [_file_source(file) for file in files]
+            sources += _of_folder(Path(path), field, say)
         else:
-            sources.append(_file_source(Path(path)))
+            sources.append(_file_source(Path(path), field))
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
     return tuple(sources)
 
 
-def _file_source(path: Path) -> Source:
+def _of_folder(folder: Path, field: str, say: Callable[[str], object]) -> list[Source]:
+    """Its files, each content once: a second copy in a folder is a mistake more often than a wish."""
+    found, skipped = listing(folder)
+    if not found:
+        raise DataError(f"{folder}: {nothing_read(folder)}")
+    sources: list[Source] = []
+    told = [f"{name} ({reason})" for name, reason in skipped]
+    twins, seen = _may_be_copies(found), dict[str, Path]()
+    for file in found:
+        source = _file_source(file, field)
+        first = seen.setdefault(source.content_hash(), file) if file in twins else file
+        if first is file:
+            sources.append(source)
+        else:
+            told.append(f"{file.name} (the same content as {first.name})")
+    if told:
+        more = f" and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+        entries = f"{len(sources)} of {len(sources) + len(told)} entries"
+        say(f"{folder}: {entries} are read, skipped: {', '.join(told[:MOST_TOLD])}{more}")
+    return sources
+
+
+def _may_be_copies(files: Sequence[Path]) -> set[Path]:
+    """Those as large as another one, or called like one but for its compression: only they are worth reading twice."""
+    alike: dict[object, list[Path]] = {}
+    for file in files:
+        for mark in (file.stat().st_size, file.stem if is_compressed(file) else file.name):
+            alike.setdefault(mark, []).append(file)
+    return {file for group in alike.values() if len(group) > 1 for file in group}
+
+
+def _file_source(path: Path, field: str) -> Source:
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; give --data-path mock alone")
     if not path.is_file():
@@ -236,11 +292,13 @@ def _file_source(path: Path) -> Source:
         raise DataError(f"{path}: the file may not be read; change its permissions")
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty; give one with text in it")
-    if path.suffix in (".bin", ".idx"):
+    if path.suffix in INDEXED:
         raise DataError(f"{path}: holds tokens, where text is needed; give the text, JSONL or parquet file")
+    if reason := refusal_of(path):
+        raise DataError(f"{path}: {reason}")
     for suffixes, kind in _FORMATS:
-        if path.suffix.lower() in suffixes:
-            return kind(path)
+        if kind_of(path) in suffixes:
+            return kind(path, field)
     return TextFile(path)
 
 

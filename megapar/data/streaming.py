@@ -89,14 +89,15 @@ class _Blocks:
     are permuted.
     """
 
-    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str) -> None:
-        """rows: a dataset with a column ``text``; rows first .. last - 1 are used. name: for messages."""
+    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> None:
+        """rows: a dataset with a column ``field``; rows first .. last - 1 are used. name: for messages."""
         if last <= first:
             raise DataError(f"{name}: no rows are left for one of the two sides; give another --split")
         self._rows = rows
         self._first, self._count = first, last - first
         self._tokenizer = tokenizer
         self._name = name
+        self._field = field
         self.blocks = max(1, self._count // ROWS)
         self.per_block = 1
 
@@ -123,8 +124,9 @@ class _Blocks:
         return self._tokenizer.encode_batch(self._texts(numbers))
 
     def _texts(self, numbers: Any) -> list[str]:
-        texts = self._rows[list(numbers)][FIELD]
-        return [checked_text(text, {FIELD: text}, f"{self._name}, row {i}") for i, text in zip(numbers, texts)]  # noqa: B905
+        field, texts = self._field, self._rows[list(numbers)][self._field]
+        named = zip(numbers, texts, strict=True)
+        return [checked_text(text, {field: text}, f"{self._name}, row {number}", field) for number, text in named]
 
 
 class RowWindows(_Blocks):
@@ -132,8 +134,10 @@ class RowWindows(_Blocks):
     share one.
     """
 
-    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, length: int) -> None:
-        super().__init__(rows, first, last, tokenizer, name)
+    def __init__(
+        self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str, length: int
+    ) -> None:
+        super().__init__(rows, first, last, tokenizer, name, field)
         self._end = tokenizer.special.need("eos")
         self._length = length
         probed = self._probed()
@@ -172,8 +176,10 @@ class RowSpans(_Blocks):
     Raises DataError where rows are too short for a span.
     """
 
-    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, longest: int) -> None:
-        super().__init__(rows, first, last, tokenizer, name)
+    def __init__(
+        self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str, longest: int
+    ) -> None:
+        super().__init__(rows, first, last, tokenizer, name, field)
         self._longest = longest
         probed = self._probed()
         found = int(spans_of(probed, longest).sum())
@@ -252,11 +258,11 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
 P = TypeVar("P", bound=_Blocks)
 
 
-def both_sides(name: str, split: Split, make: Callable[[Any, int, int], P]) -> tuple[P, P | None]:
+def both_sides(name: str, field: str, split: Split, make: Callable[[Any, int, int], P]) -> tuple[P, P | None]:
     """Both sides of a dataset: its first rows are trained on, the ones behind them held out (None by a share of 0).
 
     make: pieces of the rows between two numbers. Raises DataError.
     """
-    rows = open_dataset(name)
+    rows = open_dataset(name, field=field)
     first, last = split.cuts(len(rows))
     return make(rows, 0, first), make(rows, first, last) if split.heldout else None

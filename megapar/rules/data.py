@@ -55,6 +55,12 @@ def _any_boundary(f: Facts) -> bool:
     return bool(f.reset_position_ids or f.reset_attention_mask or f.eod_mask_loss)
 
 
+def _has_records(f: Facts) -> bool:
+    """Whether some data may be in records; what a file holds is not looked at here."""
+    files = [name for name in (*f.data_path, *f.eval_data_path) if not _NUMBER.fullmatch(name)]
+    return f.data_source == "hf" or any(name not in ("builtin", "mock") for name in files)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="data-weights",
@@ -108,6 +114,17 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--data-path mock",
         failing="--data-path mock --split 95,5",
+    ),
+    Rule(
+        id="text-field",
+        reads=("text_field", "data_path", "eval_data_path", "data_source"),
+        when=lambda f: f.text_field != "text",
+        requires=_has_records,
+        message="--text-field is of JSONL and parquet files and datasets, and would do nothing without any",
+        fix="Give --data-path, or leave --text-field out.",
+        source=SOURCE,
+        passing="--text-field content --data-path a.jsonl",
+        failing="--text-field content --data-path mock",
     ),
     Rule(
         id="packing-off",

@@ -75,6 +75,7 @@ def _prepare(args: argparse.Namespace) -> int:
         field=args.field,
         append_end=not args.no_append_eod,
         skip_bad=args.on_bad_record == "skip",
+        say=_say_aside,
         overwrite=args.overwrite,
         progress=lambda finished, chunks, result: shown.show(finished, chunks, result.tokens),
     )
@@ -87,6 +88,10 @@ def _prepare(args: argparse.Namespace) -> int:
     if done.bad:
         print(f"{done.bad} broken records were passed over: {'; '.join(done.first_bad)}", file=sys.stderr)
     return 0
+
+
+def _say_aside(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Progress:
@@ -173,7 +178,7 @@ def _train(args: argparse.Namespace) -> int:
     ):
         raise DataError(f"--output {output} is there already; give another one, or --overwrite for a model of before")
     bad = BadRecords(stops=args.on_bad_record == "stop")
-    chunks = chunks_of(args.input, args.hf_dataset, args.hf_split, args.field)
+    chunks = chunks_of(args.input, args.hf_dataset, args.hf_split, args.field, _say_aside)
     model = train((text for chunk in chunks for text in chunk.documents(bad)), args.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = output.with_name(f"{output.name}.unfinished")

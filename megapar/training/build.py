@@ -69,6 +69,7 @@ def make_corpus(config: Config) -> Corpus:
         skip_bad=data.on_bad_record == "skip",
         hf_dataset=data.hf_dataset,
         tasks=_task_data(config),
+        text_field=data.text_field,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapar.data.chunks import chunks_of
-from megapar.data.source import all_documents, open_sources, sources_hash
+from megapar.data.source import BadRecords, all_documents, open_sources, sources_hash
 from megapar.errors import DataError
 
 
@@ -130,3 +131,102 @@ def test_packages_that_are_not_installed_are_asked_for_where_they_are_needed(
         chunks_of([str(path)], None, "train", "text")
     with pytest.raises(DataError, match=r"rows: reading it needs the package datasets"):
         chunks_of([], "rows", "train", "text")
+
+
+LINES = "".join(json.dumps({"text": f"document {number} of many"}) + "\n" for number in range(5000)).encode()
+
+
+def _packed(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+        return path
+    pyarrow = pytest.importorskip("pyarrow")
+    with pyarrow.output_stream(str(path), compression="zstd") as stream:
+        stream.write(content)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "paragraphs.txt"])
+def test_a_compressed_file_is_what_it_holds(tmp_path: Path, name: str, suffix: str) -> None:
+    content = LINES.replace(b"99 of", b"99\n\nof") if name.startswith("par") else LINES
+    (tmp_path / name).write_bytes(content)
+    packed = _packed(tmp_path / f"{name}{suffix}", content)
+    assert _read(packed) == _read(tmp_path / name)
+    assert len(_read(packed)) == (51 if name.startswith("par") else 5000)
+    plain, unpacked = (open_sources([str(path)]) for path in (tmp_path / name, packed))
+    assert sources_hash(plain) == sources_hash(unpacked)  # so the tokens of one serve the other
+    (chunk,) = chunks_of([str(packed)], None, "train", "text")
+    assert list(chunk.documents(BadRecords())) == _read(packed)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_or_none_is_named(tmp_path: Path, suffix: str) -> None:
+    path = _packed(tmp_path / f"a.jsonl{suffix}", LINES)
+    path.write_bytes(path.read_bytes()[:-20])
+    for content in (path.read_bytes(), b"no such thing" * 100):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a.jsonl.*: not a readable (gzip|Zstandard) file .*cut off"):
+            _read(path)
+
+
+def test_several_members_are_one_text(tmp_path: Path) -> None:
+    for suffix in (".gz", ".zst"):
+        path = _packed(tmp_path / f"a.jsonl{suffix}", LINES)
+        path.write_bytes(path.read_bytes() * 2)
+        assert len(_read(path)) == 10000
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python reads Zstandard by itself")
+def test_without_a_package_for_zstandard_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _packed(tmp_path / "a.jsonl.zst", LINES)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"a.jsonl.zst: Zstandard files need the package pyarrow here .*zstd -d"):
+        _read(path)
+
+
+def test_a_folder_says_what_it_skips(tmp_path: Path) -> None:
+    for name, text in (
+        ("README.md", "about\n"),
+        ("a.jsonl", '{"text": "one"}\n'),
+        ("copy.jsonl", '{"text": "one"}\n'),
+        ("b.jsonl", '{"text": "two"}\n'),
+        ("notes.md", "three\n"),
+        ("part-00000", "four\n"),
+        ("table.csv", "id,text\n"),
+        ("page.html", "<p>\n"),
+        ("empty.txt", ""),
+        ("corpus.bin", "0"),
+        (".hidden", "no"),
+    ):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
+    said: list[str] = []
+    assert list(all_documents(open_sources([str(tmp_path)], say=said.append))) == ["one", "two", "three", "four"]
+    (line,) = said
+    assert line.startswith(f"{tmp_path}: 4 of 12 entries are read, skipped: README.md (about the data), ")
+    for word in (
+        "corpus.bin (indexed tokens",
+        "table.csv (a table)",
+        "page.html (of unknown kind .html)",
+        "sub (a folder)",
+    ):
+        assert word in line
+    assert line.endswith("b.jsonl.gz (the same content as b.jsonl), copy.jsonl (the same content as a.jsonl)")
+    one = [str(tmp_path / name) for name in ("a.jsonl", "copy.jsonl")]
+    assert list(all_documents(open_sources(one, say=said.append))) == ["one", "one"]  # asked for by name
+    assert len(said) == 1
+
+
+def test_the_field_of_the_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "one", "text": "other"}\n')
+    named = open_sources([str(path)], "body")
+    assert list(all_documents(named)) == ["one"]
+    assert sources_hash(named) != sources_hash(open_sources([str(path)]))
+    with pytest.raises(DataError, match=r"no field 'title'; the record has 'body', 'text'. .*--text-field NAME"):
+        list(all_documents(open_sources([str(path)], "title")))
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"body": ["one"], "text": ["other"]}), tmp_path / "a.parquet")
+    assert list(all_documents(open_sources([str(tmp_path / "a.parquet")], "body"))) == ["one"]

@@ -139,6 +139,7 @@ PROOFS: dict[str, Proof] = {
     "split-nothing-held-out": Proof("--data-path a.jsonl --split 100,0,0 --eval-interval 5"),
     "split-or-eval-data": Proof(argument="what is held out would come from one of the two, the other be ignored"),
     "split-mock": Proof(idle=("split",)),
+    "text-field": Proof(idle=("text_field",)),
     "packing-off": Proof(idle=("reset_attention_mask",)),
     "hf-source": Proof("--hf-dataset corpus", idle=("hf_dataset",)),
     "hf-source-alone": Proof(argument="files that are named would not be read"),

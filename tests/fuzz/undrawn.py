@@ -15,7 +15,8 @@ _COLLECTOR = "when Python's garbage collector runs"
 UNDRAWN: dict[str, str] = {
     **{name: f"fixed: {value}" for name, value in FIXED.items() if name != "dtype"},
     **dict.fromkeys(
-        ("eval_data_path", "split", "tokenizer_model", "data_source", "hf_dataset", "on_bad_record"), _FILES
+        ("eval_data_path", "split", "tokenizer_model", "data_source", "hf_dataset", "on_bad_record", "text_field"),
+        _FILES,
     ),
     **dict.fromkeys(("phrase_file", "entity_file", "triples_file"), _FILES),
     **dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -27,6 +28,11 @@ YAML = {
 }
 
 RECORDS = {
+    "cut.jsonl.gz": b'{"text": "a"}\n',
+    "table.csv": b"id,text\n1,a\n",
+    "corpus.tar.gz": gzip.compress(b"corpus"),
+    "tables/README.md": b"Tables.\n",
+    "tables/table.csv": b"id,text\n1,a\n",
     "body.jsonl": b'{"body": "a"}\n',
     "latin.jsonl": b'{"text": "caf\xe9"}\n',
     "latin.txt": b"caf\xe9\n",
@@ -79,7 +85,12 @@ MISTAKES = [
     ("--load-hf baidu/ERNIE", "--load-hf baidu/ERNIE does not exist", "Nothing is downloaded"),
     ("--load-hf run", "run holds no config.json"),
     ("--data-path empty.jsonl", "--data-path empty.jsonl is empty", "Give a file with text in it"),
-    ("--data-path body.jsonl", "body.jsonl, line 1: no field 'text'; the record has 'body'", "rename it"),
+    ("--data-path body.jsonl", "body.jsonl, line 1: no field 'text'; the record has 'body'", "--text-field NAME"),
+    ("--data-path cut.jsonl.gz", "cut.jsonl.gz: not a readable gzip file"),
+    ("--data-path table.csv", "table.csv cannot be read as text", "Dataset.from_csv('table.csv')"),
+    ("--data-path corpus.tar.gz", "corpus.tar.gz cannot be read as text. It is an archive: unpack it"),
+    ("--data-path tables", "the folder holds only README.md (about the data), table.csv (a table)"),
+    ("--text-field body --data-path builtin", "--text-field is of JSONL and parquet files", "Give --data-path"),
     ("--data-path latin.jsonl", "latin.jsonl, line 1: not a JSON record ('utf-8' codec", "--on-bad-record skip"),
     ("--data-path 0.5 corpus.jsonl 0.5 latin.txt", "--data-path latin.txt, line 1: not UTF-8 text", "iconv"),
     ("--data-path array.json", "array.json, line 1: not a JSON record"),
@@ -90,7 +101,7 @@ MISTAKES = [
     ("--load run/checkpoints --ckpt-step 4", "no checkpoint of --ckpt-step 4", "It has those of 5"),
     ("--load-hf model", "--load-hf model has a config.json and no weights (*.safetensors)"),
     ("--load-hf model --save-hf model", "--save-hf model is where --load-hf takes its weights from"),
-    ("--data-path blank", "--data-path blank is an empty folder"),
+    ("--data-path blank", "--data-path blank: the folder holds no files; it takes text, JSONL and parquet"),
     ("--metrics-jsonl run", "run is a folder", "run/metrics.jsonl"),
     ("--profile 6:7 --train-iters 5", "--profile begins after the last step", "Choose --profile 5:5"),
     ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, where a folder is needed"),
@@ -154,6 +165,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run/checkpoints/latest").write_text("iter_0000005\n", encoding="utf-8")
     Path("run/checkpoints/iter_0000005/layout.json").write_text("{}", encoding="utf-8")
     Path("empty.jsonl").touch()
+    Path("tables").mkdir()
     for name, content in RECORDS.items():
         Path(name).write_bytes(content)
     Path("model").mkdir()
