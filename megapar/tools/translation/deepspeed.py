@@ -5,3 +5,6 @@ from __future__ import annotations
 from megapar.tools.translation.verdict import Foreign
 
 ROWS: dict[str, Foreign] = {}
+
+# What differs from Megatron-LM's where a script says nothing: `defaults`, with the same keys.
+DEFAULTS: dict[str, Foreign] = {}

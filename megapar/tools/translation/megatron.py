@@ -6,7 +6,7 @@ A row: names, what to write here, reason; rows are grouped by verdict. What to w
 
 from __future__ import annotations
 
-from megapar.tools.translation.verdict import IMPLIED, RENAMED, UNNECESSARY, UNSUPPORTED, Foreign, rows
+from megapar.tools.translation.verdict import IMPLIED, LEFT, RENAMED, UNNECESSARY, UNSUPPORTED, Foreign, rows
 
 _RENAMED = """
 nproc-per-node | megapar launch --nproc-per-node {value} | belongs to the launcher
@@ -18,24 +18,29 @@ encoder-num-layers decoder-num-layers | --num-layers {value} |
 num-layers-per-virtual-pipeline-stage | @chunks | chunks per stage are counted, not layers per chunk
 num-virtual-stages-per-pipeline-rank | --vpp-degree {value} --pp-schedule interleaved |
 lr-warmup-fraction | @warmup | warm-up is given in steps
-lr-warmup-samples lr-decay-samples train-samples | @samples | runs are counted in steps
+train-samples | @samples | runs are counted in steps
+lr-warmup-samples | @warmup_samples | runs are counted in steps
+lr-decay-samples | @decay_samples | runs are counted in steps
+lr-wsd-decay-samples | @wsd_samples | runs are counted in steps
+rampup-batch-size | @ramped |
 train-tokens | @tokens | runs are counted in steps
 num-key-value-heads | --num-query-groups {value} |
 zero-stage | @zero | the optimizer's stage is a flag, sharding ranks are --sharding-degree
 recompute-activation-function | --recompute-granularity selective | activation functions and attention's core together
 attention-backend | @attention |
 transformer-impl | @implementation |
-moe-train-capacity-factor | --moe-capacity-factor {value} |
+moe-train-capacity-factor moe-expert-capacity-factor | @capacity |
 moe-router-enable-expert-bias | --moe-router-bias-update-rate 1e-3 | the correction bias moves where its rate is not 0
 moe-shared-expert-intermediate-size | @shared | shared experts are counted in widths of one expert
 num-shared-experts n-shared-experts | --moe-shared-experts {value} |
 moe-intermediate-size | --moe-ffn-hidden-size {value} |
-first-k-dense-replace | --first-k-dense {value} |
+first-k-dense-replace | @leading |
+num-experts num-moe-experts | @experts |
 n-group | --moe-router-num-groups {value} |
 topk-group | --moe-router-group-topk {value} |
 routed-scaling-factor | --moe-router-topk-scaling-factor {value} |
 moe-token-drop-policy | @drops |
-moe-aux-loss-coeff | @coefficient |
+moe-aux-loss-coeff moe-loss-coeff | @coefficient |
 seq-aux | @sequence |
 moe-tp-extend-ep | --expert-mp-degree 1 | mp ranks hold whole experts
 noop-layers | @noop |
@@ -58,13 +63,19 @@ use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp | --sharding-stage 3 |
 data-parallel-sharding-strategy | @strategy |
 use-rotary-position-embeddings | --position-embedding-type rope |
 no-position-embedding | @positions |
-test-data-path | --eval-data-path {value} | one held-out set
-vocab-file merge-file | --tokenizer-model FOLDER | a Hugging Face tokenizer folder that holds these files
+valid-data-path | @held_out_path |
+test-data-path | @test_path |
+optimizer | @optimizer |
+moe-router-dtype | @router_dtype |
+moe-router-pre-softmax | @pre_softmax |
+lr-decay-style | @decay_style |
+lr-wsd-decay-style | @wsd_style |
+weight-decay-incr-style start-weight-decay end-weight-decay | @decay_increments |
+initial-loss-scale | @loss_scale |
+loss-scale | @fixed_scale |
 padded-vocab-size | --vocab-size {value} | padding to the ranks is for compute only
 init-method-xavier-uniform | | weights are drawn normal: --init-std
 accumulate-allreduce-grads-in-fp32 | --grad-reduce-dtype fp32 | the default
-adaptive-recompute-device-swap | --adaptive-recompute-device-size GIB | chooses layers for a memory budget
-wandb-project wandb-exp-name wandb-save-dir wandb-entity | --metrics-jsonl FILE | the same numbers, one object per step
 profile profile-step-start profile-step-end | @profile | both ends in one flag
 optimizer-cpu-offload offload-optimizer optimizer-offload-policy optimizer-offload-fraction | --optimizer-offload |
 cpu-optimizer | --optimizer-offload |
@@ -91,9 +102,6 @@ local-rank | | set by the launcher
 tokenizer-type | | found from --tokenizer-model
 data-impl | | found from the file
 dataloader-type | | samples are shuffled once per epoch, the same on every layout
-optimizer | | AdamW, fused where the device has it
-moe-router-dtype | | the router computes in fp32
-moe-router-pre-softmax | | scores first, then the choice
 attention-softmax-in-fp32 | | always
 no-rope-fusion | | the device's fused kernels are taken where they are
 tp-comm-overlap-ag tp-comm-overlap-rs | | part of --tp-comm-overlap
@@ -136,7 +144,6 @@ moe-pad-expert-input-to-capacity | | kept rows travel, not padding
 use-tp-pp-dp-mapping | | --rank-order
 empty-unused-memory-level | | the allocator's memory is not given back between steps
 finetune-hf-dataset | | pre-training on --data-path
-weight-decay-incr-style start-weight-decay end-weight-decay | | the weight decay is constant
 exit-signal-handler | | SIGTERM always saves and stops
 make-vocab-size-divisible-by | | padding to the ranks is for compute only
 no-overlap-p2p-communication | | sends never block here
@@ -167,7 +174,7 @@ apply-layernorm-1p | | the weight of a norm is its own
 fp8-format fp8-amax-compute-algo fp8-amax-history-len fp8-recipe fp8-param-gather | | --fp8 scales each tensor as it is
 no-save-optim no-save-rng | | a checkpoint holds everything that a resumed run needs
 num-experts-per-layer mlp-type topk expert-interval create-moe-param-group | | experts are the same in all layers
-moe-loss-coeff | --moe-aux-loss-coeff {value} |
+wandb-project wandb-exp-name wandb-save-dir wandb-entity | | --metrics-jsonl and --tensorboard-dir have the same numbers
 use-tutel inference disable-moe-token-dropping | | pre-training with experts' own products and capacity here
 moe-router-force-load-balancing | | routing is never forced; measure with real routing
 use-ascend-mc2 | | fused kernels of products and collectives
@@ -177,8 +184,14 @@ load-teacher kd | | distillation is not built
 hybrid-attention-pattern hybrid-override-pattern | | every layer attends
 """
 
+_LEFT = """
+vocab-file merge-file | | --tokenizer-model is a folder with these files, as Hugging Face lays them out
+adaptive-recompute-device-swap | | --adaptive-recompute-device-size is the memory it may use
+"""
+
 ROWS: dict[str, Foreign] = {
     **rows(_RENAMED, RENAMED),
+    **rows(_LEFT, LEFT),
     **rows(_IMPLIED, IMPLIED),
     **rows(_UNNECESSARY, UNNECESSARY),
     **rows(_UNSUPPORTED, UNSUPPORTED),
