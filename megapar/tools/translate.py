@@ -26,6 +26,7 @@ from megapar.tools.translation.translated import (
     changing,
     equivalent,
     framework_of,
+    left_paths,
     meant,
     translate,
 )
@@ -109,7 +110,7 @@ def translate_line(line: Line) -> Translation:
     found = translate(line.arguments, framework, line.launcher)
     kind = _kind(line, framework, found)
     found += meant(found, framework)
-    answer = ask(kind, *equivalent(found)) if kind else None
+    answer = ask(kind, *equivalent(found), left_paths(found)) if kind else None
     return Translation(line, framework, kind, tuple(found), answer)
 
 

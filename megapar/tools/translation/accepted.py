@@ -13,6 +13,7 @@ from megapar.errors import Complaint, ConfigError
 # Rows that are about files of this machine, where the script's need not be.
 _ABOUT_FILES = ("file", "file-missing", "checkpoint-missing", "checkpoint", "record")
 _MOST_RANKS = 4096
+_LATER = "left-to-you"  # stands for a path while rules are asked
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,13 @@ class Answer:
     files: tuple[Complaint, ...]
 
 
-def ask(kind: str, launcher: Sequence[str], trainer: Sequence[str]) -> Answer:
-    """The rules' answer for these flags, for the script's ranks or, where it does not say, for the fewest that do."""
+def ask(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequence[str] = ()) -> Answer:
+    """The rules' answer for these flags, for the script's ranks or, where it does not say, for the fewest that do.
+
+    left: flags of paths that are left to the reader, and will be there.
+    """
     words = [word for flags in trainer for word in shlex.split(flags)]
+    words += [word for flag in left for word in (flag, _LATER)]
     said = _ranks(launcher)
     if said is not None:
         return _ask(kind, words, said, True)
@@ -60,6 +65,7 @@ def _ask(kind: str, words: Sequence[str], ranks: int, said: bool) -> Answer:
     try:
         parse(kind, words, {"WORLD_SIZE": str(ranks)})
     except ConfigError as error:
-        files = tuple(one for one in error.complaints if one.rule in _ABOUT_FILES)
-        return Answer(ranks, said, tuple(one for one in error.complaints if one not in files), files)
+        rules = tuple(one for one in error.complaints if one.rule not in _ABOUT_FILES)
+        files = tuple(one for one in error.complaints if one.rule in _ABOUT_FILES and _LATER not in one.message)
+        return Answer(ranks, said, rules, files)
     return Answer(ranks, said, (), ())

@@ -75,7 +75,7 @@ def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     if samples and not steps:
         steps = _steps(samples, given) or 0
     if not steps:
-        return LEFT, "", "a share of --lr-decay-iters, which is not said: --lr-warmup-iters"
+        return OTHER, "", "left to you: --lr-warmup-iters is a share of --lr-decay-iters, which is not said"
     return RENAMED, f"--lr-warmup-iters {round(share * steps)}", ""
 
 
@@ -83,7 +83,7 @@ def _counted(ours: str, value: str, given: Mapping[str, str]) -> Decided:
     samples = _number({"": value}, "", -1)
     steps = _steps(samples, given) if samples >= 0 else None
     if steps is None:
-        return LEFT, "", f"{ours} = samples / --global-batch-size, which is not said"
+        return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not said"
     return RENAMED, f"{ours} {steps}", ""
 
 
@@ -114,7 +114,7 @@ def _ramped(value: str, given: Mapping[str, str]) -> Decided:
 def _tokens(value: str, given: Mapping[str, str]) -> Decided:
     length = _number(given, "seq-length", 0)
     if not length:
-        return LEFT, "", "--train-iters = tokens / (--global-batch-size x --seq-length), which are not said"
+        return OTHER, "", "left to you: --train-iters = tokens / (--global-batch-size x --seq-length)"
     return _counted("--train-iters", str(_number({"": value}, "", 0) / length), given)
 
 
@@ -138,17 +138,17 @@ def _shared(value: str, given: Mapping[str, str]) -> Decided:
     width = _number(given, "moe-ffn-hidden-size", _number(given, "ffn-hidden-size", 0))
     if width and float(value) % width == 0:
         return RENAMED, f"--moe-shared-experts {round(float(value) / width)}", ""
-    return UNSUPPORTED, "", "shared experts are whole widths of one expert"
+    return ANOTHER, "", "shared experts are whole widths of one expert"
 
 
 def _frequency(value: str, given: Mapping[str, str]) -> Decided:
     text = value.strip("'\"").replace(" ", "")
-    if text == "1":
+    if text in ("1", "-1"):
         return IMPLIED, "", "every layer has experts"
     leading = re.fullmatch(r"\(?\[0\](?:\*(\d+))?\+\[1\](?:\*\d+)?\)?", text)
     if leading is not None:
         return RENAMED, f"--first-k-dense {leading[1] or 1}", ""
-    return UNSUPPORTED, "", "only leading layers may be dense (--first-k-dense)"
+    return ANOTHER, "", "only leading layers may be dense (--first-k-dense)"
 
 
 def _balancing(value: str, given: Mapping[str, str]) -> Decided:
@@ -160,7 +160,7 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
         return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
     if value == "none":
         return RENAMED, "--moe-aux-loss-coeff 0", ""
-    return UNSUPPORTED, "", "balancing is by auxiliary losses or by the correction bias"
+    return OTHER, "", "balancing is by auxiliary losses or by the correction bias"
 
 
 def _per_sample(given: Mapping[str, str]) -> bool:
@@ -347,7 +347,7 @@ def _layers(value: str, given: Mapping[str, str]) -> Decided:
 def _rotated(value: str, given: Mapping[str, str]) -> Decided:
     if _number({"": value}, "", 0) == 1:
         return UNNECESSARY, "", "all features of a head are turned"
-    return UNSUPPORTED, "", "all features of a head are turned"
+    return ANOTHER, "", "all features of a head are turned"
 
 
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
@@ -449,6 +449,18 @@ def _rendezvous(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
 
 
+def _loading(value: str, given: Mapping[str, str]) -> Decided:
+    if "load" not in given:
+        return UNNECESSARY, "", "nothing is loaded"
+    return SAME, f"--{{name}} {value}".strip(), ""
+
+
+def _node_rank(value: str, given: Mapping[str, str]) -> Decided:
+    if given.get("nnodes", "1") == "1":
+        return UNNECESSARY, "", "there is one node"
+    return LEFT, "", "--node-rank is each node's own"
+
+
 def _ranks_here(value: str, given: Mapping[str, str]) -> Decided:
     if not value.isdigit():
         return LEFT, "", "--nproc-per-node is a number of ranks"
@@ -470,7 +482,7 @@ def _strategy(value: str, given: Mapping[str, str]) -> Decided:
 def _positions(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given:
         return IMPLIED, "", "rope learns no positions"
-    return UNSUPPORTED, "", "positions are rope or learned"
+    return ANOTHER, "", "positions are rope or learned"
 
 
 DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
@@ -529,4 +541,26 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "test_path": _test_path,
     "ranks_here": _ranks_here,
     "listed": _listed,
+    "loading": _loading,
+    "node_rank": _node_rank,
+}
+# Those whose argument decides what is trained, so that a value that a script leaves open does as well.
+DECIDING = frozenset(DECIDED) - {
+    "rendezvous",
+    "ranks_here",
+    "listed",
+    "node_rank",
+    "loading",
+    "saved",
+    "profile",
+    "held_out_path",
+    "test_path",
+    "zero",
+    "strategy",
+    "attention",
+    "implementation",
+    "chunks",
+    "noop",
+    "cut",
+    "algorithm",
 }

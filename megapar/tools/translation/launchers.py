@@ -15,7 +15,7 @@ _TORCHRUN = {
         """
 nproc-per-node | @ranks_here | belongs to the launcher
 nnodes | megapar launch --nnodes {value} | belongs to the launcher
-node-rank | megapar launch --node-rank {value} | belongs to the launcher
+node-rank | @node_rank |
 master-addr master-port | @rendezvous | the launcher's rendezvous, address and port in one
 rdzv-id rdzv-backend rdzv-endpoint rdzv-conf | megapar launch --{name} {value} | belongs to the launcher
 max-restarts local-addr log-dir | megapar launch --{name} {value} | belongs to the launcher
@@ -48,7 +48,7 @@ _DEEPSPEED = {
         """
 num-gpus | @ranks_here | belongs to the launcher
 num-nodes | megapar launch --nnodes {value} | belongs to the launcher
-node-rank | megapar launch --node-rank {value} | belongs to the launcher
+node-rank | @node_rank |
 master-addr master-port | @rendezvous | the launcher's rendezvous, address and port in one
 """,
         RENAMED,
@@ -105,7 +105,7 @@ _PADDLE = {
     **rows(
         """
 nnodes | megapar launch --nnodes {value} | belongs to the launcher
-rank | megapar launch --node-rank {value} | belongs to the launcher
+rank | @node_rank |
 master | megapar launch --rdzv-endpoint {value} | belongs to the launcher
 nproc-per-node | @ranks_here | belongs to the launcher
 gpus devices npus xpus selected-gpus | @listed | one rank for each device that is listed

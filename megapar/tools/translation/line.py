@@ -69,8 +69,9 @@ class Line:
 
     @property
     def starters(self) -> tuple[str, ...]:
-        """What starts the ranks, outermost first."""
-        return tuple(dict.fromkeys(tool for tool, _ in self.launcher))
+        """What starts the ranks, outermost first; python where nothing else does."""
+        tools = tuple(dict.fromkeys(tool for tool, _ in self.launcher))
+        return tuple(tool for tool in tools if tool != "python") or tools
 
     @property
     def entry(self) -> Entry | None:

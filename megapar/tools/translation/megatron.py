@@ -11,7 +11,8 @@ from megapar.tools.translation.verdict import IMPLIED, LEFT, RENAMED, UNNECESSAR
 _RENAMED = """
 nproc-per-node | megapar launch --nproc-per-node {value} | belongs to the launcher
 nnodes | megapar launch --nnodes {value} | belongs to the launcher
-node-rank | megapar launch --node-rank {value} | belongs to the launcher
+node-rank | @node_rank |
+no-load-optim no-load-rng finetune ckpt-step override-opt-param-scheduler | @loading |
 master-addr master-port | @rendezvous | the launcher's rendezvous, address and port in one
 rdzv-id rdzv-backend rdzv-endpoint rdzv-conf | megapar launch --{name} {value} | belongs to the launcher
 encoder-num-layers decoder-num-layers | --num-layers {value} |

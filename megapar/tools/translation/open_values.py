@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-_BEGIN, _END = "\ue000", "\ue001"  # private use: in no script
-_MARK = re.compile(f"{_BEGIN}([^{_END}]*){_END}")
+BEGIN, END = "\ue000", "\ue001"  # private use: in no script
+_MARK = re.compile(f"{BEGIN}([^{END}]*){END}")
 
 
 def mark(said: str) -> str:
     """The mark of what a script calls ``said``, such as $1 or `date`."""
-    return f"{_BEGIN}{said}{_END}"
+    return f"{BEGIN}{said}{END}"
 
 
 def is_open(word: str) -> bool:
     """The word holds a mark."""
-    return _BEGIN in word
+    return BEGIN in word
 
 
 def said(word: str) -> str:

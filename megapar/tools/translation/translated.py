@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.read import Spelling, normal, spellings
 from megapar.config.values import FALSE, TRUE, BadValue, convert
 from megapar.tools.translation import open_values
-from megapar.tools.translation.decided import DECIDED
+from megapar.tools.translation.decided import DECIDED, DECIDING
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import Line
 from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN
@@ -29,13 +30,17 @@ from megapar.tools.translation.verdict import (
 
 LAUNCH = "megapar launch "
 _HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that change nothing of a given training
+_PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
 _NOTHING = ("null", "none", "~")
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
 
 @dataclass(frozen=True)
 class Translated:
-    """One argument. ours: what to write here, empty where nothing has to be. default: the script does not say it."""
+    """One argument. ours: what to write here, empty where nothing has to be.
+
+    default: the script does not say it. decides: a value that is left open, and decides what is trained.
+    """
 
     flag: str
     value: str
@@ -43,6 +48,7 @@ class Translated:
     ours: str
     reason: str
     default: bool = False
+    decides: bool = False
 
 
 def translate(
@@ -97,28 +103,28 @@ def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
 
 
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
-    """(flags of the launcher, flags of the trainer), each once."""
+    """(flags of the launcher, flags of the trainer), each once: the last one counts, here as there."""
     launcher: dict[str, None] = {}
     trainer: dict[str, None] = {}
     for item in found:
         if item.ours.startswith(LAUNCH):
             launcher[item.ours.removeprefix(LAUNCH)] = None
         elif item.ours:
+            trainer.pop(item.ours, None)
             trainer[item.ours] = None
     return list(launcher), list(trainer)
 
 
+def left_paths(found: Sequence[Translated]) -> list[str]:
+    """Our flags for files whose places the script leaves open."""
+    keys = [normal(item.flag.lstrip("-")) for item in found if item.verdict == LEFT and not item.decides]
+    flags = [spellings()[key].flag for key in keys if key in spellings()]
+    return [flag.spelling for flag in flags if flag.group in _HARMLESS and flag.type in ("str", "strings")]
+
+
 def changing(found: Sequence[Translated]) -> list[Translated]:
     """What makes the run here another training than the script's."""
-    return [item for item in found if item.verdict in CHANGING or (item.verdict == LEFT and _counts(item))]
-
-
-def _counts(item: Translated) -> bool:
-    """A value that the script leaves open decides what is trained."""
-    if item.default or not open_values.is_open(item.value):
-        return False
-    spelling = spellings().get(normal(item.flag.lstrip("-")))
-    return spelling is not None and spelling.flag.group not in _HARMLESS
+    return [item for item in found if item.verdict in CHANGING or item.decides]
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -151,11 +157,12 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
     if value.lower() in _NOTHING:
         return Translated(written, value, UNNECESSARY, "", "nothing is set")
-    if open_values.is_open(value):
-        reason = f"the script takes it from {', '.join(dict.fromkeys(open_values.names(value)))}"
-        return Translated(written, open_values.said(value), LEFT, "", reason)
     key = normal(name)
     row = _find(key, table)
+    reason = _open(value)
+    if reason and not (row is not None and "@" not in table[row].ours and "{value}" not in table[row].ours):
+        decides = _decides(key, table[row] if row is not None else None)
+        return Translated(written, open_values.said(value), LEFT, "", reason, decides=decides)
     if row is not None:
         return Translated(written, value, *_decided(table[row], value, given, key))
     found = spellings().get(key) or spellings().get(key.rpartition(".")[2])
@@ -166,11 +173,27 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
     return Translated(written, value, UNKNOWN, "", f"in no table{hint}")
 
 
+def _open(value: str) -> str:
+    """Why a value is not to be had from the script; empty where it is."""
+    if open_values.is_open(value):
+        return f"the script takes it from {', '.join(dict.fromkeys(open_values.names(value)))}"
+    return "the script has no more than a placeholder" if _PLACEHOLDER.search(value) else ""
+
+
+def _decides(key: str, row: Foreign | None) -> bool:
+    """Whether an argument's value decides what is trained: not where files lie, nor where ranks start."""
+    if row is not None and row.ours.startswith("@"):
+        return row.ours[1:] in DECIDING
+    name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
+    spelling = spellings().get(normal(name.lstrip("-")))
+    return spelling is not None and spelling.flag.group not in _HARMLESS
+
+
 def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
     """(verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
         verdict, ours, reason = DECIDED[row.ours[1:]](value, given)
-        return verdict, ours, reason or row.reason
+        return verdict, ours.replace("{name}", key), reason or row.reason
     if value.lower() == "false" and "{value}" not in row.ours:
         return UNNECESSARY, "", "it is off"
     if row.verdict == RENAMED and not row.ours:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megapar.tools.translation import open_values
+
 TEXT, PARAMETER, COMMAND, ARITHMETIC = "text", "parameter", "command", "arithmetic"
 _OPERATORS = ("&&", "||", ";;", "|&", "((", "\n", ";", "&", "|", "(", ")")
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<>|<<<|>|<)&?")
@@ -158,12 +160,16 @@ class Lexer:
             self._step()
             kept = escaped if not quoted or escaped in '$`"\\' else "\\" + escaped
             return [Part(TEXT, kept, True)]
+        if open_values.is_open(char):  # a command that is read again
+            whole = open_values.marks(self.text[self.place :])[0]
+            self._step(len(whole))
+            return [Part(TEXT, whole, True)]
         if char == "$":
             return [self._dollar(quoted)]
         if char == "`":
             return [Part(COMMAND, self._until("`"), quoted)]
         end = self.place + 1
-        stops = '"\\$`\x00' if quoted else "'\"\\$`\x00" + _BREAKS
+        stops = open_values.BEGIN + ('"\\$`\x00' if quoted else "'\"\\$`\x00" + _BREAKS)
         while end < len(self.text) and self.text[end] not in stops:
             end += 1
         text = self.text[self.place : end]
