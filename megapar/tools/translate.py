@@ -146,18 +146,14 @@ def _heading(translation: Translation, source: Source | None) -> list[str]:
     if not translation.kind:
         lines.append(f"NOT TRANSLATED: {what} is for {entry.what if entry else 'another architecture'}.")
     elif translation.same:
-        lines.append("The same training, but for random numbers (docs/translate.md)." + _missing(translation))
+        lines.append("The same training, but for random numbers (docs/translate.md)")
     else:
         lines += _differences(translation)
-    for text in source.remarks if source else ():
-        lines.append(text)
+    open_ones = [item.flag for item in translation.found if item.verdict == LEFT and not item.decides]
+    lines += [f"Left to you: {' '.join(dict.fromkeys(open_ones))}"] if open_ones and translation.kind else []
+    lines += source.remarks if source else ()
     others = [one for one in source.lines if one is not line] if source else []
     return lines + [f"line {one.at} starts {Path(one.script).name} too: not translated" for one in others]
-
-
-def _missing(translation: Translation) -> str:
-    count = sum(item.verdict == LEFT for item in translation.found)
-    return f" {count} values are left to you." if count else ""
 
 
 def _differences(translation: Translation) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megapar.errors import MegaparError
 from megapar.tools.translation import shell
 from megapar.tools.translation.line import Line, starts, take_apart
 
@@ -30,8 +31,10 @@ _TALK = (
 )
 
 
-class UnreadableError(ValueError):
+class UnreadableError(MegaparError):
     """What was given cannot be translated; the message says where and what to do."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class _Parser:
             raise SyntaxProblem(at, "case has no word")
         self.place += 1
         self.need("in", at)
-        branches = []
+        branches: list[tuple[tuple[Word, ...], Block]] = []
         while True:
             while self.take("\n", ";", ";;"):
                 pass

@@ -51,9 +51,9 @@ class Values:
         for part in word.parts:
             pieces, whole = self._part(part)
             if whole:
-                current = (current or "") + pieces[0]
+                current = (current or "") + (pieces[0] or "")
                 continue
-            if pieces and pieces[0] is not None:
+            if pieces[0] is not None:
                 current = (current or "") + pieces[0]
             for piece in pieces[1:]:
                 if current is not None:
@@ -70,7 +70,7 @@ class Values:
         return "".join(texts)
 
     def _part(self, part: Part) -> tuple[list[str | None], bool]:
-        """(pieces, all in one). An empty first piece of None begins a new word, as a blank at the front does."""
+        """(pieces, all in one). None at an end is a blank there, between this part and the next."""
         value = self._value(part)
         if isinstance(value, str):
             if part.quoted or part.kind == TEXT:
@@ -85,7 +85,7 @@ class Values:
         pieces: list[str | None] = [*_fields(value)]
         if not pieces:
             return [None]
-        return [None, *pieces] if value[0].isspace() else pieces
+        return [*([None] if value[0].isspace() else []), *pieces, *([None] if value[-1].isspace() else [])]
 
     def _value(self, part: Part) -> Value:
         if part.kind == TEXT:

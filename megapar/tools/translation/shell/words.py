@@ -179,11 +179,11 @@ class Lexer:
     def _quoted(self) -> list[Part]:
         at = self.line
         self._step()
-        parts = [Part(TEXT, "", True)]
+        parts: list[Part] = []
         while self.place < len(self.text):
             if self.text[self.place] == '"':
                 self._step()
-                return parts
+                return parts or [Part(TEXT, "", True)]
             parts += self._piece(quoted=True)
         raise SyntaxProblem(at, 'a quotation that begins here has no end (")')
 
