@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The arguments that a framework's files declare, as a table for tests/tools/translation/tables/: facts, no source text.
+"""The arguments that a framework's files declare, as a table for tests/tools/translation/tables: facts, no source.
 
     python scripts/argument_tables.py --repository NVIDIA/Megatron-LM --commit HASH --date YYYY-MM-DD \
         CHECKOUT/megatron/training/arguments.py CHECKOUT/megatron/training/config/*.py > table.tsv
 
 Files are parsed, never imported: calls of ``add_argument``, and the fields of dataclasses that a file turns into
-arguments (``ArgumentGroupFactory(CLASS, exclude=[...])``, or --fields CLASS). Lines are ``name, default, choices, kind``
+arguments (``ArgumentGroupFactory(CLASS, exclude=[...])``, or --fields CLASS). A line is name, default, choices and kind
 with tabs between them; kind is ``value``, ``on`` or ``off`` (a switch, and what giving it does) or ``both`` (--x and
 --no-x). The default of a switch is how things stand without it. A default that is no constant is ``?``.
 """
@@ -150,7 +150,7 @@ def _turned(trees: Iterable[ast.Module]) -> dict[str, set[str]]:
 
 
 def arguments(sources: Sequence[str], fields: Sequence[str] = ()) -> list[Argument]:
-    """Every argument of these files' texts, by name; of a name that stands twice the first. Bases count as fields too."""
+    """Every argument of these files' texts, by name; of a name that stands twice the first. Fields of bases count."""
     trees = [ast.parse(source) for source in sources]
     found = [
         item
@@ -191,7 +191,9 @@ def main() -> None:
     parser.add_argument("--repository", required=True)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--date", required=True)
-    parser.add_argument("--fields", nargs="*", default=[], metavar="CLASS", help="dataclasses whose fields are arguments")
+    parser.add_argument(
+        "--fields", nargs="*", default=[], metavar="CLASS", help="dataclasses whose fields are arguments"
+    )
     asked = parser.parse_args()
     found = arguments([path.read_text(encoding="utf-8") for path in asked.files], asked.fields)
     read = f"extracted by scripts/argument_tables.py from {', '.join(path.name for path in asked.files)}"

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "argument_tables.py"
 
-PARSER = '''
+PARSER = """
 import argparse
 KINDS = []
 def add(parser):
@@ -27,7 +27,7 @@ def add(parser):
     group.add_argument("word")
     exclude = ["hook"]
     ArgumentGroupFactory(Settings, exclude=exclude).build_group(parser)
-'''
+"""
 FIELDS = '''
 @dataclass
 class Base:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from megapar.config.read import spellings
 from megapar.core.schedule import BatchSize
+from megapar.tools.translation import megatron_values
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -543,6 +544,7 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "listed": _listed,
     "loading": _loading,
     "node_rank": _node_rank,
+    **megatron_values.DECIDED,
 }
 # Those whose argument decides what is trained, so that a value that a script leaves open does as well.
 DECIDING = frozenset(DECIDED) - {
@@ -563,4 +565,5 @@ DECIDING = frozenset(DECIDED) - {
     "noop",
     "cut",
     "algorithm",
+    *megatron_values.HARMLESS,
 }

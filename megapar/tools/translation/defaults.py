@@ -39,4 +39,7 @@ split train-data-path valid-data-path test-data-path data-args-path mock-data | 
 eval-iters | @usual_eval_iters |
 eval-interval | @usual_eval_interval |
 log-interval | --log-interval 100 |
+lr | | the framework has no default either
+num-attention-heads | | the framework has no default either
+no-bias-gelu-fusion disable-bias-linear no-add-bias-linear swiglu activation squared-relu quick-geglu | @gelu |
 """)
