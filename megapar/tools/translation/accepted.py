@@ -54,7 +54,7 @@ def _ranks(launcher: Sequence[str]) -> int | None:
 
 def _least(kind: str, words: Sequence[str]) -> int:
     values = resolved_values(kind, words, {})
-    sizes = [values.get(name) for name in ("mp_degree", "pp_degree", "cp_degree")]
+    sizes = [values.get(name) for name in ("mp_degree", "pp_degree", "cp_degree", "sharding_degree")]
     product = 1
     for size in sizes:
         product *= size if isinstance(size, int) and size > 0 else 1

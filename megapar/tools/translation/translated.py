@@ -12,7 +12,7 @@ from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.read import Spelling, normal, spellings
 from megapar.config.values import FALSE, TRUE, BadValue, convert
 from megapar.tools.translation import open_values
-from megapar.tools.translation.decided import DECIDED, DECIDING
+from megapar.tools.translation.functions import DECIDING, FUNCTIONS
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import Line
 from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN
@@ -61,10 +61,15 @@ def translate(
     pairs = _pairs(arguments)
     starting = [(tool, *pair) for tool in dict.fromkeys(tool for tool, _ in launcher) for pair in _of(tool, launcher)]
     given = {normal(name): value for _, name, value in starting} | {normal(name): value for name, value in pairs}
-    given = {name: value for name, value in given.items() if value.lower() not in _NOTHING}
+    given = _named({name: value for name, value in given.items() if value.lower() not in _NOTHING})
     framework = framework or detect([name for name, _ in pairs])
     items = [_one(name, value, given, LAUNCHERS[tool]) for tool, name, value in starting]
     return items + [_one(name, value, given, FOREIGN[framework]) for name, value in pairs]
+
+
+def _named(given: Mapping[str, str]) -> dict[str, str]:
+    """Also by the last parts of nested names, where no whole name is the same."""
+    return {**{name.rpartition(".")[2]: value for name, value in given.items()}, **given}
 
 
 def _of(tool: str, launcher: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -91,8 +96,8 @@ def detect(names: Sequence[str]) -> str:
 
 def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
     """What the framework means where the script says nothing, and trainers here mean something else."""
-    given = {normal(item.flag.lstrip("-")): item.value for item in found if item.verdict != LEFT}
-    said = {normal(item.flag.lstrip("-")) for item in found}
+    given = _named({normal(item.flag.lstrip("-")): item.value for item in found if item.verdict != LEFT})
+    said = set(_named({normal(item.flag.lstrip("-")): item.value for item in found}))
     items = []
     for names, row in DEFAULTS[framework].items():
         if said.isdisjoint(names.split()):
@@ -192,7 +197,7 @@ def _decides(key: str, row: Foreign | None) -> bool:
 def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
     """(verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
-        verdict, ours, reason = DECIDED[row.ours[1:]](value, given)
+        verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
         return verdict, ours.replace("{name}", key), reason or row.reason
     if value.lower() == "false" and "{value}" not in row.ours:
         return UNNECESSARY, "", "it is off"

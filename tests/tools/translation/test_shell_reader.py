@@ -23,12 +23,12 @@ def said(text: str, *positional: str) -> list[list[str]]:
 HELD = {
     "words": "run a 'b c' \"d e\" f\\ g",
     "continued": "run a \\\n  b \\\n  c",
-    "variable": "A=1; B=\"$A 2\"; run $B \"$B\" ${A}x '$A'",
+    "variable": 'A=1; B="$A 2"; run $B "$B" ${A}x \'$A\'',
     "array": 'A=(--x 1 # why\n "--y 2"\n)\nA+=(z)\nrun ${A[@]} end\nrun "${A[@]}" ${#A[@]} ${A[1]}',
     "array of nothing": 'A=()\nrun a ${A[@]} "${A[@]}" b',
     "appended text": "A=a; A+=b; run $A",
     "blanks within": 'A=" --x 1  --y "; run $A; run "$A" ${A}z',
-    "default": "A=${A:-one}; B=${B-two}; C=; run $A $B ${C:-three} \"${C-four}\" ${A:+five}",
+    "default": 'A=${A:-one}; B=${B-two}; C=; run $A $B ${C:-three} "${C-four}" ${A:+five}',
     "nested default": 'A=x; run ${B:-${A}-y} "${C:-"q r"}"',
     "arithmetic": "N=8; M=$((N * 4 / 3)); run $M $(( (N + 1) % 4 )) $((-7 / 2)) $((2 ** 10))",
     "trimmed": "F=dir/model.tar.gz; run ${F##*/} ${F%.gz} ${F%%.*} ${F#*/}",
@@ -48,7 +48,7 @@ HELD = {
     "continued comment": "run a \\\n  # b\nrun c",
     "group": "{ run a; run b; }; ( run c )",
     "string over lines": 'A="\n  --x 1 \\\n  --y 2\n"\nrun $A',
-    "quotes in a string": 'A=("--split \'99,1,0\'"); run ${A[@]}',
+    "quotes in a string": "A=(\"--split '99,1,0'\"); run ${A[@]}",
     "unset": "A=1; unset A; run ${A:-gone}",
 }
 
