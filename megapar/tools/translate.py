@@ -129,7 +129,7 @@ def describe(translation: Translation, source: Source | None = None) -> str:
         rows = [item for item in translation.found if item.verdict == verdict and not item.default]
         lines += ["", f"{verdict} ({len(rows)})", *map(_row, rows)] if rows else []
     added = [item for item in translation.found if item.default]
-    lines += ["", f"not said by the script ({len(added)})", *map(_row, added)] if added else []
+    lines += ["", f"not said by the script ({len(added)})", *map(_added, added)] if added else []
     answer = translation.answer
     if answer is not None and answer.complaints:
         lines += ["", f"refused here ({len(answer.complaints)})", *(f"  {one}" for one in answer.complaints)]
@@ -183,3 +183,8 @@ def _row(item: Translated) -> str:
     said = f"{item.flag} {item.value}".strip()
     arrow = f" -> {item.ours}" if item.ours and item.ours != said else ""
     return f"  {said}{arrow}" + (f": {item.reason}" if item.reason else "")
+
+
+def _added(item: Translated) -> str:
+    said = item.ours or f"{item.verdict}: {item.flag}"
+    return f"  {said}" + (f": {item.reason}" if item.reason else "")

@@ -146,7 +146,7 @@ VALUES = [
         "--moe-expert-capacity-factor 1.5",
         "--moe-expert-capacity-factor",
         OTHER,
-        "--moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 0",
+        "--moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 1",
     ),
     ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay .1", "--end-weight-decay", OTHER, ""),
     (

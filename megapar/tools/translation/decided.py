@@ -183,7 +183,7 @@ def _capacity(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-model-type" in given:  # MindSpeed's own gates
         return SAME if value else LEFT, f"--moe-capacity-factor {value}", ""
     reason = "what is kept weighs by all chosen experts there, and by the kept ones here"
-    return OTHER, f"--moe-model-type deepspeed_moe --moe-capacity-factor {value} --moe-min-capacity 0", reason
+    return OTHER, f"--moe-model-type deepspeed_moe --moe-capacity-factor {value} --moe-min-capacity 1", reason
 
 
 def _drops(value: str, given: Mapping[str, str]) -> Decided:
