@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ __all__ = ["Translated", "Translation", "equivalent", "main", "meant", "translat
 SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 another training or one that is refused."
 _USAGE = "megapar translate train.sh, megapar translate run.yaml, megapar translate -- torchrun ... pretrain_gpt.py ..."
+_SHELLS = ("bash", "sh")
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -93,7 +95,10 @@ def _source(given: Sequence[str], behind: Sequence[str]) -> Source:
     if not given and not behind:
         raise UnreadableError(f"nothing to translate: {_USAGE}")
     if not given:
-        return Source((take_apart(behind),))
+        words = shlex.split(behind[0]) if len(behind) == 1 and " " in behind[0] else list(behind)
+        if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(".sh"):
+            return read_source(Path(words[1]), {}, words[2:])
+        return Source((take_apart(words),))
     assigned = dict(word.split("=", 1) for word in given[1:] if _ASSIGNED.match(word))
     positional = [word for word in given[1:] if not _ASSIGNED.match(word)]
     return read_source(Path(given[0]), assigned, [*positional, *behind])
@@ -167,7 +172,8 @@ def _differences(translation: Translation) -> list[str]:
     answer = translation.answer
     if answer is not None and answer.complaints:
         asked = "as the script has" if answer.said else "the fewest for its layout"
-        lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}): the last section says why")
+        other = f"; {answer.fits} ranks would do" if answer.fits else ""
+        lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}){other}: the last section says why")
     return lines
 
 

@@ -270,6 +270,9 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
     assert "    --save /ckpt \\\n" in said
     assert "    --data-path corpus \\\n" in said
     assert "    --split 969,30,1 \\\n" in said
+    for words in (["bash", str(FOLDER / "arrays.sh"), "/ckpt"], [f"bash {FOLDER / 'arrays.sh'} /ckpt"]):
+        main(["translate", "--", *words])
+        assert "    --save /ckpt \\\n" in capsys.readouterr().out
     main(["translate", str(FOLDER / "strings.sh")])
     said = capsys.readouterr().out
     assert said.startswith("# Megatron-DeepSpeed: pretrain_gpt.py, started by deepspeed in line ")
@@ -333,6 +336,15 @@ def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[st
     config = parse("moe", shlex.split(line), {})
     assert (config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.999, 0.01)
     assert (config.optimizer.lr_decay_style, config.training.dtype) == ("linear", "fp32")
+
+
+def test_other_ranks_are_named_where_the_scripts_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["torchrun", "--nproc_per_node", "4", "pretrain_gpt.py", *PLAIN, "--pipeline-model-parallel-size", "2"]
+    assert main(["translate", "--", *words, "--tensor-model-parallel-size", "4"]) == OTHER_TRAINING
+    said = capsys.readouterr().out
+    assert "# REFUSED here for 4 ranks (as the script has); 8 ranks would do: the last section says why\n" in said
+    assert "\nrefused here (1)\n  [world-size] " in said
+    assert main(["translate", "--", *words, "--tensor-model-parallel-size", "2"]) == SAME_TRAINING
 
 
 @pytest.mark.parametrize("entry", ["pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py"])
