@@ -20,7 +20,7 @@ from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import Answer, ask
 from megapar.tools.translation.line import Line, take_apart
-from megapar.tools.translation.source import Source, UnreadableError, read_source
+from megapar.tools.translation.source import Script, UnreadableError, read_source
 from megapar.tools.translation.table import NAMES, model_of
 from megapar.tools.translation.translated import (
     Translated,
@@ -90,7 +90,7 @@ def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, []
 
 
-def _source(given: Sequence[str], behind: Sequence[str]) -> Source:
+def _source(given: Sequence[str], behind: Sequence[str]) -> Script:
     """The lines to translate. Raises UnreadableError."""
     if not given and not behind:
         raise UnreadableError(f"nothing to translate: {_USAGE}")
@@ -98,13 +98,13 @@ def _source(given: Sequence[str], behind: Sequence[str]) -> Source:
         words = shlex.split(behind[0]) if len(behind) == 1 and " " in behind[0] else list(behind)
         if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(".sh"):
             return read_source(Path(words[1]), {}, words[2:])
-        return Source((take_apart(words),))
+        return Script((take_apart(words),))
     assigned = dict(word.split("=", 1) for word in given[1:] if _ASSIGNED.match(word))
     positional = [word for word in given[1:] if not _ASSIGNED.match(word)]
     return read_source(Path(given[0]), assigned, [*positional, *behind])
 
 
-def _chosen(source: Source) -> Line:
+def _chosen(source: Script) -> Line:
     """The first line that starts pre-training; the first one where none does."""
     return next((line for line in source.lines if line.entry is not None and line.entry.model), source.lines[0])
 
@@ -125,7 +125,7 @@ def _kind(line: Line, framework: str, found: Sequence[Translated]) -> str:
     return model_of(framework, {normal(item.flag.lstrip("-")): item.value for item in found})
 
 
-def describe(translation: Translation, source: Source | None = None) -> str:
+def describe(translation: Translation, source: Script | None = None) -> str:
     """What is translated, what it changes, the command, then every argument by verdict."""
     lines = [f"# {text}" for text in _heading(translation, source)]
     if translation.kind:
@@ -143,7 +143,7 @@ def describe(translation: Translation, source: Source | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(translation: Translation, source: Source | None) -> list[str]:
+def _heading(translation: Translation, source: Script | None) -> list[str]:
     line, entry = translation.line, translation.line.entry
     by = f", started by {' and '.join(line.starters)}" if line.starters else ""
     what = f"{Path(open_values.said(line.script)).name}" if line.script else "arguments"
