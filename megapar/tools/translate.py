@@ -44,7 +44,10 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Translation:
-    """A line with all that becomes of it. kind: our trainer's; empty where none is for the script."""
+    """A line with all that becomes of it. kind: our trainer's; empty where none is for the script.
+
+    answer: the rules' one; None where sizes are left open, of which rules would speak as of the defaults here.
+    """
 
     line: Line
     framework: str
@@ -115,7 +118,8 @@ def translate_line(line: Line) -> Translation:
     found = translate(line.arguments, framework, line.launcher)
     kind = _kind(line, framework, found)
     found += meant(found, framework)
-    answer = ask(kind, *equivalent(found), left_paths(found)) if kind else None
+    complete = not any(item.verdict == LEFT and (item.default or item.decides) for item in found)
+    answer = ask(kind, *equivalent(found), left_paths(found)) if kind and complete else None
     return Translation(line, framework, kind, tuple(found), answer)
 
 
@@ -156,6 +160,8 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
         lines += _differences(translation)
     open_ones = [item.flag for item in translation.found if item.verdict == LEFT and not item.decides]
     lines += [f"Left to you: {' '.join(dict.fromkeys(open_ones))}"] if open_ones and translation.kind else []
+    if translation.kind and translation.answer is None:
+        lines.append("The rules of the trainers were not asked, since sizes are left to you")
     lines += source.remarks if source else ()
     others = [one for one in source.lines if one is not line] if source else []
     return lines + [f"line {one.at} starts {Path(one.script).name} too: not translated" for one in others]

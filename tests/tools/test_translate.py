@@ -282,6 +282,22 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
     assert "refused here" not in said
 
 
+def test_a_slurm_script_says_its_nodes(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=4 --ntasks-per-node=1\n#SBATCH --gpus-per-node 8\n"
+        "srun --ntasks-per-node 1 torchrun --nproc_per_node $SLURM_GPUS_PER_NODE --nnodes $SLURM_NNODES "
+        "--rdzv_endpoint $HEAD:29500 pretrain_gpt.py --num-layers 4\n",
+        encoding="utf-8",
+    )
+    for assigned, nodes in (({}, "4"), ({"SLURM_NNODES": "2"}, "2")):
+        (line,) = read_source(script, assigned, ()).lines
+        assert line.starters == ("srun", "torchrun")
+        items = translate(line.arguments, "megatron", line.launcher)
+        assert equivalent(items)[0] == ["--nproc-per-node 8", f"--nnodes {nodes}"]
+        assert {item.flag: item for item in items}["--rdzv_endpoint"].verdict == LEFT
+
+
 @pytest.mark.parametrize("name", ["arrays.sh", "strings.sh"])
 def test_nothing_is_pasted_that_has_to_be_filled_in(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["translate", str(FOLDER / name)])
@@ -336,6 +352,24 @@ def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[st
     config = parse("moe", shlex.split(line), {})
     assert (config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.999, 0.01)
     assert (config.optimizer.lr_decay_style, config.training.dtype) == ("linear", "fp32")
+
+
+def test_rules_are_not_asked_of_a_part_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--", "--tensor-model-parallel-size", "8", "--swiglu"]) == SAME_TRAINING
+    said = capsys.readouterr().out
+    assert "# The rules of the trainers were not asked, since sizes are left to you\n" in said
+    assert "--hidden-size" in said.partition("\n\n")[0]
+    assert "refused here" not in said
+
+
+def test_no_heavy_module_is_imported() -> None:
+    code = (
+        "import sys; from megapar.tools.main import main; main(sys.argv[1:]); "
+        "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "translate", str(FOLDER / "arrays.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_other_ranks_are_named_where_the_scripts_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:

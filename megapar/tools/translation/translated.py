@@ -104,15 +104,16 @@ def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
 
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
     """(flags of the launcher, flags of the trainer), each once: the last one counts, here as there."""
-    launcher: dict[str, None] = {}
+    launcher: dict[str, str] = {}
     trainer: dict[str, None] = {}
     for item in found:
         if item.ours.startswith(LAUNCH):
-            launcher[item.ours.removeprefix(LAUNCH)] = None
+            flag = item.ours.removeprefix(LAUNCH)
+            launcher[flag.split()[0]] = flag  # torchrun's own count stands behind srun's
         elif item.ours:
             trainer.pop(item.ours, None)
             trainer[item.ours] = None
-    return list(launcher), list(trainer)
+    return list(launcher.values()), list(trainer)
 
 
 def left_paths(found: Sequence[Translated]) -> list[str]:
