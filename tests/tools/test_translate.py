@@ -17,7 +17,7 @@ from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Tran
 from megapar.tools.translation.accepted import ask
 from megapar.tools.translation.line import take_apart
 from megapar.tools.translation.source import read_source
-from megapar.tools.translation.translated import equivalent, meant, translate
+from megapar.tools.translation.translated import equivalent, framework_of, meant, translate
 from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, UNKNOWN, VERDICTS
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -251,6 +251,22 @@ def test_what_starts_the_ranks_is_known(line: str, launcher: str, script: str) -
     items = translate(apart.arguments, "megatron", apart.launcher)
     assert " ".join(equivalent(items)[0]) == launcher
     assert not [item for item in items if item.verdict == UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    ("line", "framework"),
+    [
+        ("pretrain_gpt.py --num-layers 4 --swiglu", "megatron"),
+        ("pretrain_gpt.py --num-layers 4 --use-fused-rotary-pos-emb", "mindspeed"),
+        ("pretrain_gpt.py --num-layers 4 --deepspeed --zero-stage 1", "deepspeed"),
+        ("deepspeed pretrain_gpt.py --num-layers 4", "deepspeed"),
+        ("python -m paddle.distributed.launch train.py --bf16 1", "paddle"),
+        ("torchrun run_pretrain.py --bf16 1", "paddle"),
+        ("posttrain_gpt.py --num-layers 4", "mindspeed"),
+    ],
+)
+def test_the_framework_is_recognised(line: str, framework: str) -> None:
+    assert framework_of(take_apart(line.split())) == framework
 
 
 def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -> None:
