@@ -109,15 +109,16 @@ def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
 
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
     """(flags of the launcher, flags of the trainer), each once: the last one counts, here as there."""
-    launcher: dict[str, None] = {}
+    launcher: dict[str, str] = {}
     trainer: dict[str, None] = {}
     for item in found:
         if item.ours.startswith(LAUNCH):
-            launcher[item.ours.removeprefix(LAUNCH)] = None
+            flag = item.ours.removeprefix(LAUNCH)
+            launcher[flag.split()[0]] = flag  # torchrun's own count stands behind srun's
         elif item.ours:
             trainer.pop(item.ours, None)
             trainer[item.ours] = None
-    return list(launcher), list(trainer)
+    return list(launcher.values()), list(trainer)
 
 
 def left_paths(found: Sequence[Translated]) -> list[str]:
@@ -169,7 +170,9 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
         decides = _decides(key, table[row] if row is not None else None)
         return Translated(written, open_values.said(value), LEFT, "", reason, decides=decides)
     if row is not None:
-        return Translated(written, value, *_decided(table[row], value, given, key))
+        verdict, ours, why = _decided(table[row], value, given, key)
+        decides = verdict == LEFT and table[row].ours[1:] in DECIDING
+        return Translated(written, value, verdict, ours, why, decides=decides)
     found = spellings().get(key) or spellings().get(key.rpartition(".")[2])
     if found is not None:
         return _known(written, value, found)
