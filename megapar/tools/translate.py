@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import Answer, ask
 from megapar.tools.translation.line import Line, take_apart
-from megapar.tools.translation.source import Source, UnreadableError, read_source
+from megapar.tools.translation.source import Script, UnreadableError, read_source
 from megapar.tools.translation.table import NAMES, model_of
 from megapar.tools.translation.translated import (
     Translated,
@@ -37,6 +38,7 @@ __all__ = ["Translated", "Translation", "equivalent", "main", "meant", "translat
 SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 another training or one that is refused."
 _USAGE = "megapar translate train.sh, megapar translate run.yaml, megapar translate -- torchrun ... pretrain_gpt.py ..."
+_SHELLS = ("bash", "sh")
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -88,18 +90,21 @@ def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, []
 
 
-def _source(given: Sequence[str], behind: Sequence[str]) -> Source:
+def _source(given: Sequence[str], behind: Sequence[str]) -> Script:
     """The lines to translate. Raises UnreadableError."""
     if not given and not behind:
         raise UnreadableError(f"nothing to translate: {_USAGE}")
     if not given:
-        return Source((take_apart(behind),))
+        words = shlex.split(behind[0]) if len(behind) == 1 and " " in behind[0] else list(behind)
+        if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(".sh"):
+            return read_source(Path(words[1]), {}, words[2:])
+        return Script((take_apart(words),))
     assigned = dict(word.split("=", 1) for word in given[1:] if _ASSIGNED.match(word))
     positional = [word for word in given[1:] if not _ASSIGNED.match(word)]
     return read_source(Path(given[0]), assigned, [*positional, *behind])
 
 
-def _chosen(source: Source) -> Line:
+def _chosen(source: Script) -> Line:
     """The first line that starts pre-training; the first one where none does."""
     return next((line for line in source.lines if line.entry is not None and line.entry.model), source.lines[0])
 
@@ -120,7 +125,7 @@ def _kind(line: Line, framework: str, found: Sequence[Translated]) -> str:
     return model_of(framework, {normal(item.flag.lstrip("-")): item.value for item in found})
 
 
-def describe(translation: Translation, source: Source | None = None) -> str:
+def describe(translation: Translation, source: Script | None = None) -> str:
     """What is translated, what it changes, the command, then every argument by verdict."""
     lines = [f"# {text}" for text in _heading(translation, source)]
     if translation.kind:
@@ -129,7 +134,7 @@ def describe(translation: Translation, source: Source | None = None) -> str:
         rows = [item for item in translation.found if item.verdict == verdict and not item.default]
         lines += ["", f"{verdict} ({len(rows)})", *map(_row, rows)] if rows else []
     added = [item for item in translation.found if item.default]
-    lines += ["", f"not said by the script ({len(added)})", *map(_row, added)] if added else []
+    lines += ["", f"not said by the script ({len(added)})", *map(_added, added)] if added else []
     answer = translation.answer
     if answer is not None and answer.complaints:
         lines += ["", f"refused here ({len(answer.complaints)})", *(f"  {one}" for one in answer.complaints)]
@@ -138,7 +143,7 @@ def describe(translation: Translation, source: Source | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(translation: Translation, source: Source | None) -> list[str]:
+def _heading(translation: Translation, source: Script | None) -> list[str]:
     line, entry = translation.line, translation.line.entry
     by = f", started by {' and '.join(line.starters)}" if line.starters else ""
     what = f"{Path(open_values.said(line.script)).name}" if line.script else "arguments"
@@ -167,7 +172,8 @@ def _differences(translation: Translation) -> list[str]:
     answer = translation.answer
     if answer is not None and answer.complaints:
         asked = "as the script has" if answer.said else "the fewest for its layout"
-        lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}): the last section says why")
+        other = f"; {answer.fits} ranks would do" if answer.fits else ""
+        lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}){other}: the last section says why")
     return lines
 
 
@@ -183,3 +189,8 @@ def _row(item: Translated) -> str:
     said = f"{item.flag} {item.value}".strip()
     arrow = f" -> {item.ours}" if item.ours and item.ours != said else ""
     return f"  {said}{arrow}" + (f": {item.reason}" if item.reason else "")
+
+
+def _added(item: Translated) -> str:
+    said = item.ours or f"{item.verdict}: {item.flag}"
+    return f"  {said}" + (f": {item.reason}" if item.reason else "")

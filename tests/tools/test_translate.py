@@ -14,17 +14,19 @@ import pytest
 from megapar.arguments import parse
 from megapar.tools.main import main
 from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, translate_line
+from megapar.tools.translation.accepted import ask
 from megapar.tools.translation.line import take_apart
+from megapar.tools.translation.source import read_source
 from megapar.tools.translation.translated import equivalent, meant, translate
 from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, UNKNOWN, VERDICTS
 
 FOLDER = Path(__file__).parent / "scripts"
 SCRIPTS = sorted(FOLDER.glob("*.txt"))
 # The least that Megatron-LM needs, of a run that means the same here.
-PLAIN = [
-    *("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1").split(),
-    *("--train-iters 10 --lr 1e-3 --global-batch-size 4").split(),
-]
+PLAIN = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--train-iters 10 --lr 1e-3 --global-batch-size 4"
+)
 
 
 def arguments(name: str) -> list[str]:
@@ -76,9 +78,9 @@ def test_what_is_supported_throughout_is_accepted_here(name: str, ranks: int) ->
     items = translate(arguments(name))
     launcher, trainer = equivalent([*items, *meant(items, "megatron")])
     assert any(flag.startswith("--nproc-per-node") for flag in launcher)
-    line = [word for flags in trainer for word in shlex.split(flags) if word != "--load"]
-    config = parse("moe", [*line, "--validate-only", "--world-size", str(ranks)], {})
-    assert config.grid.world_size == ranks
+    answer = ask("moe", [f"--nproc-per-node {ranks}"], trainer)
+    assert (answer.ranks, answer.complaints) == (ranks, ())
+    assert {one.rule for one in answer.files} <= {"file-missing", "checkpoint-missing"}
 
 
 def test_meaning_is_kept() -> None:
@@ -115,7 +117,9 @@ VALUES = [
     ("--moe-router-pre-softmax --moe-router-topk 1", "--moe-router-pre-softmax", "implied", ""),
     ("--moe-router-dtype fp64", "--moe-router-dtype", OTHER, ""),
     ("--moe-router-dtype fp32", "--moe-router-dtype", "implied", ""),
-    ("--lr-decay-style inverse-square-root", "--lr-decay-style", OTHER, ""),
+    ("--lr-decay-style tanh", "--lr-decay-style", OTHER, ""),
+    ("--lr-decay-style WSD --lr-wsd-decay-style cosine", "--lr-wsd-decay-style", "same", "--lr-wsd-decay-style cosine"),
+    ("--lr-wsd-decay-style cosine", "--lr-wsd-decay-style", "unnecessary", ""),
     ("--lr-decay-style WSD", "--lr-decay-style", "renamed", "--lr-decay-style wsd"),
     ("--lr-decay-style linear", "--lr-decay-style", "same", "--lr-decay-style linear"),
     ("--bf16 --initial-loss-scale 4096", "--initial-loss-scale", "unnecessary", ""),
@@ -131,14 +135,35 @@ VALUES = [
     ("--first-k-dense-replace 3", "--first-k-dense-replace", "renamed", "--first-k-dense 3"),
     ("--moe-layer-freq [0,1,0,1]", "--moe-layer-freq", ANOTHER, ""),
     ("--moe-loss-coeff 0.01", "--moe-loss-coeff", "same", "--moe-aux-loss-coeff 0.01"),
-    ("--moe-expert-capacity-factor 1 --moe-token-drop-policy probs", "--moe-token-drop-policy", OTHER, "--moe-drop-policy probs"),
+    (
+        "--moe-expert-capacity-factor 1 --moe-token-drop-policy probs",
+        "--moe-token-drop-policy",
+        OTHER,
+        "--moe-drop-policy probs",
+    ),
     ("--moe-token-drop-policy probs", "--moe-token-drop-policy", "unnecessary", ""),
+    (
+        "--moe-expert-capacity-factor 1.5",
+        "--moe-expert-capacity-factor",
+        OTHER,
+        "--moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 1",
+    ),
     ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay .1", "--end-weight-decay", OTHER, ""),
-    ("--weight-decay-incr-style constant --start-weight-decay .1", "--start-weight-decay", "renamed", "--weight-decay .1"),
+    (
+        "--weight-decay-incr-style constant --start-weight-decay .1",
+        "--start-weight-decay",
+        "renamed",
+        "--weight-decay .1",
+    ),
     ("--train-samples 1000 --global-batch-size 8", "--train-samples", "renamed", "--train-iters 125"),
     ("--train-samples 1000", "--train-samples", OTHER, ""),
     ("--lr-warmup-samples 80 --global-batch-size 8", "--lr-warmup-samples", "renamed", "--lr-warmup-iters 10"),
-    ("--lr-decay-samples 80 --train-samples 80 --global-batch-size 8", "--lr-decay-samples", "renamed", "--lr-decay-iters 10"),
+    (
+        "--lr-decay-samples 80 --train-samples 80 --global-batch-size 8",
+        "--lr-decay-samples",
+        "renamed",
+        "--lr-decay-iters 10",
+    ),
     ("--rampup-batch-size 8 8 80 --lr-warmup-iters 5", "--rampup-batch-size", OTHER, "--rampup-batch-size 8 8 80"),
     ("--no-load-optim", "--no-load-optim", "unnecessary", ""),
     ("--no-load-optim --load x", "--no-load-optim", "same", "--no-load-optim"),
@@ -176,6 +201,7 @@ def test_defaults_that_differ_are_added() -> None:
         *("--num-experts 0", "--normalization layernorm", "--position-embedding-type learned", "--activation gelu"),
         *("--add-bias-linear", "--attention-dropout 0.1", "--hidden-dropout 0.1", "--adam-beta2 0.999"),
         *("--weight-decay 0.01", "--lr-decay-style linear", "--dtype fp32", "--eval-interval 0", "--log-interval 100"),
+        "--depth-scaled-init",
     }
     assert "--initial-loss-scale" not in more
     assert "--moe-aux-loss-coeff" not in more  # there are no experts
@@ -190,19 +216,29 @@ def test_defaults_that_differ_are_added() -> None:
     assert more["--mtp-loss-scaling-factor"].ours == "--mtp-loss-weight 0.1"
     assert more["--micro-batch-size"].verdict == LEFT
     assert added("--eod-mask-loss")["--calculate-per-token-loss"].verdict == OTHER
-    assert added("--lr-decay-style", "WSD")["--lr-wsd-decay-style"].reason
+    assert added("--lr-decay-style", "WSD")["--lr-wsd-decay-style"].ours == "--lr-wsd-decay-style exponential"
 
 
 @pytest.mark.parametrize(
     ("line", "launcher", "script"),
     [
-        ("torchrun --nproc_per_node 8 --nnodes 2 --master_addr h --master_port 6000 pretrain_gpt.py",
-         "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:6000", "pretrain_gpt.py"),
+        (
+            "torchrun --nproc_per_node 8 --nnodes 2 --master_addr h --master_port 6000 pretrain_gpt.py",
+            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:6000",
+            "pretrain_gpt.py",
+        ),
         ("python -m torch.distributed.launch --nproc_per_node=8 --use-env pretrain_gpt.py", "--nproc-per-node 8", ""),
-        ("python3 -m torch.distributed.run --nproc-per-node 8 --standalone x/pretrain_gpt.py", "--nproc-per-node 8", ""),
+        (
+            "python3 -m torch.distributed.run --nproc-per-node 8 --standalone x/pretrain_gpt.py",
+            "--nproc-per-node 8",
+            "",
+        ),
         ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile h pretrain_gpt.py", "--nproc-per-node 8 --nnodes 2", ""),
-        ("srun -N 4 --gpus-per-node 8 --ntasks-per-node=8 -p fast python -u pretrain_gpt.py",
-         "--nnodes 4 --nproc-per-node 8", ""),
+        (
+            "srun -N 4 --gpus-per-node 8 --ntasks-per-node=8 -p fast python -u pretrain_gpt.py",
+            "--nnodes 4 --nproc-per-node 8",
+            "",
+        ),
         ("A=1 mpirun -np 8 -x PATH python pretrain_gpt.py", "--nproc-per-node 8", ""),
         ("python -m paddle.distributed.launch --gpus 0,1,2,3 run_pretrain.py", "--nproc-per-node 4", "run_pretrain.py"),
         ("pretrain_gpt.py", "", "pretrain_gpt.py"),
@@ -234,6 +270,9 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
     assert "    --save /ckpt \\\n" in said
     assert "    --data-path corpus \\\n" in said
     assert "    --split 969,30,1 \\\n" in said
+    for words in (["bash", str(FOLDER / "arrays.sh"), "/ckpt"], [f"bash {FOLDER / 'arrays.sh'} /ckpt"]):
+        main(["translate", "--", *words])
+        assert "    --save /ckpt \\\n" in capsys.readouterr().out
     main(["translate", str(FOLDER / "strings.sh")])
     said = capsys.readouterr().out
     assert said.startswith("# Megatron-DeepSpeed: pretrain_gpt.py, started by deepspeed in line ")
@@ -266,29 +305,79 @@ def test_all_rows_write_flags_that_exist() -> None:
                 assert not re.fullmatch(r"[A-Z]{2,}", word), (framework, name, row)
 
 
-def test_the_status_says_whether_it_is_the_same_training(capsys: pytest.CaptureFixture[str]) -> None:
-    same = [*PLAIN, "--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--bf16", "--depth-scaled-init"]
-    said: dict[str, str] = {}
+@pytest.mark.parametrize(
+    ("more", "head"),
+    [
+        ("--optimizer muon", "# OTHER NUMBERS: --optimizer\n"),
+        ("--num-experts 4 8", "# ANOTHER MODEL: --num-experts\n"),
+        ("--warp-speed 9", "# UNKNOWN: --warp-speed\n"),
+        (
+            "--num-attention-heads 3",
+            "# REFUSED here for 1 ranks (the fewest for its layout): the last section says why\n",
+        ),
+        ("--kv-channels <size>", "# LEFT TO YOU: --kv-channels\n"),
+    ],
+)
+def test_the_status_says_that_it_is_another_training(more: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--", *PLAIN, *more.split()]) == OTHER_TRAINING
+    said = capsys.readouterr().out
+    assert head in said.partition("\n\n")[0] + "\n"
+    assert main(["translate", "--accept", "--", *PLAIN, *more.split()]) == SAME_TRAINING
 
-    def status(*words: str) -> int:
-        result = main(["translate", *words])
-        said["out"] = capsys.readouterr().out
-        return result
 
-    changed = [item for item in translate_line(take_apart(PLAIN)).found if item.verdict in (OTHER, ANOTHER, UNKNOWN)]
-    assert {item.flag for item in changed} <= {"--depth-scaled-init"}
-    for words, head in (
-        (["--optimizer", "muon"], "# OTHER NUMBERS: --optimizer"),
-        (["--num-experts", "4", "8"], "# ANOTHER MODEL: --num-experts"),
-        (["--warp-speed", "9"], "# UNKNOWN: --warp-speed"),
-        (["--hidden-size", "$H"], "# UNKNOWN: "),
-        (["--num-attention-heads", "3"], "# REFUSED here for 1 ranks"),
-    ):
-        del head if False else None
-        assert status("--", *same, *words) == OTHER_TRAINING
-        assert status("--accept", "--", *same, *words) == SAME_TRAINING
-    assert status("--", *same, "--optimizer", "muon") == OTHER_TRAINING
-    assert "# OTHER NUMBERS: --optimizer" in said["out"]
+def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["translate", "--", *PLAIN, "--timing-log-level", "2", "--data-path", "your data path"]) == SAME_TRAINING
+    )
+    said = capsys.readouterr().out
+    assert "# The same training, but for random numbers" in said
+    assert "# Left to you: --data-path\n" in said
+    line = said[said.index("pretrain_moe.py") + len("pretrain_moe.py") :].partition("\n\n")[0].replace("\\\n", " ")
+    config = parse("moe", shlex.split(line), {})
+    assert (config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.999, 0.01)
+    assert (config.optimizer.lr_decay_style, config.training.dtype) == ("linear", "fp32")
+
+
+def test_other_ranks_are_named_where_the_scripts_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["torchrun", "--nproc_per_node", "4", "pretrain_gpt.py", *PLAIN, "--pipeline-model-parallel-size", "2"]
+    assert main(["translate", "--", *words, "--tensor-model-parallel-size", "4"]) == OTHER_TRAINING
+    said = capsys.readouterr().out
+    assert "# REFUSED here for 4 ranks (as the script has); 8 ranks would do: the last section says why\n" in said
+    assert "\nrefused here (1)\n  [world-size] " in said
+    assert main(["translate", "--", *words, "--tensor-model-parallel-size", "2"]) == SAME_TRAINING
+
+
+@pytest.mark.parametrize("entry", ["pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py"])
+def test_scripts_of_other_models_are_not_translated(entry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--", "torchrun", "--nproc_per_node", "8", entry, *PLAIN]) == OTHER_TRAINING
+    said = capsys.readouterr().out
+    assert f"# NOT TRANSLATED: {entry} is for " in said
+    assert "megapar launch" not in said.partition("renamed")[0]
+
+
+def test_arguments_of_a_file_are_those_of_a_line(tmp_path: Path) -> None:
+    nested = {"model": {"num_layers": 2, "bf16": True, "fp16": False, "load": None}, "data_path": ["1", "a b"]}
+    plain = tmp_path / "run.json"
+    plain.write_text(json.dumps(nested), encoding="utf-8")
+    same = tmp_path / "run.yaml"
+    same.write_text(
+        "model:\n  num_layers: 2\n  bf16: true\n  fp16: False\n  load: null\ndata_path: ['1', a b]\n", encoding="utf-8"
+    )
+    for path in (plain, same):
+        (line,) = read_source(path, {}, ()).lines
+        items = {item.flag: item for item in translate(line.arguments, "megatron")}
+        assert items["--model.num_layers"].ours == "--num-layers 2"
+        assert items["--model.bf16"].ours == "--dtype bf16"
+        assert (items["--model.fp16"].verdict, items["--model.fp16"].ours) == ("unnecessary", "")
+        assert items["--model.load"].verdict == "unnecessary"
+        assert items["--data_path"].ours == "--data-path 1 'a b'"
+
+
+def test_json_has_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["translate", "--json", "--", "--num-layers", "2", "--num-key-value-heads", "4", "--warp-speed", "9"])
+    items = json.loads(capsys.readouterr().out)
+    assert set(items[0]) == {"flag", "value", "verdict", "ours", "reason", "default", "decides"}
+    assert [item["verdict"] for item in items if not item["default"]] == ["same", "renamed", "unknown"]
 
 
 def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path) -> None:
@@ -306,7 +395,18 @@ def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path) -> None:
         ([str(listed)], "has no keys with values"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "megapar.tools.main", "translate", *words], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "megapar.tools.main", "translate", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == NOTHING, words
         assert message in done.stderr
+
+
+def test_trainers_take_the_aliases() -> None:
+    line = ["--num-key-value-heads", "2", "--mock-data", "--moe-train-capacity-factor", "1.5"]
+    config = parse("moe", [*line, "--moe-model-type", "deepspeed_moe"], {})
+    assert config.model.num_query_groups == 2
+    assert config.data.data_path == ("mock",)
+    assert config.moe.moe_capacity_factor == 1.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megapar.arguments import parse, resolved_values
@@ -18,12 +18,16 @@ _LATER = "left-to-you"  # stands for a path while rules are asked
 
 @dataclass(frozen=True)
 class Answer:
-    """ranks: asked for. said: the script says how many. complaints: of rules; files: of paths that are not here."""
+    """ranks: asked for. said: the script says how many. complaints: of rules. files: of paths that are not here.
+
+    fits: a number of ranks that the rules accept, where they refuse the script's.
+    """
 
     ranks: int
     said: bool
     complaints: tuple[Complaint, ...]
     files: tuple[Complaint, ...]
+    fits: int | None = None
 
 
 def ask(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequence[str] = ()) -> Answer:
@@ -34,8 +38,17 @@ def ask(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequen
     words = [word for flags in trainer for word in shlex.split(flags)]
     words += [word for flag in left for word in (flag, _LATER)]
     said = _ranks(launcher)
-    if said is not None:
-        return _ask(kind, words, said, True)
+    if said is None:
+        return _fewest(kind, words)
+    answer = _ask(kind, words, said, True)
+    if answer.complaints:
+        other = _fewest(kind, words)
+        return answer if other.complaints else replace(answer, fits=other.ranks)
+    return answer
+
+
+def _fewest(kind: str, words: Sequence[str]) -> Answer:
+    """The answer for the fewest ranks that are accepted; for those of the layout where none are."""
     ranks = least = _least(kind, words)
     first = answer = _ask(kind, words, ranks, False)
     while answer.complaints and ranks * 2 <= min(_MOST_RANKS, least * 64):

@@ -184,7 +184,7 @@ def _capacity(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-model-type" in given:  # MindSpeed's own gates
         return SAME if value else LEFT, f"--moe-capacity-factor {value}", ""
     reason = "what is kept weighs by all chosen experts there, and by the kept ones here"
-    return OTHER, f"--moe-model-type deepspeed_moe --moe-capacity-factor {value} --moe-min-capacity 0", reason
+    return OTHER, f"--moe-model-type deepspeed_moe --moe-capacity-factor {value} --moe-min-capacity 1", reason
 
 
 def _drops(value: str, given: Mapping[str, str]) -> Decided:
@@ -244,28 +244,24 @@ def _adam(value: str, given: Mapping[str, str]) -> Decided:
 
 def _decay_style(value: str, given: Mapping[str, str]) -> Decided:
     kind = value.lower()
-    if kind in ("constant", "linear", "cosine", "wsd"):
-        return SAME if kind == value else RENAMED, f"--lr-decay-style {kind}", ""
     if kind in _choices("lr-decay-style"):
-        return SAME, f"--lr-decay-style {kind}", ""
-    return OTHER, "", "the learning rate is constant, or falls in a line, a cosine or at the end (wsd)"
+        return SAME if kind == value else RENAMED, f"--lr-decay-style {kind}", ""
+    return OTHER, "", f"the learning rate's decay is one of {', '.join(_choices('lr-decay-style'))}"
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    """The values of a flag of the trainers; none where there is no such flag."""
-    spelling = spellings().get(name)
-    return tuple(str(choice) for choice in spelling.flag.choices) if spelling is not None else ()
+    """The values of a flag of the trainers."""
+    return tuple(str(choice) for choice in spellings()[name].flag.choices)
 
 
 def _wsd_style(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("lr-decay-style", "").lower() != "wsd":
         return UNNECESSARY, "", "only for --lr-decay-style WSD"
-    kind = {"minus_sqrt": "1-sqrt"}.get(value, value or "exponential")
-    if kind in _choices("lr-wsd-decay-style"):
-        return RENAMED, f"--lr-wsd-decay-style {kind}", "" if value else "exponential, where nothing is said"
-    if kind == "linear":
-        return IMPLIED, "", "the last steps of wsd fall in a line"
-    return OTHER, "", f"the last steps of wsd fall in a line here, by {kind} there"
+    if not value:
+        return RENAMED, "--lr-wsd-decay-style exponential", ""
+    if value in _choices("lr-wsd-decay-style"):
+        return SAME, f"--lr-wsd-decay-style {value}", ""
+    return OTHER, "", f"wsd ends in one of {', '.join(_choices('lr-wsd-decay-style'))}"
 
 
 def _decay_increments(value: str, given: Mapping[str, str]) -> Decided:
@@ -295,12 +291,6 @@ def _fixed_scale(value: str, given: Mapping[str, str]) -> Decided:
 
 def _first_loss_scale(value: str, given: Mapping[str, str]) -> Decided:
     return _loss_scale("4294967296", given)
-
-
-def _depth(value: str, given: Mapping[str, str]) -> Decided:
-    if "depth-scaled-init" in spellings():
-        return RENAMED, "--depth-scaled-init", ""
-    return OTHER, "", "output projections are drawn with std / sqrt(2 layers) there"
 
 
 def _dense(given: Mapping[str, str]) -> bool:
@@ -530,7 +520,6 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "loss_scale": _loss_scale,
     "fixed_scale": _fixed_scale,
     "first_loss_scale": _first_loss_scale,
-    "depth": _depth,
     "no_balance": _no_balance,
     "per_layer": _per_layer,
     "mtp_weight": _mtp_weight,

@@ -18,7 +18,7 @@ swiglu activation squared-relu quick-geglu fused-swiglu geglu | --activation gel
 add-bias-linear disable-bias-linear no-add-bias-linear | --add-bias-linear |
 attention-dropout | --attention-dropout 0.1 |
 hidden-dropout | --hidden-dropout 0.1 |
-depth-scaled-init no-depth-scaled-init | @depth | output projections are drawn with std / sqrt(2 layers)
+depth-scaled-init no-depth-scaled-init | --depth-scaled-init | output projections are drawn with std / sqrt(2 layers)
 moe-aux-loss-coeff moe-loss-coeff | @no_balance | no balance loss without its coefficient
 moe-router-load-balancing-type | @per_layer |
 mtp-loss-scaling-factor | @mtp_weight |

@@ -38,14 +38,14 @@ class UnreadableError(MegaparError):
 
 
 @dataclass(frozen=True)
-class Source:
+class Script:
     """lines: what starts ranks, in order. remarks: what was taken for granted."""
 
     lines: tuple[Line, ...]
     remarks: tuple[str, ...] = ()
 
 
-def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[str]) -> Source:
+def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[str]) -> Script:
     """The lines of a file. Raises UnreadableError.
 
     assigned: variables of a shell script from outside. positional: its $1, $2, ...
@@ -55,7 +55,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableError(f"{path} cannot be read: {error}") from None
     if path.suffix in (*YAML, *JSON):
-        return Source((Line(tuple(_words(_mapping(path, text)))),))
+        return Script((Line(tuple(_words(_mapping(path, text)))),))
     try:
         found = shell.read(text, assigned, positional)
     except (shell.SyntaxProblem, RecursionError) as error:
@@ -67,7 +67,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     if not started:
         reason = f"line {lines[0].at} names no script to start" if lines else "nothing in it starts a training script"
         raise UnreadableError(f"{path}: {reason}.{_called(found.commands)}")
-    return Source(tuple(started), found.remarks)
+    return Script(tuple(started), found.remarks)
 
 
 def _called(commands: Sequence[tuple[int, tuple[str, ...]]]) -> str:

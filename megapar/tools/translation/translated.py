@@ -164,7 +164,9 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
         decides = _decides(key, table[row] if row is not None else None)
         return Translated(written, open_values.said(value), LEFT, "", reason, decides=decides)
     if row is not None:
-        return Translated(written, value, *_decided(table[row], value, given, key))
+        verdict, ours, why = _decided(table[row], value, given, key)
+        decides = verdict == LEFT and table[row].ours[1:] in DECIDING
+        return Translated(written, value, verdict, ours, why, decides=decides)
     found = spellings().get(key) or spellings().get(key.rpartition(".")[2])
     if found is not None:
         return _known(written, value, found)

@@ -4,7 +4,7 @@ Standard library only, as all that answers before a run starts: parsers of bash 
 of them says what a word comes to.
 """
 
-from megapar.tools.translation.shell.run import Found, read
+from megapar.tools.translation.shell.run import Commands, read
 from megapar.tools.translation.shell.words import SyntaxProblem
 
-__all__ = ["Found", "SyntaxProblem", "read"]
+__all__ = ["Commands", "SyntaxProblem", "read"]

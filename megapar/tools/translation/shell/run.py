@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from megapar.tools.translation import open_values
-from megapar.tools.translation.shell.tests import holds
+from megapar.tools.translation.shell.conditions import holds
 from megapar.tools.translation.shell.tree import (
     Block,
     Case,
     Command,
+    Condition,
     Function,
-    Group,
+    Grouped,
     If,
     Joined,
     Loop,
     Simple,
-    Test,
     parse,
 )
 from megapar.tools.translation.shell.values import Value, Values
@@ -32,21 +32,21 @@ _SHELLS = ("bash", "sh", "zsh")
 
 
 @dataclass(frozen=True)
-class Found:
+class Commands:
     """commands: (line, words) in order. remarks: what was taken for granted, with lines."""
 
     commands: tuple[tuple[int, tuple[str, ...]], ...]
     remarks: tuple[str, ...]
 
 
-def read(text: str, assigned: Mapping[str, str], positional: Sequence[str]) -> Found:
+def read(text: str, assigned: Mapping[str, str], positional: Sequence[str]) -> Commands:
     """The commands of a script with their words as far as it holds them; marks (``open_values``) for the rest.
 
     assigned: variables from outside. positional: $1, $2, ... Raises SyntaxProblem.
     """
     reader = _Reader(Values(assigned, positional), frozenset(assigned))
     reader.block(parse(text))
-    return Found(tuple(reader.commands), tuple(dict.fromkeys(reader.remarks)))
+    return Commands(tuple(reader.commands), tuple(dict.fromkeys(reader.remarks)))
 
 
 class _Reader:
@@ -71,7 +71,7 @@ class _Reader:
         """One command's outcome."""
         if isinstance(command, Simple):
             return self._simple(command)
-        if isinstance(command, Test):
+        if isinstance(command, Condition):
             return self._test(command)
         if isinstance(command, Joined):
             return self._joined(command)
@@ -84,7 +84,7 @@ class _Reader:
         if isinstance(command, Function):
             self.functions[command.name] = command.body
             return True
-        assert isinstance(command, Group)
+        assert isinstance(command, Grouped)
         return self.block(command.body)
 
     def _joined(self, joined: Joined) -> bool | None:
@@ -134,7 +134,7 @@ class _Reader:
                 return self.block(body)
         return True
 
-    def _test(self, test: Test) -> bool | None:
+    def _test(self, test: Condition) -> bool | None:
         if test.arithmetic:
             text = "".join(self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens)
             value = self.values.arithmetic(text)

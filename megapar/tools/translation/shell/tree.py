@@ -16,7 +16,7 @@ class Simple:
 
 
 @dataclass(frozen=True)
-class Test:
+class Condition:
     """``[[ ... ]]`` and ``(( ... ))``: what stands in them."""
 
     tokens: tuple[Token, ...]
@@ -70,13 +70,13 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Group:
+class Grouped:
     """``{ ... }`` or ``( ... )``."""
 
     body: Block
 
 
-Command = Simple | Test | Joined | If | Loop | Case | Function | Group
+Command = Simple | Condition | Joined | If | Loop | Case | Function | Grouped
 Block = tuple[Command, ...]
 
 
@@ -160,11 +160,11 @@ class _Parser:
         if self.take("{"):
             body = self.block(("}",))
             self.need("}", at)
-            return Group(body)
+            return Grouped(body)
         if self.take("("):
             body = self.block((")",))
             self.need(")", at)
-            return Group(body)
+            return Grouped(body)
         if self.take("function"):
             return self._function(at)
         if self._is_function():
@@ -198,10 +198,10 @@ class _Parser:
         found: list[Token] = []
         while self.token is not None:
             if opening == "[[" and self.take("]]"):
-                return Test(tuple(found), at)
+                return Condition(tuple(found), at)
             if opening == "((" and self.shown == ")" and self.take(")"):
                 self.need(")", at)
-                return Test(tuple(found), at, arithmetic=True)
+                return Condition(tuple(found), at, arithmetic=True)
             found.append(self.token)
             self.place += 1
         raise SyntaxProblem(at, f"{opening} has no end")

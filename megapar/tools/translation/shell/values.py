@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from megapar.tools.translation import open_values
-from megapar.tools.translation.shell.words import ARITHMETIC, COMMAND, TEXT, Part, Word, words_of
+from megapar.tools.translation.shell.words import ARITHMETIC, COMMAND, TEXT, Fragment, Word, words_of
 
 Value = str | list[str]
 _PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^]]*)\])?(.*)", re.DOTALL)
@@ -69,7 +69,7 @@ class Values:
             texts.append(" ".join(value) if isinstance(value, list) else value)
         return "".join(texts)
 
-    def _part(self, part: Part) -> tuple[list[str | None], bool]:
+    def _part(self, part: Fragment) -> tuple[list[str | None], bool]:
         """(pieces, all in one). None at an end is a blank there, between this part and the next."""
         value = self._value(part)
         if isinstance(value, str):
@@ -87,7 +87,7 @@ class Values:
             return [None]
         return [*([None] if value[0].isspace() else []), *pieces, *([None] if value[-1].isspace() else [])]
 
-    def _value(self, part: Part) -> Value:
+    def _value(self, part: Fragment) -> Value:
         if part.kind == TEXT:
             return part.text
         if part.kind == ARITHMETIC:

@@ -24,7 +24,7 @@ class SyntaxProblem(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class Fragment:
     """A piece of a word. kind: text as it is, or what a $ stands in front of."""
 
     kind: str
@@ -36,7 +36,7 @@ class Part:
 class Word:
     """A word. array: the elements of ``name=(...)``, or of ``name+=(...)`` with ``more``."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Fragment, ...]
     at: int
     array: tuple[Word, ...] | None = None
     name: str = ""
@@ -142,16 +142,16 @@ class Lexer:
             self._step(len(array[0]))
             elements = tuple(token for token in self.tokens(")") if isinstance(token, Word))
             return Word((), at, elements, array[1], bool(array[2]))
-        parts: list[Part] = []
+        parts: list[Fragment] = []
         while self.place < len(self.text) and self.text[self.place] not in _BREAKS + "\x00":
             parts += self._piece(quoted=False)
         return Word(tuple(parts), at)
 
-    def _piece(self, quoted: bool) -> list[Part]:
+    def _piece(self, quoted: bool) -> list[Fragment]:
         """The parts that begin here, at least one character of them."""
         char = self.text[self.place]
         if char == "'" and not quoted:
-            return [Part(TEXT, self._until("'"), True)]
+            return [Fragment(TEXT, self._until("'"), True)]
         if char == '"' and not quoted:
             return self._quoted()
         if char == "\\":
@@ -159,31 +159,31 @@ class Lexer:
             escaped = self.text[self.place : self.place + 1]
             self._step()
             kept = escaped if not quoted or escaped in '$`"\\' else "\\" + escaped
-            return [Part(TEXT, kept, True)]
+            return [Fragment(TEXT, kept, True)]
         if open_values.is_open(char):  # a command that is read again
             whole = open_values.marks(self.text[self.place :])[0]
             self._step(len(whole))
-            return [Part(TEXT, whole, True)]
+            return [Fragment(TEXT, whole, True)]
         if char == "$":
             return [self._dollar(quoted)]
         if char == "`":
-            return [Part(COMMAND, self._until("`"), quoted)]
+            return [Fragment(COMMAND, self._until("`"), quoted)]
         end = self.place + 1
         stops = open_values.BEGIN + ('"\\$`\x00' if quoted else "'\"\\$`\x00" + _BREAKS)
         while end < len(self.text) and self.text[end] not in stops:
             end += 1
         text = self.text[self.place : end]
         self._step(end - self.place)
-        return [Part(TEXT, text.replace("\x00", ""), quoted)]
+        return [Fragment(TEXT, text.replace("\x00", ""), quoted)]
 
-    def _quoted(self) -> list[Part]:
+    def _quoted(self) -> list[Fragment]:
         at = self.line
         self._step()
-        parts: list[Part] = []
+        parts: list[Fragment] = []
         while self.place < len(self.text):
             if self.text[self.place] == '"':
                 self._step()
-                return parts or [Part(TEXT, "", True)]
+                return parts or [Fragment(TEXT, "", True)]
             parts += self._piece(quoted=True)
         raise SyntaxProblem(at, 'a quotation that begins here has no end (")')
 
@@ -195,16 +195,16 @@ class Lexer:
         self._step(end + 1 - self.place)
         return text.replace(" \x00", "\\\n" if mark == "'" else "")
 
-    def _dollar(self, quoted: bool) -> Part:
+    def _dollar(self, quoted: bool) -> Fragment:
         for opening, kind, closing in (("$((", ARITHMETIC, "))"), ("$(", COMMAND, ")"), ("${", PARAMETER, "}")):
             if self.text.startswith(opening, self.place):
-                return Part(kind, self._nested(opening, closing), quoted)
+                return Fragment(kind, self._nested(opening, closing), quoted)
         name = _NAME.match(self.text, self.place + 1)
         if name is None:
             self._step()
-            return Part(TEXT, "$", True)
+            return Fragment(TEXT, "$", True)
         self._step(1 + len(name[0]))
-        return Part(PARAMETER, name[0], quoted)
+        return Fragment(PARAMETER, name[0], quoted)
 
     def _nested(self, opening: str, closing: str) -> str:
         at, depth = self.line, 0
