@@ -34,7 +34,7 @@ train-tokens | @tokens | runs are counted in steps
 _IMPLIED = """
 create-moe-param-group | | experts' optimizer state is sharded over the ranks that hold them
 use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder | | fused attention is the default
-enable-zbh1-exact-semantics | | a step that is skipped changes nothing in any schedule
+enable-zbh1-exact-semantics | | every schedule has the numbers of one process
 overlap-p2p-communication | | sends never block
 no-log-learnig-rate-to-tensorboard no-log-loss-scale-to-tensorboard | | always written
 torch-adam ds-fused-adam | | AdamW, fused where the device has it

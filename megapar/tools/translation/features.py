@@ -33,8 +33,8 @@ another model | output gates on attention heads are not built
     attention-output-gate head-wise-attn-gate
 another model | --qk-norm is an RMSNorm with a weight; the L2 norm without one is not built
     qk-l2-norm
-another model | rope turns halves of a head, with one base for all layers and positions as they are
-    rotary-interleaved rotary-base-per-layer no-rope-freq rotary-seq-len-interpolation-factor use-rope-scaling
+another model | rope has one base for all layers, and positions as they are
+    rotary-base-per-layer no-rope-freq rotary-seq-len-interpolation-factor use-rope-scaling
     yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow mrope-section mrope-interleaved
     yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int
 another model | positions are rope or learned, not relative biases

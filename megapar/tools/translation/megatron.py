@@ -157,7 +157,7 @@ log-timers-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboar
 log-learning-rate-to-tensorboard log-batch-size-to-tensorboard log-loss-scale-to-tensorboard | | always written
 log-straggler | | --straggler-factor names slow ranks
 exit-signal-handler exit-signal-handler-for-training exit-signal-handler-for-dataloader | | SIGTERM saves and stops
-exit-on-missing-checkpoint | | --load of a folder without checkpoints is refused
+exit-on-missing-checkpoint | | --load without a checkpoint is refused, but where --save is the same folder
 check-for-spiky-loss check-for-large-grads | | --spike-sigmas tells of them
 attention-softmax-in-fp32 cross-entropy-fusion-impl | | softmax and loss are in fp32 at least
 ddp-param-name-patterns-for-fp32-local-accumulation | | gradients are always summed in fp32
@@ -165,6 +165,7 @@ use-precision-aware-optimizer | | --main-params-dtype, --exp-avg-dtype and the l
 no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args | | said by a flag
 no-pad-vocab-size disable-pad-vocab-size | | --vocab-size counts the rows there are
 onnx-safe | | there is nothing to work around
+rotary-interleaved | | which features make a pair is a permutation of a head's, all drawn alike
 """
 
 _UNNECESSARY = """
