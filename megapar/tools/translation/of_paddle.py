@@ -104,7 +104,9 @@ def _sharding(value: str, given: Mapping[str, str]) -> Decided:
 def _unsharded(value: str, given: Mapping[str, str]) -> Decided:
     if any("sharding" in name for name in given):
         return IMPLIED, "", "said by the other sharding arguments"
-    return RENAMED, "--sharding-degree 1 --hybrid-dp", "no sharding: every data rank is a replica"
+    if first(given, "data-parallel-degree", "dp-degree") > 1:
+        return RENAMED, "--sharding-degree 1 --hybrid-dp", "no sharding: every data rank is a replica"
+    return IMPLIED, "", "no replicas that keep all: optimizer state is cut over data ranks, with the same numbers"
 
 
 def _sharding_degree(value: str, given: Mapping[str, str]) -> Decided:

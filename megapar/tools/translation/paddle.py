@@ -64,7 +64,7 @@ incr-ratio | --loss-scale-factor {value} |
 decr-ratio | @paddle_shrink |
 recompute use-recompute | @paddle_recomputed |
 recompute-granularity | @paddle_granularity |
-enable-offload offload-recompute-inputs | --|
+enable-offload offload-recompute-inputs | --recompute-offload |
 use-flash-attention use-flash-attn | @paddle_flash |
 offload-optim optimize-offload tensorwise-offload-optimizer | --optimizer-offload |
 deterministic-mode | --deterministic |
