@@ -56,9 +56,14 @@ class Translation:
     answer: Answer | None
 
     @property
+    def starts(self) -> bool:
+        """There is a command, and no rule refuses it."""
+        return bool(self.kind) and not (self.answer and self.answer.complaints)
+
+    @property
     def same(self) -> bool:
         """The command starts, and trains what the script trains."""
-        return bool(self.kind) and not changing(self.found) and not (self.answer and self.answer.complaints)
+        return self.starts and not changing(self.found)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(item) for item in translation.found]))
     else:
         sys.stdout.write(describe(translation, source))
-    return SAME_TRAINING if translation.same or asked.accept else OTHER_TRAINING
+    return SAME_TRAINING if translation.same or (asked.accept and translation.starts) else OTHER_TRAINING
 
 
 def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -272,7 +272,7 @@ def _decay_increments(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _scales(given: Mapping[str, str]) -> bool:
-    return "fp16" in given
+    return given.get("fp16", "false").lower() not in ("false", "0")
 
 
 def _loss_scale(value: str, given: Mapping[str, str]) -> Decided:

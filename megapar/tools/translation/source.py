@@ -60,6 +60,8 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
 
     assigned: variables of a shell script from outside. positional: its $1, $2, ...
     """
+    if path.suffix == ".py":
+        raise UnreadableError(f"{path.name} is a Python script: give the line that starts it behind --")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
