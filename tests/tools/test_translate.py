@@ -25,7 +25,7 @@ SCRIPTS = sorted(FOLDER.glob("*.txt"))
 # The least that Megatron-LM needs, of a run that means the same here.
 PLAIN = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--train-iters 10 --lr 1e-3 --global-batch-size 4"
+    "--train-iters 10 --lr 1e-3 --global-batch-size 4 --no-bias-gelu-fusion"
 )
 
 
