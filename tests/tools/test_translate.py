@@ -236,6 +236,11 @@ def test_defaults_that_differ_are_added() -> None:
             "--nproc-per-node 8",
             "",
         ),
+        (
+            "deepspeed --master_port 29700 --num_nodes 1 --num_gpus 8 pretrain_gpt.py",
+            "--nnodes 1 --nproc-per-node 8",
+            "",
+        ),
         ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile h pretrain_gpt.py", "--nproc-per-node 8 --nnodes 2", ""),
         (
             "srun -N 4 --gpus-per-node 8 --ntasks-per-node=8 -p fast python -u pretrain_gpt.py",
