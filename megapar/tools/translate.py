@@ -177,7 +177,7 @@ def _differences(translation: Translation) -> list[str]:
     changed = changing(translation.found)
     heads = {ANOTHER: "ANOTHER MODEL", OTHER: "OTHER NUMBERS", UNKNOWN: "UNKNOWN", LEFT: "LEFT TO YOU"}
     for verdict, head in heads.items():
-        names = list(dict.fromkeys(item.flag or item.value for item in changed if item.verdict == verdict))
+        names = list(dict.fromkeys(_named(item) for item in changed if item.verdict == verdict))
         if names:
             lines.append(f"{head}: {' '.join(names)}")
     answer = translation.answer
@@ -186,6 +186,10 @@ def _differences(translation: Translation) -> list[str]:
         other = f"; {answer.fits} ranks would do" if answer.fits else ""
         lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}){other}: the last section says why")
     return lines
+
+
+def _named(item: Translated) -> str:
+    return f"{item.flag} (not said)" if item.default else item.flag or item.value
 
 
 def _command(translation: Translation) -> list[str]:

@@ -356,6 +356,7 @@ def test_all_rows_write_flags_that_exist() -> None:
             "# REFUSED here for 1 ranks (the fewest for its layout): the last section says why\n",
         ),
         ("--kv-channels <size>", "# LEFT TO YOU: --kv-channels\n"),
+        ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not said)\n"),
     ],
 )
 def test_the_status_says_that_it_is_another_training(more: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
