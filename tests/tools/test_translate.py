@@ -440,29 +440,44 @@ def test_json_has_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert [item["verdict"] for item in items if not item["default"]] == ["same", "renamed", "unknown"]
 
 
-def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text("bash train.sh 8\n", encoding="utf-8")
-    broken = tmp_path / "broken.sh"
-    broken.write_text("if true; then\ntorchrun pretrain_gpt.py\n", encoding="utf-8")
-    listed = tmp_path / "list.yaml"
-    listed.write_text("- 1\n", encoding="utf-8")
+def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {
+        "run.sh": "bash train.sh 8\n",
+        "broken.sh": "if true; then\ntorchrun pretrain_gpt.py\n",
+        "list.yaml": "- 1\n",
+        "empty.json": "{}",
+        "torn.json": '{"a": ',
+        "other.sh": "python tools/preprocess_data.py --input x\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     for words, message in (
         ([], "nothing to translate"),
+        (["--"], "nothing to translate"),
         ([str(tmp_path / "none.sh")], "cannot be read"),
-        ([str(script)], "Line 1 calls train.sh"),
-        ([str(broken)], "line 1: fi is missing"),
-        ([str(listed)], "has no keys with values"),
+        ([str(tmp_path / "run.sh")], "Line 1 calls train.sh"),
+        ([str(tmp_path / "broken.sh")], "line 1: fi is missing"),
+        ([str(tmp_path / "list.yaml")], "has no keys with values"),
+        ([str(tmp_path / "empty.json")], "has no keys with values"),
+        ([str(tmp_path / "torn.json")], "cannot be read"),
+        ([str(tmp_path / "other.sh")], "nothing in it starts a training script"),
         (["pretrain_gpt.py"], "give the line that starts it behind --"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "megapar.tools.main", "translate", *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == NOTHING, words
-        assert message in done.stderr
+        with pytest.raises(SystemExit) as stopped:
+            main(["translate", *words])
+        assert stopped.value.code == NOTHING, words
+        assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "translate.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.sh"
+    script.write_text(page.partition("<<'EOF'\n")[2].partition("\nEOF\n")[0], encoding="utf-8")
+    assert main(["translate", str(script)]) == SAME_TRAINING
+    said = capsys.readouterr().out.splitlines()
+    shown = [line for line in page.split("```")[3].splitlines()[1:] if line.strip() not in ("", "...", "... \\")]
+    assert len(shown) > 20
+    assert [line for line in shown if line not in said] == []
 
 
 def test_trainers_take_the_aliases() -> None:
