@@ -44,7 +44,10 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Translation:
-    """A line with all that becomes of it. kind: our trainer's; empty where none is for the script."""
+    """A line with all that becomes of it. kind: our trainer's; empty where none is for the script.
+
+    answer: the rules' one; None where sizes are left open, of which rules would speak as of the defaults here.
+    """
 
     line: Line
     framework: str
@@ -53,9 +56,14 @@ class Translation:
     answer: Answer | None
 
     @property
+    def starts(self) -> bool:
+        """There is a command, and no rule refuses it."""
+        return bool(self.kind) and not (self.answer and self.answer.complaints)
+
+    @property
     def same(self) -> bool:
         """The command starts, and trains what the script trains."""
-        return bool(self.kind) and not changing(self.found) and not (self.answer and self.answer.complaints)
+        return self.starts and not changing(self.found)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(item) for item in translation.found]))
     else:
         sys.stdout.write(describe(translation, source))
-    return SAME_TRAINING if translation.same or asked.accept else OTHER_TRAINING
+    return SAME_TRAINING if translation.same or (asked.accept and translation.starts) else OTHER_TRAINING
 
 
 def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -115,7 +123,8 @@ def translate_line(line: Line) -> Translation:
     found = translate(line.arguments, framework, line.launcher)
     kind = _kind(line, framework, found)
     found += meant(found, framework)
-    answer = ask(kind, *equivalent(found), left_paths(found)) if kind else None
+    complete = not any(item.verdict == LEFT and (item.default or item.decides) for item in found)
+    answer = ask(kind, *equivalent(found), left_paths(found)) if kind and complete else None
     return Translation(line, framework, kind, tuple(found), answer)
 
 
@@ -156,6 +165,8 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
         lines += _differences(translation)
     open_ones = [item.flag for item in translation.found if item.verdict == LEFT and not item.decides]
     lines += [f"Left to you: {' '.join(dict.fromkeys(open_ones))}"] if open_ones and translation.kind else []
+    if translation.kind and translation.answer is None:
+        lines.append("The rules of the trainers were not asked, since sizes are left to you")
     lines += source.remarks if source else ()
     others = [one for one in source.lines if one is not line] if source else []
     return lines + [f"line {one.at} starts {Path(one.script).name} too: not translated" for one in others]
@@ -166,7 +177,7 @@ def _differences(translation: Translation) -> list[str]:
     changed = changing(translation.found)
     heads = {ANOTHER: "ANOTHER MODEL", OTHER: "OTHER NUMBERS", UNKNOWN: "UNKNOWN", LEFT: "LEFT TO YOU"}
     for verdict, head in heads.items():
-        names = list(dict.fromkeys(item.flag or item.value for item in changed if item.verdict == verdict))
+        names = list(dict.fromkeys(_named(item) for item in changed if item.verdict == verdict))
         if names:
             lines.append(f"{head}: {' '.join(names)}")
     answer = translation.answer
@@ -175,6 +186,10 @@ def _differences(translation: Translation) -> list[str]:
         other = f"; {answer.fits} ranks would do" if answer.fits else ""
         lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}){other}: the last section says why")
     return lines
+
+
+def _named(item: Translated) -> str:
+    return f"{item.flag} (not said)" if item.default else item.flag or item.value
 
 
 def _command(translation: Translation) -> list[str]:

@@ -17,7 +17,7 @@ from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Tran
 from megapar.tools.translation.accepted import ask
 from megapar.tools.translation.line import take_apart
 from megapar.tools.translation.source import read_source
-from megapar.tools.translation.translated import equivalent, meant, translate
+from megapar.tools.translation.translated import equivalent, framework_of, meant, translate
 from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, UNKNOWN, VERDICTS
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -215,6 +215,9 @@ def test_defaults_that_differ_are_added() -> None:
     assert more["--eval-iters"].ours == "--eval-iters 100"
     assert more["--mtp-loss-scaling-factor"].ours == "--mtp-loss-weight 0.1"
     assert more["--micro-batch-size"].verdict == LEFT
+    more = added("--fp16", "false", "--swiglu", "false", "--weight-decay", "none", "--add-bias-linear", "false")
+    assert {"--bf16", "--swiglu", "--weight-decay"} <= set(more)
+    assert "--add-bias-linear" not in more  # switched off is what it says
     assert added("--eod-mask-loss")["--calculate-per-token-loss"].verdict == OTHER
     assert added("--lr-decay-style", "WSD")["--lr-wsd-decay-style"].ours == "--lr-wsd-decay-style exponential"
 
@@ -231,6 +234,11 @@ def test_defaults_that_differ_are_added() -> None:
         (
             "python3 -m torch.distributed.run --nproc-per-node 8 --standalone x/pretrain_gpt.py",
             "--nproc-per-node 8",
+            "",
+        ),
+        (
+            "deepspeed --master_port 29700 --num_nodes 1 --num_gpus 8 pretrain_gpt.py",
+            "--nnodes 1 --nproc-per-node 8",
             "",
         ),
         ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile h pretrain_gpt.py", "--nproc-per-node 8 --nnodes 2", ""),
@@ -251,6 +259,22 @@ def test_what_starts_the_ranks_is_known(line: str, launcher: str, script: str) -
     items = translate(apart.arguments, "megatron", apart.launcher)
     assert " ".join(equivalent(items)[0]) == launcher
     assert not [item for item in items if item.verdict == UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    ("line", "framework"),
+    [
+        ("pretrain_gpt.py --num-layers 4 --swiglu", "megatron"),
+        ("pretrain_gpt.py --num-layers 4 --use-fused-rotary-pos-emb", "mindspeed"),
+        ("pretrain_gpt.py --num-layers 4 --deepspeed --zero-stage 1", "deepspeed"),
+        ("deepspeed pretrain_gpt.py --num-layers 4", "deepspeed"),
+        ("python -m paddle.distributed.launch train.py --bf16 1", "paddle"),
+        ("torchrun run_pretrain.py --bf16 1", "paddle"),
+        ("posttrain_gpt.py --num-layers 4", "mindspeed"),
+    ],
+)
+def test_the_framework_is_recognised(line: str, framework: str) -> None:
+    assert framework_of(take_apart(line.split())) == framework
 
 
 def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +304,22 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
     assert "    --eval-interval 0 \\\n" in said
     assert "# Left to you: --data-path\n" in said
     assert "refused here" not in said
+
+
+def test_a_slurm_script_says_its_nodes(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=4 --ntasks-per-node=1\n#SBATCH --gpus-per-node 8\n"
+        "srun --ntasks-per-node 1 torchrun --nproc_per_node $SLURM_GPUS_PER_NODE --nnodes $SLURM_NNODES "
+        "--rdzv_endpoint $HEAD:29500 pretrain_gpt.py --num-layers 4\n",
+        encoding="utf-8",
+    )
+    for assigned, nodes in (({}, "4"), ({"SLURM_NNODES": "2"}, "2")):
+        (line,) = read_source(script, assigned, ()).lines
+        assert line.starters == ("srun", "torchrun")
+        items = translate(line.arguments, "megatron", line.launcher)
+        assert equivalent(items)[0] == ["--nproc-per-node 8", f"--nnodes {nodes}"]
+        assert {item.flag: item for item in items}["--rdzv_endpoint"].verdict == LEFT
 
 
 @pytest.mark.parametrize("name", ["arrays.sh", "strings.sh"])
@@ -316,13 +356,15 @@ def test_all_rows_write_flags_that_exist() -> None:
             "# REFUSED here for 1 ranks (the fewest for its layout): the last section says why\n",
         ),
         ("--kv-channels <size>", "# LEFT TO YOU: --kv-channels\n"),
+        ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not said)\n"),
     ],
 )
 def test_the_status_says_that_it_is_another_training(more: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--", *PLAIN, *more.split()]) == OTHER_TRAINING
     said = capsys.readouterr().out
     assert head in said.partition("\n\n")[0] + "\n"
-    assert main(["translate", "--accept", "--", *PLAIN, *more.split()]) == SAME_TRAINING
+    accepted = OTHER_TRAINING if "REFUSED" in head else SAME_TRAINING
+    assert main(["translate", "--accept", "--", *PLAIN, *more.split()]) == accepted
 
 
 def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,6 +378,24 @@ def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[st
     config = parse("moe", shlex.split(line), {})
     assert (config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.999, 0.01)
     assert (config.optimizer.lr_decay_style, config.training.dtype) == ("linear", "fp32")
+
+
+def test_rules_are_not_asked_of_a_part_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--", "--tensor-model-parallel-size", "8", "--swiglu"]) == SAME_TRAINING
+    said = capsys.readouterr().out
+    assert "# The rules of the trainers were not asked, since sizes are left to you\n" in said
+    assert "--hidden-size" in said.partition("\n\n")[0]
+    assert "refused here" not in said
+
+
+def test_no_heavy_module_is_imported() -> None:
+    code = (
+        "import sys; from megapar.tools.main import main; main(sys.argv[1:]); "
+        "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "translate", str(FOLDER / "arrays.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_other_ranks_are_named_where_the_scripts_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,28 +440,44 @@ def test_json_has_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert [item["verdict"] for item in items if not item["default"]] == ["same", "renamed", "unknown"]
 
 
-def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text("bash train.sh 8\n", encoding="utf-8")
-    broken = tmp_path / "broken.sh"
-    broken.write_text("if true; then\ntorchrun pretrain_gpt.py\n", encoding="utf-8")
-    listed = tmp_path / "list.yaml"
-    listed.write_text("- 1\n", encoding="utf-8")
+def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {
+        "run.sh": "bash train.sh 8\n",
+        "broken.sh": "if true; then\ntorchrun pretrain_gpt.py\n",
+        "list.yaml": "- 1\n",
+        "empty.json": "{}",
+        "torn.json": '{"a": ',
+        "other.sh": "python tools/preprocess_data.py --input x\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     for words, message in (
         ([], "nothing to translate"),
+        (["--"], "nothing to translate"),
         ([str(tmp_path / "none.sh")], "cannot be read"),
-        ([str(script)], "Line 1 calls train.sh"),
-        ([str(broken)], "line 1: fi is missing"),
-        ([str(listed)], "has no keys with values"),
+        ([str(tmp_path / "run.sh")], "Line 1 calls train.sh"),
+        ([str(tmp_path / "broken.sh")], "line 1: fi is missing"),
+        ([str(tmp_path / "list.yaml")], "has no keys with values"),
+        ([str(tmp_path / "empty.json")], "has no keys with values"),
+        ([str(tmp_path / "torn.json")], "cannot be read"),
+        ([str(tmp_path / "other.sh")], "nothing in it starts a training script"),
+        (["pretrain_gpt.py"], "give the line that starts it behind --"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "megapar.tools.main", "translate", *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == NOTHING, words
-        assert message in done.stderr
+        with pytest.raises(SystemExit) as stopped:
+            main(["translate", *words])
+        assert stopped.value.code == NOTHING, words
+        assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "translate.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.sh"
+    script.write_text(page.partition("<<'EOF'\n")[2].partition("\nEOF\n")[0], encoding="utf-8")
+    assert main(["translate", str(script)]) == SAME_TRAINING
+    said = capsys.readouterr().out.splitlines()
+    shown = [line for line in page.split("```")[3].splitlines()[1:] if line.strip() not in ("", "...", "... \\")]
+    assert len(shown) > 20
+    assert [line for line in shown if line not in said] == []
 
 
 def test_trainers_take_the_aliases() -> None:

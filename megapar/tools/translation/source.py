@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,14 @@ _TALK = (
 )
 
 
+_SLURM = {
+    "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+}
+
+
 class UnreadableError(MegaparError):
     """What was given cannot be translated; the message says where and what to do."""
 
@@ -50,6 +60,8 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
 
     assigned: variables of a shell script from outside. positional: its $1, $2, ...
     """
+    if path.suffix == ".py":
+        raise UnreadableError(f"{path.name} is a Python script: give the line that starts it behind --")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +69,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     if path.suffix in (*YAML, *JSON):
         return Script((Line(tuple(_words(_mapping(path, text)))),))
     try:
-        found = shell.read(text, assigned, positional)
+        found = shell.read(text, {**_of_slurm(text), **assigned}, positional)
     except (shell.SyntaxProblem, RecursionError) as error:
         raise UnreadableError(f"{path}: {error}") from None
     lines = [
@@ -68,6 +80,22 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
         reason = f"line {lines[0].at} names no script to start" if lines else "nothing in it starts a training script"
         raise UnreadableError(f"{path}: {reason}.{_called(found.commands)}")
     return Script(tuple(started), found.remarks)
+
+
+def _of_slurm(text: str) -> dict[str, str]:
+    """The variables that Slurm sets by the script's own ``#SBATCH`` lines."""
+    words = [word for line in re.findall(r"^#SBATCH[ \t]+(.+)$", text, re.MULTILINE) for word in line.split()]
+    options: dict[str, str] = dict(pairwise(words))
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            options[name] = value
+    found: dict[str, str] = {}
+    for option, names in _SLURM.items():
+        value = options.get(option, "")
+        if value.isdigit():
+            found |= dict.fromkeys(names, value)
+    return found
 
 
 def _called(commands: Sequence[tuple[int, tuple[str, ...]]]) -> str:

@@ -31,6 +31,7 @@ from megapar.tools.translation.verdict import (
 LAUNCH = "megapar launch "
 _HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that change nothing of a given training
 _PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
+_OFF, _UNSET = "it is off", "nothing is set"
 _NOTHING = ("null", "none", "~")
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
@@ -95,24 +96,31 @@ def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
     said = {normal(item.flag.lstrip("-")) for item in found}
     items = []
     for names, row in DEFAULTS[framework].items():
-        if said.isdisjoint(names.split()):
+        if said.isdisjoint(names.split()) or _off(found, names.split()):
             verdict, ours, reason = _decided(row, "", given)
             if ours or verdict in (*CHANGING, LEFT):
                 items.append(Translated("--" + names.split()[0], "", verdict, ours, reason, default=True))
     return items
 
 
+def _off(found: Sequence[Translated], names: Sequence[str]) -> bool:
+    """Those of the names that are there are switched off or have no value: the script says nothing by them."""
+    items = [item for item in found if normal(item.flag.lstrip("-")).rpartition(".")[2] in names]
+    return all(item.reason in (_OFF, _UNSET) for item in items)
+
+
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
     """(flags of the launcher, flags of the trainer), each once: the last one counts, here as there."""
-    launcher: dict[str, None] = {}
+    launcher: dict[str, str] = {}
     trainer: dict[str, None] = {}
     for item in found:
         if item.ours.startswith(LAUNCH):
-            launcher[item.ours.removeprefix(LAUNCH)] = None
+            flag = item.ours.removeprefix(LAUNCH)
+            launcher[flag.split()[0]] = flag  # torchrun's own count stands behind srun's
         elif item.ours:
             trainer.pop(item.ours, None)
             trainer[item.ours] = None
-    return list(launcher), list(trainer)
+    return list(launcher.values()), list(trainer)
 
 
 def left_paths(found: Sequence[Translated]) -> list[str]:
@@ -156,7 +164,7 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
     if not name:
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
     if value.lower() in _NOTHING:
-        return Translated(written, value, UNNECESSARY, "", "nothing is set")
+        return Translated(written, value, UNNECESSARY, "", _UNSET)
     key = normal(name)
     row = _find(key, table)
     reason = _open(value)
@@ -197,7 +205,7 @@ def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") 
         verdict, ours, reason = DECIDED[row.ours[1:]](value, given)
         return verdict, ours.replace("{name}", key), reason or row.reason
     if value.lower() == "false" and "{value}" not in row.ours:
-        return UNNECESSARY, "", "it is off"
+        return UNNECESSARY, "", _OFF
     if row.verdict == RENAMED and not row.ours:
         return UNSUPPORTED, "", row.reason
     if "{value}" in row.ours and not value:
@@ -232,7 +240,7 @@ def _switched(written: str, value: str, spelling: Spelling) -> Translated:
     """A spelling that stands alone, or in front of true or false."""
     flag, meaning = spelling.flag, spelling.value
     if value.lower() in FALSE and meaning is not None and flag.takes_value:
-        return Translated(written, value, UNNECESSARY, "", "it is off")
+        return Translated(written, value, UNNECESSARY, "", _OFF)
     if flag.takes_value:
         ours = f"{flag.spelling} {' '.join(meaning) if isinstance(meaning, tuple) else meaning}"
         return Translated(written, value, RENAMED, ours, f"means {flag.spelling}")
