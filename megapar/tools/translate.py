@@ -56,9 +56,14 @@ class Translation:
     answer: Answer | None
 
     @property
+    def starts(self) -> bool:
+        """There is a command, and no rule refuses it."""
+        return bool(self.kind) and not (self.answer and self.answer.complaints)
+
+    @property
     def same(self) -> bool:
         """The command starts, and trains what the script trains."""
-        return bool(self.kind) and not changing(self.found) and not (self.answer and self.answer.complaints)
+        return self.starts and not changing(self.found)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([asdict(item) for item in translation.found]))
     else:
         sys.stdout.write(describe(translation, source))
-    return SAME_TRAINING if translation.same or asked.accept else OTHER_TRAINING
+    return SAME_TRAINING if translation.same or (asked.accept and translation.starts) else OTHER_TRAINING
 
 
 def _cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -172,7 +177,7 @@ def _differences(translation: Translation) -> list[str]:
     changed = changing(translation.found)
     heads = {ANOTHER: "ANOTHER MODEL", OTHER: "OTHER NUMBERS", UNKNOWN: "UNKNOWN", LEFT: "LEFT TO YOU"}
     for verdict, head in heads.items():
-        names = list(dict.fromkeys(item.flag or item.value for item in changed if item.verdict == verdict))
+        names = list(dict.fromkeys(_named(item) for item in changed if item.verdict == verdict))
         if names:
             lines.append(f"{head}: {' '.join(names)}")
     answer = translation.answer
@@ -181,6 +186,10 @@ def _differences(translation: Translation) -> list[str]:
         other = f"; {answer.fits} ranks would do" if answer.fits else ""
         lines.append(f"REFUSED here for {answer.ranks} ranks ({asked}){other}: the last section says why")
     return lines
+
+
+def _named(item: Translated) -> str:
+    return f"{item.flag} (not said)" if item.default else item.flag or item.value
 
 
 def _command(translation: Translation) -> list[str]:

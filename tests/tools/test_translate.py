@@ -25,7 +25,7 @@ SCRIPTS = sorted(FOLDER.glob("*.txt"))
 # The least that Megatron-LM needs, of a run that means the same here.
 PLAIN = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--train-iters 10 --lr 1e-3 --global-batch-size 4"
+    "--train-iters 10 --lr 1e-3 --global-batch-size 4 --no-bias-gelu-fusion"
 )
 
 
@@ -215,6 +215,9 @@ def test_defaults_that_differ_are_added() -> None:
     assert more["--eval-iters"].ours == "--eval-iters 100"
     assert more["--mtp-loss-scaling-factor"].ours == "--mtp-loss-weight 0.1"
     assert more["--micro-batch-size"].verdict == LEFT
+    more = added("--fp16", "false", "--swiglu", "false", "--weight-decay", "none", "--add-bias-linear", "false")
+    assert {"--bf16", "--swiglu", "--weight-decay"} <= set(more)
+    assert "--add-bias-linear" not in more  # switched off is what it says
     assert added("--eod-mask-loss")["--calculate-per-token-loss"].verdict == OTHER
     assert added("--lr-decay-style", "WSD")["--lr-wsd-decay-style"].ours == "--lr-wsd-decay-style exponential"
 
@@ -231,6 +234,11 @@ def test_defaults_that_differ_are_added() -> None:
         (
             "python3 -m torch.distributed.run --nproc-per-node 8 --standalone x/pretrain_gpt.py",
             "--nproc-per-node 8",
+            "",
+        ),
+        (
+            "deepspeed --master_port 29700 --num_nodes 1 --num_gpus 8 pretrain_gpt.py",
+            "--nnodes 1 --nproc-per-node 8",
             "",
         ),
         ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile h pretrain_gpt.py", "--nproc-per-node 8 --nnodes 2", ""),
@@ -348,13 +356,15 @@ def test_all_rows_write_flags_that_exist() -> None:
             "# REFUSED here for 1 ranks (the fewest for its layout): the last section says why\n",
         ),
         ("--kv-channels <size>", "# LEFT TO YOU: --kv-channels\n"),
+        ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not said)\n"),
     ],
 )
 def test_the_status_says_that_it_is_another_training(more: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--", *PLAIN, *more.split()]) == OTHER_TRAINING
     said = capsys.readouterr().out
     assert head in said.partition("\n\n")[0] + "\n"
-    assert main(["translate", "--accept", "--", *PLAIN, *more.split()]) == SAME_TRAINING
+    accepted = OTHER_TRAINING if "REFUSED" in head else SAME_TRAINING
+    assert main(["translate", "--accept", "--", *PLAIN, *more.split()]) == accepted
 
 
 def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,28 +440,44 @@ def test_json_has_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert [item["verdict"] for item in items if not item["default"]] == ["same", "renamed", "unknown"]
 
 
-def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text("bash train.sh 8\n", encoding="utf-8")
-    broken = tmp_path / "broken.sh"
-    broken.write_text("if true; then\ntorchrun pretrain_gpt.py\n", encoding="utf-8")
-    listed = tmp_path / "list.yaml"
-    listed.write_text("- 1\n", encoding="utf-8")
+def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {
+        "run.sh": "bash train.sh 8\n",
+        "broken.sh": "if true; then\ntorchrun pretrain_gpt.py\n",
+        "list.yaml": "- 1\n",
+        "empty.json": "{}",
+        "torn.json": '{"a": ',
+        "other.sh": "python tools/preprocess_data.py --input x\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     for words, message in (
         ([], "nothing to translate"),
+        (["--"], "nothing to translate"),
         ([str(tmp_path / "none.sh")], "cannot be read"),
-        ([str(script)], "Line 1 calls train.sh"),
-        ([str(broken)], "line 1: fi is missing"),
-        ([str(listed)], "has no keys with values"),
+        ([str(tmp_path / "run.sh")], "Line 1 calls train.sh"),
+        ([str(tmp_path / "broken.sh")], "line 1: fi is missing"),
+        ([str(tmp_path / "list.yaml")], "has no keys with values"),
+        ([str(tmp_path / "empty.json")], "has no keys with values"),
+        ([str(tmp_path / "torn.json")], "cannot be read"),
+        ([str(tmp_path / "other.sh")], "nothing in it starts a training script"),
+        (["pretrain_gpt.py"], "give the line that starts it behind --"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "megapar.tools.main", "translate", *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == NOTHING, words
-        assert message in done.stderr
+        with pytest.raises(SystemExit) as stopped:
+            main(["translate", *words])
+        assert stopped.value.code == NOTHING, words
+        assert message in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "translate.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.sh"
+    script.write_text(page.partition("<<'EOF'\n")[2].partition("\nEOF\n")[0], encoding="utf-8")
+    assert main(["translate", str(script)]) == SAME_TRAINING
+    said = capsys.readouterr().out.splitlines()
+    shown = [line for line in page.split("```")[3].splitlines()[1:] if line.strip() not in ("", "...", "... \\")]
+    assert len(shown) > 20
+    assert [line for line in shown if line not in said] == []
 
 
 def test_trainers_take_the_aliases() -> None:

@@ -273,7 +273,7 @@ def _decay_increments(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _scales(given: Mapping[str, str]) -> bool:
-    return "fp16" in given
+    return given.get("fp16", "false").lower() not in ("false", "0")
 
 
 def _loss_scale(value: str, given: Mapping[str, str]) -> Decided:
@@ -430,13 +430,17 @@ def _profile(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--profile {start}:{end}", ""
 
 
+def _one_node(given: Mapping[str, str]) -> bool:
+    return all(given.get(name, "1") == "1" for name in ("nnodes", "num-nodes", "nodes"))
+
+
 def _rendezvous(value: str, given: Mapping[str, str]) -> Decided:
     address, port = given.get("master-addr"), given.get("master-port")
+    if _one_node(given):
+        return UNNECESSARY, "", "one node meets nobody"
     if not address or not port:
         missing = "--master_port" if address else "--master_addr"
         return LEFT, "", f"--rdzv-endpoint is address and port, and there is no {missing}"
-    if given.get("nnodes", "1") == "1":
-        return UNNECESSARY, "", "one node meets nobody"
     return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
 
 
@@ -447,7 +451,7 @@ def _loading(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _node_rank(value: str, given: Mapping[str, str]) -> Decided:
-    if given.get("nnodes", "1") == "1":
+    if _one_node(given):
         return UNNECESSARY, "", "there is one node"
     return LEFT, "", "--node-rank is each node's own"
 

@@ -27,6 +27,7 @@ another model | linear attention (gated delta net) is not built
 another model | every layer attends: state-space (Mamba) and hybrid stacks are not built
     hybrid-layer-pattern hybrid-override-pattern hybrid-attention-pattern mtp-hybrid-override-pattern is-hybrid-model
     mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads mamba-training-ssm-states-dtype
+    hybrid-attention-ratio hybrid-mlp-ratio
 another model | attention sees everything before it: windows are not built
     window-size window-attn-skip-freq
 another model | output gates on attention heads are not built
@@ -75,6 +76,7 @@ another model | BERT's objective; the encoder here is ERNIE's, by pretrain_ernie
     bert-no-binary-head mask-prob short-seq-prob
 another model | encoder-decoder models (T5) are not built
     decoder-seq-length pipeline-model-parallel-split-rank
+    encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
 another model | vision models are not built
     num-classes img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
     head-lr-mult
@@ -89,6 +91,7 @@ another model | retrievers (ICT, REALM) are not built
 another model | retrieval inside the decoder (Retro) is not built
     retro-workdir retro-add-retriever retro-cyclic-train-iters retro-encoder-layers retro-encoder-hidden-dropout
     retro-encoder-attention-dropout retro-num-neighbors retro-num-retrieved-chunks retro-return-doc-ids
+    retro-project-dir retro-attention-gate retro-verify-neighbor-count retro-no-verify-neighbor-count
 """
 
 _TRAINING = """
@@ -98,6 +101,8 @@ other numbers | routing is never forced; measure with real routing
     moe-router-force-load-balancing moe-router-force-biased
 other numbers | an expert has a capacity, not a rank: --moe-capacity-factor
     moe-expert-rank-capacity-factor
+other numbers | choices are limited to groups of experts: --moe-router-num-groups, --moe-router-group-topk
+    moe-router-topk-limited-devices
 other numbers | a dense checkpoint does not become one with experts
     moe-use-upcycling moe-upcycling-granularity
 other numbers | learning rates, multipliers and initial weights do not follow the width (muP)
@@ -209,7 +214,7 @@ unsupported | generation is not training: export with --save-hf and serve the fo
     inference-cuda-graph-scope flash-decode batch-invariant-mode symmetric-ar-type nccl-all-reduce-for-prefill
     inference-fuse-tp-communication inference-disable-triton-nvls-kernels inference-grouped-gemm-backend
     inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type mlp-chunks-for-prefill
-    moe-pad-experts-for-cuda-graph-inference
+    inference-max-batch-size moe-pad-experts-for-cuda-graph-inference
 """
 
 _SPEED = """
@@ -257,6 +262,7 @@ unsupported | how products and mp collectives overlap is one switch: --tp-comm-o
     disable-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad disable-tp-comm-bulk-dgrad no-tp-comm-overlap-ag
     disable-tp-comm-overlap-ag no-tp-comm-overlap-rs disable-tp-comm-overlap-rs no-tp-comm-split-ag
     disable-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-split-rs
+    tp-comm-bulk-wgrad tp-comm-bulk-dgrad tp-comm-overlap-ag tp-comm-overlap-rs tp-comm-split-ag tp-comm-split-rs
 unsupported | communicators are torch's, made once per axis
     pipeline-model-parallel-comm-backend use-ring-exchange-p2p nccl-communicator-config-path use-sharp
     sharp-enabled-group high-priority-stream-groups disable-gloo-process-groups create-all-gather-group use-nccl-ub
@@ -309,6 +315,7 @@ unsupported | faults are injected by the tests only
     fault-injector-offset-seconds fault-injector-seed
 unsupported | a service of NVIDIA's that is not public
     no-one-logger one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version
+    enable-one-logger one-logger-entity
 unsupported | OpenTelemetry is not built; numbers of every step go to --metrics-jsonl and TensorBoard
     otel-enabled otel-service-name otel-span-groups
 unsupported | not written: logits, routing, tensors and energy of single steps
@@ -325,7 +332,7 @@ unsupported | what is compiled is kept where torch keeps it (TORCHINDUCTOR_CACHE
     persistent-cache-read-dir persistent-cache-write-dir persistent-cache-scopes
     persistent-cache-writeback-every-n-saves persistent-cache-skip-validation disable-jit-fuser
 unsupported | files are read and written by paths; object stores are mounted
-    enable-msc disable-msc object-storage-cache-path
+    enable-msc disable-msc object-storage-cache-path s3-cache-path
 unsupported | how a checkpoint's files are cut, written and checked is one way (docs/checkpoints.md)
     ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
     ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group
@@ -339,7 +346,7 @@ unsupported | how a checkpoint's files are cut, written and checked is one way (
     non-persistent-local-ckpt-algo
     load-main-params-from-ckpt ckpt-convert-update-legacy-dist-opt-format no-save-optim no-save-rng
 unsupported | checkpoints of Megatron-LM are neither read nor written; megapar convert knows Hugging Face folders
-    ckpt-convert-format ckpt-convert-save
+    ckpt-convert-format ckpt-convert-save export-te-mcore-model
 unsupported | local checkpoints lie in a node's memory with a copy on the next node: --local-checkpoint-interval
     non-persistent-ckpt-type non-persistent-global-ckpt-dir replication replication-jump replication-factor
 unsupported | --keep holds the newest checkpoints, not every so many steps
@@ -351,7 +358,7 @@ unsupported | .bin files keep the tokens they were made with; text is tokenised 
     tokenizer-metadata tokenizer-special-tokens tokenizer-sentencepiece-legacy
     no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces
     tokenizer-hf-no-include-special-tokens tiktoken-pattern tiktoken-num-special-tokens null-tokenizer-eod-id
-    null-tokenizer-pad-id
+    null-tokenizer-pad-id tiktoken-special-tokens legacy-tokenizer
 unsupported | remote code is never run
     trust-remote-code
 unsupported | signals are SIGTERM; a file does not stop a run

@@ -87,18 +87,12 @@ def starts(words: Sequence[str]) -> bool:
 
 def take_apart(words: Sequence[str], at: int = 0) -> Line:
     """The line of these words: bare arguments, or a whole command."""
-    place = next((i for i, word in enumerate(words) if _is_script(words, i)), None)
+    place = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
     if place is None:
         if not words or words[0].startswith("--"):
             return Line(tuple(words), at=at)
         return Line(tuple(words), _launcher(words), at=at) if starts(words) else Line(tuple(words), at=at)
     return Line(tuple(words[place + 1 :]), _launcher(words[:place]), words[place], at)
-
-
-def _is_script(words: Sequence[str], place: int) -> bool:
-    """A Python file that is run: the first one that is nobody's value."""
-    word = words[place]
-    return word.endswith(".py") and not word.startswith("-") and (place == 0 or words[place - 1] != "--bind-to")
 
 
 def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -165,6 +165,7 @@ use-precision-aware-optimizer | | --main-params-dtype, --exp-avg-dtype and the l
 no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args | | said by a flag
 no-pad-vocab-size disable-pad-vocab-size | | --vocab-size counts the rows there are
 onnx-safe | | there is nothing to work around
+moe-extended-tp | | mp ranks split experts: --expert-mp-degree
 rotary-interleaved | | which features make a pair is a permutation of a head's, all drawn alike
 """
 
@@ -172,7 +173,8 @@ _UNNECESSARY = """
 use-mcore-models use-legacy-models | | there is one model
 no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion | | nothing to switch off
 no-gradient-accumulation-fusion gradient-accumulation-fusion | | main gradients are kept in fp32 by sharding
-no-async-tensor-model-parallel-allreduce no-persist-layer-norm | | nothing to switch off
+no-async-tensor-model-parallel-allreduce | | nothing to switch off
+disable-async-tensor-model-parallel-allreduce no-persist-layer-norm | | nothing to switch off
 no-barrier-with-level-1-timing timing-log-option timing-log-level | | waits are always metered by axis and collective
 reuse-fp32-param | | the bf16 copy is a rounding of the master
 num-workers | | one thread reads ahead of the step
@@ -183,7 +185,8 @@ tensorboard-queue-size tensorboard-log-interval | | written every --log-interval
 no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader | | masks are never built
 manual-gc-eval | | evaluations do not collect
 no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad | | losses and norms are checked at every log interval
-delay-grad-reduce delay-param-gather align-grad-reduce align-param-gather | | reductions follow one planned order
+delay-grad-reduce no-delay-grad-reduce | | reductions follow one planned order
+delay-param-gather align-grad-reduce align-param-gather | | reductions follow one planned order
 use-ascend-coc coc-parallel-num | | --tp-comm-overlap hides the same
 max-padding-length | | samples are packed
 train-mode dataset | | pre-training on --data-path

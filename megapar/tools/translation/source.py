@@ -60,6 +60,8 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
 
     assigned: variables of a shell script from outside. positional: its $1, $2, ...
     """
+    if path.suffix == ".py":
+        raise UnreadableError(f"{path.name} is a Python script: give the line that starts it behind --")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,8 +85,11 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
 def _of_slurm(text: str) -> dict[str, str]:
     """The variables that Slurm sets by the script's own ``#SBATCH`` lines."""
     words = [word for line in re.findall(r"^#SBATCH[ \t]+(.+)$", text, re.MULTILINE) for word in line.split()]
-    options = dict(pair for word in words if len(pair := word.split("=", 1)) == 2)
-    options |= dict(pairwise(words))
+    options: dict[str, str] = dict(pairwise(words))
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            options[name] = value
     found: dict[str, str] = {}
     for option, names in _SLURM.items():
         value = options.get(option, "")

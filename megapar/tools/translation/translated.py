@@ -31,6 +31,7 @@ from megapar.tools.translation.verdict import (
 LAUNCH = "megapar launch "
 _HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that change nothing of a given training
 _PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
+_OFF, _UNSET = "it is off", "nothing is set"
 _NOTHING = ("null", "none", "~")
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
@@ -100,11 +101,17 @@ def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
     said = set(_named({normal(item.flag.lstrip("-")): item.value for item in found}))
     items = []
     for names, row in DEFAULTS[framework].items():
-        if said.isdisjoint(names.split()):
+        if said.isdisjoint(names.split()) or _off(found, names.split()):
             verdict, ours, reason = _decided(row, "", given)
             if ours or verdict in (*CHANGING, LEFT):
                 items.append(Translated("--" + names.split()[0], "", verdict, ours, reason, default=True))
     return items
+
+
+def _off(found: Sequence[Translated], names: Sequence[str]) -> bool:
+    """Those of the names that are there are switched off or have no value: the script says nothing by them."""
+    items = [item for item in found if normal(item.flag.lstrip("-")).rpartition(".")[2] in names]
+    return all(item.reason in (_OFF, _UNSET) for item in items)
 
 
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
@@ -162,7 +169,7 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
     if not name:
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
     if value.lower() in _NOTHING:
-        return Translated(written, value, UNNECESSARY, "", "nothing is set")
+        return Translated(written, value, UNNECESSARY, "", _UNSET)
     key = normal(name)
     row = _find(key, table)
     reason = _open(value)
@@ -203,7 +210,7 @@ def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") 
         verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
         return verdict, ours.replace("{name}", key), reason or row.reason
     if value.lower() == "false" and "{value}" not in row.ours:
-        return UNNECESSARY, "", "it is off"
+        return UNNECESSARY, "", _OFF
     if row.verdict == RENAMED and not row.ours:
         return UNSUPPORTED, "", row.reason
     if "{value}" in row.ours and not value:
@@ -238,7 +245,7 @@ def _switched(written: str, value: str, spelling: Spelling) -> Translated:
     """A spelling that stands alone, or in front of true or false."""
     flag, meaning = spelling.flag, spelling.value
     if value.lower() in FALSE and meaning is not None and flag.takes_value:
-        return Translated(written, value, UNNECESSARY, "", "it is off")
+        return Translated(written, value, UNNECESSARY, "", _OFF)
     if flag.takes_value:
         ours = f"{flag.spelling} {' '.join(meaning) if isinstance(meaning, tuple) else meaning}"
         return Translated(written, value, RENAMED, ours, f"means {flag.spelling}")

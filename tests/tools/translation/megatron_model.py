@@ -110,9 +110,10 @@ def moe(x: Tensor, weights: Mapping[str, Tensor], name: str, given: Arguments, b
     shares = logits.softmax(-1)
     if given.get("moe-router-score-function") == "sigmoid":
         shares = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    best = torch.zeros_like(logits).scatter_(1, shares.topk(experts.shape[1], dim=1).indices, 1.0)  # without the bias
     coefficient = number(given, "moe-aux-loss-coeff", 0)
     pieces = samples if given.get("moe-router-load-balancing-type") == "seq_aux_loss" else 1
-    for part, pairs in zip(shares.chunk(pieces), chosen.chunk(pieces), strict=True):
+    for part, pairs in zip(shares.chunk(pieces), best.chunk(pieces), strict=True):
         count, topk = len(part), experts.shape[1]
         loss = (part.sum(0) * pairs.sum(0)).sum() * len(pairs[0]) / (count * count * topk)
         balance.losses.append(coefficient * loss / pieces)

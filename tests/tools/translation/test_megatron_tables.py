@@ -13,7 +13,7 @@ from megapar.config.read import normal, spellings
 from megapar.config.values import convert
 from megapar.tools.translation import deepspeed, features, megatron, verdict
 from megapar.tools.translation.table import DEFAULTS, FOREIGN
-from megapar.tools.translation.translated import Translated, translate
+from megapar.tools.translation.translated import Translated, meant, translate
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -28,6 +28,7 @@ from megapar.tools.translation.verdict import (
 from tests.tools.translation.tables import Declared, declared
 
 TABLES = {"megatron_lm": "megatron", "megatron_deepspeed": "deepspeed"}
+SECOND = "--disable-moe-top2-2nd-expert-sampling"
 ROWS = [(table, row) for table in TABLES for row in declared(table)]
 
 
@@ -231,6 +232,30 @@ def test_a_default_that_differs_is_added_or_explained(table: str) -> None:
 
 def test_every_explanation_is_of_a_default_that_differs() -> None:
     assert set(EXPLAINED) <= {name for table in TABLES for name in differing(table)}
+
+
+@pytest.mark.parametrize(
+    ("line", "framework", "expected"),
+    [
+        ("--num-layers 2", "megatron", {"--no-bias-gelu-fusion"}),
+        ("--num-layers 2 --swiglu", "megatron", set()),
+        ("--num-layers 2 --disable-bias-linear", "megatron", set()),
+        ("--num-experts 8 --topk 2 --swiglu", "deepspeed", {"--expert-interval", SECOND}),
+        ("--num-experts 8 --topk 1 --swiglu --expert-interval 1", "deepspeed", set()),
+        ("--num-layers 2 --swiglu", "deepspeed", set()),
+    ],
+)
+def test_what_is_meant_and_not_here_is_said(line: str, framework: str, expected: set[str]) -> None:
+    items = meant(translate(line.split(), framework), framework)
+    assert {item.flag for item in items if item.verdict in (OTHER, ANOTHER)} == expected
+
+
+def test_what_deepspeed_means_is_added() -> None:
+    items = meant(translate(["--num-experts", "8", "--recompute-method", "uniform"], "deepspeed"), "deepspeed")
+    assert {item.ours for item in items} >= {
+        *("--moe-router-topk 1", "--moe-aux-loss-coeff 0.1", "--recompute-num-layers 1"),
+        "--moe-model-type deepspeed_moe --moe-capacity-factor 1",
+    }
 
 
 def test_verdicts_of_rows_are_verdicts() -> None:
