@@ -67,7 +67,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
             "say what a configuration will take: memory, traffic, time; --show-schedule draws its pipeline",
         ),
         "report": (_report, "one HTML page that shows a run"),
-        "translate": (_translate, "flags for the arguments of a Megatron-LM, MindSpeed or DeepSpeed script"),
+        "translate": (_translate, "the command for a script of Megatron-LM, MindSpeed, Megatron-DeepSpeed or Paddle"),
         "data": (_data, "make and check files of tokens, train tokenizers"),
         "convert": (_convert, "Hugging Face models in and out"),
         "rules": (_rules, "print the compatibility matrix"),

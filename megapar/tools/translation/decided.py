@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from megapar.tools.translation.verdict import IMPLIED, RENAMED, SAME, UNNECESSARY, UNSUPPORTED
+from megapar.config.read import spellings
+from megapar.core.schedule import BatchSize
+from megapar.tools.translation import megatron_values
+from megapar.tools.translation.verdict import (
+    ANOTHER,
+    IMPLIED,
+    LEFT,
+    OTHER,
+    RENAMED,
+    SAME,
+    UNNECESSARY,
+    UNSUPPORTED,
+)
 
 # verdict, what to write here, reason
 Decided = tuple[str, str, str]
@@ -20,34 +32,91 @@ def _number(given: Mapping[str, str], name: str, default: float = 1.0) -> float:
 
 def _chunks(value: str, given: Mapping[str, str]) -> Decided:
     layers, stages = _number(given, "num-layers", 0), _number(given, "pipeline-model-parallel-size")
-    chunks = round(layers / stages / float(value)) if layers else 0
+    per_chunk = _number({"": value}, "", 0)
+    chunks = round(layers / stages / per_chunk) if per_chunk else 0
     if chunks < 1:
-        return RENAMED, "--vpp-degree N --pp-schedule interleaved", "N = layers / stages / layers per chunk"
+        return (
+            LEFT,
+            "",
+            "chunks per stage = layers / stages / layers per chunk: --vpp-degree, --pp-schedule interleaved",
+        )
     if chunks == 1:
         return UNNECESSARY, "", "one chunk per stage"
     return RENAMED, f"--vpp-degree {chunks} --pp-schedule interleaved", ""
 
 
+def _ramp(given: Mapping[str, str]) -> BatchSize | None:
+    """The global batch over consumed samples; None where the script does not say it."""
+    final = int(_number(given, "global-batch-size", 0))
+    words = given.get("rampup-batch-size", "").split()
+    if final < 1:
+        return None
+    if len(words) != 3 or not all(word.isdigit() for word in words):
+        return BatchSize(final)
+    start, increment, samples = (int(word) for word in words)
+    return BatchSize(final, start, increment, samples) if increment and final > start else BatchSize(final)
+
+
+def _steps(samples: float, given: Mapping[str, str]) -> int | None:
+    """Optimizer steps that take so many samples; None where the global batch is not said."""
+    batch = _ramp(given)
+    if batch is None:
+        return None
+    consumed = steps = 0
+    while consumed < min(samples, batch.ramp_samples):
+        consumed += batch.at(consumed)
+        steps += 1
+    return steps + max(0, round((samples - consumed) / batch.final))
+
+
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
+    share = _number({"": value}, "", 0)
     steps = _number(given, "lr-decay-iters", _number(given, "train-iters", 0))
+    samples = _number(given, "lr-decay-samples", _number(given, "train-samples", 0))
+    if samples and not steps:
+        steps = _steps(samples, given) or 0
     if not steps:
-        return RENAMED, "--lr-warmup-iters STEPS", "a share of --lr-decay-iters"
-    return RENAMED, f"--lr-warmup-iters {round(float(value) * steps)}", ""
+        return OTHER, "", "left to you: --lr-warmup-iters is a share of --lr-decay-iters, which is not said"
+    return RENAMED, f"--lr-warmup-iters {round(share * steps)}", ""
+
+
+def _counted(ours: str, value: str, given: Mapping[str, str]) -> Decided:
+    samples = _number({"": value}, "", -1)
+    steps = _steps(samples, given) if samples >= 0 else None
+    if steps is None:
+        return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not said"
+    return RENAMED, f"{ours} {steps}", ""
 
 
 def _samples(value: str, given: Mapping[str, str]) -> Decided:
-    batch = _number(given, "global-batch-size", 0)
-    flag = next((n for n in ("lr-warmup-samples", "lr-decay-samples", "train-samples") if given.get(n) == value), "")
-    ours = "--" + flag.replace("samples", "iters")
-    if not batch:
-        return RENAMED, f"{ours} STEPS", "samples / --global-batch-size"
-    return RENAMED, f"{ours} {round(float(value) / batch)}", ""
+    return _counted("--train-iters", value, given)
+
+
+def _warmup_samples(value: str, given: Mapping[str, str]) -> Decided:
+    return _counted("--lr-warmup-iters", value, given)
+
+
+def _decay_samples(value: str, given: Mapping[str, str]) -> Decided:
+    return _counted("--lr-decay-iters", value, given)
+
+
+def _wsd_samples(value: str, given: Mapping[str, str]) -> Decided:
+    return _counted("--lr-wsd-decay-iters", value, given)
+
+
+def _ramped(value: str, given: Mapping[str, str]) -> Decided:
+    warmed = any(name.startswith("lr-warmup-") for name in given)
+    if not warmed and given.get("lr-decay-style") == "constant":
+        return SAME, f"--rampup-batch-size {value}", ""
+    reason = "the batch grows as there, but the learning rate goes by steps here and by samples there"
+    return OTHER, f"--rampup-batch-size {value}", reason
 
 
 def _tokens(value: str, given: Mapping[str, str]) -> Decided:
-    per_step = _number(given, "global-batch-size", 0) * _number(given, "seq-length", 0)
-    steps = str(round(float(value) / per_step)) if per_step else "STEPS"
-    return RENAMED, f"--train-iters {steps}", ""
+    length = _number(given, "seq-length", 0)
+    if not length:
+        return OTHER, "", "left to you: --train-iters = tokens / (--global-batch-size x --seq-length)"
+    return _counted("--train-iters", str(_number({"": value}, "", 0) / length), given)
 
 
 def _zero(value: str, given: Mapping[str, str]) -> Decided:
@@ -70,17 +139,17 @@ def _shared(value: str, given: Mapping[str, str]) -> Decided:
     width = _number(given, "moe-ffn-hidden-size", _number(given, "ffn-hidden-size", 0))
     if width and float(value) % width == 0:
         return RENAMED, f"--moe-shared-experts {round(float(value) / width)}", ""
-    return UNSUPPORTED, "", "shared experts are whole widths of one expert"
+    return ANOTHER, "", "shared experts are whole widths of one expert"
 
 
 def _frequency(value: str, given: Mapping[str, str]) -> Decided:
     text = value.strip("'\"").replace(" ", "")
-    if text == "1":
+    if text in ("1", "-1"):
         return IMPLIED, "", "every layer has experts"
     leading = re.fullmatch(r"\(?\[0\](?:\*(\d+))?\+\[1\](?:\*\d+)?\)?", text)
     if leading is not None:
         return RENAMED, f"--first-k-dense {leading[1] or 1}", ""
-    return UNSUPPORTED, "", "only leading layers may be dense (--first-k-dense)"
+    return ANOTHER, "", "only leading layers may be dense (--first-k-dense)"
 
 
 def _balancing(value: str, given: Mapping[str, str]) -> Decided:
@@ -92,7 +161,7 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
         return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
     if value == "none":
         return RENAMED, "--moe-aux-loss-coeff 0", ""
-    return UNSUPPORTED, "", "balancing is by auxiliary losses or by the correction bias"
+    return OTHER, "", "balancing is by auxiliary losses or by the correction bias"
 
 
 def _per_sample(given: Mapping[str, str]) -> bool:
@@ -102,7 +171,7 @@ def _per_sample(given: Mapping[str, str]) -> bool:
 def _sequence(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-aux-loss-coeff" in given:
         return IMPLIED, "", "--moe-seq-aux-loss-coeff says it"
-    return RENAMED, "--moe-seq-aux-loss-coeff COEFFICIENT --moe-aux-loss-coeff 0", "a loss per sample"
+    return IMPLIED, "", "no loss without its coefficient"
 
 
 def _coefficient(value: str, given: Mapping[str, str]) -> Decided:
@@ -111,11 +180,143 @@ def _coefficient(value: str, given: Mapping[str, str]) -> Decided:
     return SAME, f"--moe-aux-loss-coeff {value}", ""
 
 
+def _capacity(value: str, given: Mapping[str, str]) -> Decided:
+    if "moe-model-type" in given:  # MindSpeed's own gates
+        return SAME if value else LEFT, f"--moe-capacity-factor {value}", ""
+    reason = "what is kept weighs by all chosen experts there, and by the kept ones here"
+    return OTHER, f"--moe-model-type deepspeed_moe --moe-capacity-factor {value} --moe-min-capacity 1", reason
+
+
 def _drops(value: str, given: Mapping[str, str]) -> Decided:
+    if not any(name.endswith("capacity-factor") for name in given):
+        return UNNECESSARY, "", "nothing is dropped without a capacity factor"
     ours = {"probs": "probs", "position": "token"}.get(value)
     if ours is None:
-        return UNSUPPORTED, "", "kept are earlier tokens, earlier choices, or higher probabilities"
-    return RENAMED, f"--moe-drop-policy {ours}", ""
+        return OTHER, "", "kept are earlier tokens, earlier choices, or higher probabilities"
+    reason = "ranked by the renormalised weights there, by the scores here" if ours == "probs" else ""
+    return OTHER if reason else RENAMED, f"--moe-drop-policy {ours}", reason
+
+
+def _experts(value: str, given: Mapping[str, str]) -> Decided:
+    counts = set(value.split())
+    if len(counts) == 1:
+        return SAME, f"--num-experts {counts.pop()}", ""
+    return ANOTHER, "", "every layer has the same number of experts"
+
+
+def _leading(value: str, given: Mapping[str, str]) -> Decided:
+    if _number({"": value}, "", 0) <= 0:
+        return UNNECESSARY, "", "every layer has experts"
+    return RENAMED, f"--first-k-dense {value}", ""
+
+
+def _chooses(given: Mapping[str, str]) -> bool:
+    """Several experts a token, so that their weights are renormalised here."""
+    return _number(given, "moe-router-topk", 2) >= 2
+
+
+def _pre_softmax(value: str, given: Mapping[str, str]) -> Decided:
+    if given.get("moe-router-score-function") == "sigmoid":
+        return IMPLIED, "", "sigmoids are not normalised before the choice"
+    if not _chooses(given):
+        return IMPLIED, "", "the weight of a single expert is its score"
+    return OTHER, "", "the weights of the chosen experts sum to one here; there they keep their scores"
+
+
+def _router_dtype(value: str, given: Mapping[str, str]) -> Decided:
+    if value == "fp64":
+        return OTHER, "", "the router computes in fp32"
+    return IMPLIED, "", "the router computes in fp32"
+
+
+def _optimizer(value: str, given: Mapping[str, str]) -> Decided:
+    kind = value.lower()
+    if kind in ("", "adam", "adamw", "fused-adam", "fused_adam", "torch-adamw"):
+        if "no-decoupled-weight-decay" in given:
+            return OTHER, "", "weight decay is decoupled here (AdamW)"
+        return IMPLIED, "", "AdamW, fused where the device has it"
+    return OTHER, "", "the optimizer here is AdamW"
+
+
+def _adam(value: str, given: Mapping[str, str]) -> Decided:
+    return _optimizer("adam", given)
+
+
+def _decay_style(value: str, given: Mapping[str, str]) -> Decided:
+    kind = value.lower()
+    if kind in _choices("lr-decay-style"):
+        return SAME if kind == value else RENAMED, f"--lr-decay-style {kind}", ""
+    return OTHER, "", f"the learning rate's decay is one of {', '.join(_choices('lr-decay-style'))}"
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    """The values of a flag of the trainers."""
+    return tuple(str(choice) for choice in spellings()[name].flag.choices)
+
+
+def _wsd_style(value: str, given: Mapping[str, str]) -> Decided:
+    if given.get("lr-decay-style", "").lower() != "wsd":
+        return UNNECESSARY, "", "only for --lr-decay-style WSD"
+    if not value:
+        return RENAMED, "--lr-wsd-decay-style exponential", ""
+    if value in _choices("lr-wsd-decay-style"):
+        return SAME, f"--lr-wsd-decay-style {value}", ""
+    return OTHER, "", f"wsd ends in one of {', '.join(_choices('lr-wsd-decay-style'))}"
+
+
+def _decay_increments(value: str, given: Mapping[str, str]) -> Decided:
+    start, end = given.get("start-weight-decay"), given.get("end-weight-decay")
+    if given.get("weight-decay-incr-style", "constant") == "constant" or (start is not None and start == end):
+        decay = start or given.get("weight-decay", "0.01")
+        return RENAMED, f"--weight-decay {decay}", "constant"
+    return OTHER, "", "the weight decay is constant here"
+
+
+def _scales(given: Mapping[str, str]) -> bool:
+    return given.get("fp16", "false").lower() not in ("false", "0")
+
+
+def _loss_scale(value: str, given: Mapping[str, str]) -> Decided:
+    if not _scales(given):
+        return UNNECESSARY, "", "the loss is scaled in fp16 only"
+    return SAME, f"--initial-loss-scale {value}", ""
+
+
+def _fixed_scale(value: str, given: Mapping[str, str]) -> Decided:
+    if not _scales(given):
+        return UNNECESSARY, "", "the loss is scaled in fp16 only"
+    ours = f"--initial-loss-scale {value} --min-loss-scale {value}"
+    return OTHER, ours, "the scale moves here, between this value and larger ones"
+
+
+def _first_loss_scale(value: str, given: Mapping[str, str]) -> Decided:
+    return _loss_scale("4294967296", given)
+
+
+def _dense(given: Mapping[str, str]) -> bool:
+    return not any(name in given for name in ("num-experts", "num-moe-experts"))
+
+
+def _no_balance(value: str, given: Mapping[str, str]) -> Decided:
+    if _dense(given):
+        return UNNECESSARY, "", "there are no experts"
+    return RENAMED, "--moe-aux-loss-coeff 0", ""
+
+
+def _per_layer(value: str, given: Mapping[str, str]) -> Decided:
+    return IMPLIED, "", "aux_loss"
+
+
+def _mtp_weight(value: str, given: Mapping[str, str]) -> Decided:
+    if not _number(given, "mtp-num-layers", 0):
+        return UNNECESSARY, "", "no token after the next is predicted"
+    return RENAMED, "--mtp-loss-weight 0.1", ""
+
+
+def _per_token(value: str, given: Mapping[str, str]) -> Decided:
+    if "eod-mask-loss" in given:
+        return OTHER, "", "each micro-batch weighs the same there, each counted token here"
+    return IMPLIED, "", "micro-batches have equally many tokens"
 
 
 def _skipped(given: Mapping[str, str]) -> int:
@@ -137,7 +338,7 @@ def _layers(value: str, given: Mapping[str, str]) -> Decided:
 def _rotated(value: str, given: Mapping[str, str]) -> Decided:
     if _number({"": value}, "", 0) == 1:
         return UNNECESSARY, "", "all features of a head are turned"
-    return UNSUPPORTED, "", "all features of a head are turned"
+    return ANOTHER, "", "all features of a head are turned"
 
 
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
@@ -152,14 +353,56 @@ def _algorithm(value: str, given: Mapping[str, str]) -> Decided:
     return SAME, f"--context-parallel-algo {value}", ""
 
 
+def _shares(value: str) -> list[float]:
+    words = value.strip("'\"").split(",")
+    return [_number({"": word}, "", 0) for word in words]
+
+
+def _holds_out(given: Mapping[str, str]) -> bool:
+    """Something is left for evaluations."""
+    if "mock-data" in given or "split" not in given:
+        return True
+    return sum(_shares(given["split"])[1:2]) > 0
+
+
 def _split(value: str, given: Mapping[str, str]) -> Decided:
     if "mock-data" in given:
         return UNNECESSARY, "", "random tokens are held out on their own"
-    return SAME, f"--split {value}", ""
+    if "valid-data-path" in given or "eval-data-path" in given:
+        return UNNECESSARY, "", "held-out data have a path of their own"
+    return SAME, "--split " + value.strip("'\""), ""
+
+
+def _usual_split(value: str, given: Mapping[str, str]) -> Decided:
+    if "data-path" not in given:
+        return UNNECESSARY, "", "no --data-path"
+    return RENAMED, "--split 969,30,1", ""
+
+
+def _usual_eval_iters(value: str, given: Mapping[str, str]) -> Decided:
+    if not _number(given, "eval-interval", 0) or not _holds_out(given):
+        return UNNECESSARY, "", "nothing is evaluated"
+    return RENAMED, "--eval-iters 100", ""
+
+
+def _usual_eval_interval(value: str, given: Mapping[str, str]) -> Decided:
+    if "eval-iters" in given:
+        return IMPLIED, "", "said with --eval-iters"
+    return RENAMED, "--eval-interval 0", "no evaluation during training"
+
+
+def _held_out_path(value: str, given: Mapping[str, str]) -> Decided:
+    if not _evaluates(given):
+        return UNNECESSARY, "", "nothing is evaluated"
+    return RENAMED, f"--eval-data-path {value}", "held-out data"
+
+
+def _test_path(value: str, given: Mapping[str, str]) -> Decided:
+    return UNSUPPORTED, "", "one held-out set; another one is evaluated by a run with --eval-data-path of its own"
 
 
 def _evaluates(given: Mapping[str, str]) -> bool:
-    return _number(given, "eval-iters") > 0
+    return _number(given, "eval-iters", 100) > 0 and "eval-interval" in given and _holds_out(given)
 
 
 def _evaluations(value: str, given: Mapping[str, str]) -> Decided:
@@ -187,9 +430,41 @@ def _profile(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--profile {start}:{end}", ""
 
 
+def _one_node(given: Mapping[str, str]) -> bool:
+    return all(given.get(name, "1") == "1" for name in ("nnodes", "num-nodes", "nodes"))
+
+
 def _rendezvous(value: str, given: Mapping[str, str]) -> Decided:
-    address, port = given.get("master-addr", "HOST"), given.get("master-port", "PORT")
+    address, port = given.get("master-addr"), given.get("master-port")
+    if _one_node(given):
+        return UNNECESSARY, "", "one node meets nobody"
+    if not address or not port:
+        missing = "--master_port" if address else "--master_addr"
+        return LEFT, "", f"--rdzv-endpoint is address and port, and there is no {missing}"
     return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
+
+
+def _loading(value: str, given: Mapping[str, str]) -> Decided:
+    if "load" not in given:
+        return UNNECESSARY, "", "nothing is loaded"
+    return SAME, f"--{{name}} {value}".strip(), ""
+
+
+def _node_rank(value: str, given: Mapping[str, str]) -> Decided:
+    if _one_node(given):
+        return UNNECESSARY, "", "there is one node"
+    return LEFT, "", "--node-rank is each node's own"
+
+
+def _ranks_here(value: str, given: Mapping[str, str]) -> Decided:
+    if not value.isdigit():
+        return LEFT, "", "--nproc-per-node is a number of ranks"
+    return RENAMED, f"megapar launch --nproc-per-node {value}", ""
+
+
+def _listed(value: str, given: Mapping[str, str]) -> Decided:
+    devices = [word for word in value.strip("'\"").split(",") if word]
+    return RENAMED, f"megapar launch --nproc-per-node {len(devices)}", ""
 
 
 def _strategy(value: str, given: Mapping[str, str]) -> Decided:
@@ -202,7 +477,7 @@ def _strategy(value: str, given: Mapping[str, str]) -> Decided:
 def _positions(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given:
         return IMPLIED, "", "rope learns no positions"
-    return UNSUPPORTED, "", "positions are rope or learned"
+    return ANOTHER, "", "positions are rope or learned"
 
 
 DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
@@ -232,4 +507,56 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "profile": _profile,
     "rendezvous": _rendezvous,
     "positions": _positions,
+    "warmup_samples": _warmup_samples,
+    "decay_samples": _decay_samples,
+    "wsd_samples": _wsd_samples,
+    "ramped": _ramped,
+    "capacity": _capacity,
+    "experts": _experts,
+    "leading": _leading,
+    "pre_softmax": _pre_softmax,
+    "router_dtype": _router_dtype,
+    "optimizer": _optimizer,
+    "adam": _adam,
+    "decay_style": _decay_style,
+    "wsd_style": _wsd_style,
+    "decay_increments": _decay_increments,
+    "loss_scale": _loss_scale,
+    "fixed_scale": _fixed_scale,
+    "first_loss_scale": _first_loss_scale,
+    "no_balance": _no_balance,
+    "per_layer": _per_layer,
+    "mtp_weight": _mtp_weight,
+    "per_token": _per_token,
+    "usual_split": _usual_split,
+    "usual_eval_iters": _usual_eval_iters,
+    "usual_eval_interval": _usual_eval_interval,
+    "held_out_path": _held_out_path,
+    "test_path": _test_path,
+    "ranks_here": _ranks_here,
+    "listed": _listed,
+    "loading": _loading,
+    "node_rank": _node_rank,
+    **megatron_values.DECIDED,
+}
+# Those whose argument decides what is trained, so that a value that a script leaves open does as well.
+DECIDING = frozenset(DECIDED) - {
+    "rendezvous",
+    "ranks_here",
+    "listed",
+    "node_rank",
+    "loading",
+    "saved",
+    "profile",
+    "held_out_path",
+    "test_path",
+    "zero",
+    "strategy",
+    "attention",
+    "implementation",
+    "chunks",
+    "noop",
+    "cut",
+    "algorithm",
+    *megatron_values.HARMLESS,
 }

@@ -1,17 +1,55 @@
-"""Which table answers for an argument of which framework."""
+"""Which tables answer for an argument of which framework, and what its scripts mean where they say nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megapar.tools.translation import deepspeed, megatron, mindspeed, paddle
+from megapar.tools.translation import deepspeed, defaults, megatron, mindspeed, paddle
 from megapar.tools.translation.verdict import Foreign
 
-# Extensions of Megatron-LM take its arguments as well; where both have a row, their own wins.
+NAMES: Mapping[str, str] = {
+    "megatron": "Megatron-LM",
+    "mindspeed": "MindSpeed",
+    "deepspeed": "Megatron-DeepSpeed",
+    "paddle": "Paddle",
+}
+# Extensions of Megatron-LM take its arguments as well; where several have a row, their own wins.
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
-    "megatron": megatron.ROWS,
-    "mindspeed": {**megatron.ROWS, **mindspeed.ROWS},
-    "deepspeed": {**megatron.ROWS, **deepspeed.ROWS},
+    "megatron": {**deepspeed.ROWS, **mindspeed.ROWS, **megatron.ROWS},
+    "mindspeed": {**deepspeed.ROWS, **megatron.ROWS, **mindspeed.ROWS},
+    "deepspeed": {**mindspeed.ROWS, **megatron.ROWS, **deepspeed.ROWS},
     "paddle": paddle.ROWS,
 }
-ALL: Mapping[str, Foreign] = {**deepspeed.ROWS, **mindspeed.ROWS, **megatron.ROWS}
+DEFAULTS: Mapping[str, Mapping[str, Foreign]] = {
+    "megatron": defaults.MEGATRON,
+    "mindspeed": {**defaults.MEGATRON, **mindspeed.DEFAULTS},
+    "deepspeed": {**defaults.MEGATRON, **deepspeed.DEFAULTS},
+    "paddle": paddle.DEFAULTS,
+}
+_ROWS = {"mindspeed": mindspeed.ROWS, "deepspeed": deepspeed.ROWS, "paddle": paddle.ROWS}
+# Arguments of Megatron-LM's extensions that stand in its table, since their answer is the same in all.
+_SIGNS = {
+    "mindspeed": """
+        adaptive-recompute-device-swap coc-fused-kernel coc-parallel-num enable-recompute-layers-per-pp-rank
+        enable-token-rearrange-opt first-k-dense-replace gemm-gradient-accumulation-fusion mla-fa-without-pad
+        moe-fb-overlap moe-intermediate-size moe-permutation-async-comm moe-tp-extend-ep mtp-mem-efficient-logits
+        multi-head-latent-attention n-group n-shared-experts no-shared-storage noop-layers norm-topk-prob
+        qk-nope-head-dim qk-rope-head-dim recompute-activation-function reuse-fp32-param routed-scaling-factor
+        router-gating-in-fp32 schedules-method seq-aux swap-attention swap-optimizer swap-optimizer-times topk-group
+        tp-2d tp-x tp-y use-ascend-coc use-ascend-mc2 use-cp-send-recv-overlap use-fused-moe-token-permute-and-unpermute
+        use-fused-ring-attention-update use-fused-rmsnorm use-fused-rotary-pos-emb use-fused-swiglu
+    """,
+    "deepspeed": "deepspeed deepspeed-config deepspeed-mpi zero-stage deepspeed-activation-checkpointing",
+    "paddle": "",
+}
+# Arguments that only one of them has: by these a line is recognised.
+OWN: Mapping[str, frozenset[str]] = {
+    name: frozenset(rows).difference(megatron.ROWS, *(theirs for other, theirs in _ROWS.items() if other != name))
+    | frozenset(_SIGNS[name].split())
+    for name, rows in _ROWS.items()
+}
+
+
+def model_of(framework: str, given: Mapping[str, str]) -> str:
+    """Which of our trainers is for a script with these arguments, moe or ernie; empty where none is."""
+    return paddle.model_of(given) if framework == "paddle" else "moe"

@@ -1,0 +1,120 @@
+"""A command line, taken apart: what starts the ranks, the script that they run, and its arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+# What starts ranks, by the word (or the module behind -m) that names it.
+STARTERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "torch_npu_run": "torchrun",
+    "deepspeed": "deepspeed",
+    "srun": "srun",
+    "mpirun": "mpirun",
+    "mpiexec": "mpirun",
+    "paddle.distributed.launch": "paddle.distributed.launch",
+    "fleetrun": "paddle.distributed.launch",
+    "python": "python",
+    "python3": "python",
+}
+_SINGLE = {"-N": "--nodes", "-n": "--ntasks", "-np": "--np", "-H": "--host", "-x": "--x", "-p": "--partition"}
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A script of another framework. model: of our trainers, the one for it; empty where none is. what: in words."""
+
+    framework: str
+    model: str
+    what: str
+
+
+_NOT_HERE = "no trainer here is for it"
+ENTRIES = {
+    "pretrain_gpt.py": Entry("", "moe", "a decoder"),
+    "pretrain_llama.py": Entry("", "moe", "a decoder"),
+    "pretrain_gpt_core.py": Entry("", "moe", "a decoder"),
+    "pretrain_bert.py": Entry("", "", "BERT, an encoder; pretrain_ernie.py trains another one"),
+    "pretrain_t5.py": Entry("", "", f"T5, an encoder and a decoder; {_NOT_HERE}"),
+    "pretrain_ict.py": Entry("", "", f"a retriever; {_NOT_HERE}"),
+    "pretrain_retro.py": Entry("", "", f"a decoder with retrieval; {_NOT_HERE}"),
+    "pretrain_mamba.py": Entry("", "", f"state-space layers; {_NOT_HERE}"),
+    "pretrain_hybrid.py": Entry("", "", f"state-space and attention layers; {_NOT_HERE}"),
+    "pretrain_vlm.py": Entry("", "", f"text and pictures; {_NOT_HERE}"),
+    "pretrain_vision_classify.py": Entry("", "", f"pictures; {_NOT_HERE}"),
+    "pretrain_vision_dino.py": Entry("", "", f"pictures; {_NOT_HERE}"),
+    "pretrain_vision_inpaint.py": Entry("", "", f"pictures; {_NOT_HERE}"),
+    "posttrain_gpt.py": Entry("mindspeed", "", "fine-tuning or preference training; trainers here pre-train"),
+    "train_rl.py": Entry("megatron", "", "reinforcement learning; trainers here pre-train"),
+    "run_pretrain.py": Entry("paddle", "moe", "Paddle's pre-training"),
+    "run_pretrain_auto.py": Entry("paddle", "moe", "Paddle's pre-training"),
+    "run_finetune.py": Entry("paddle", "", "fine-tuning; trainers here pre-train"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """launcher: (who takes it, word). script: empty where there are arguments only. at: the line of a file, from 1."""
+
+    arguments: tuple[str, ...]
+    launcher: tuple[tuple[str, str], ...] = ()
+    script: str = ""
+    at: int = 0
+
+    @property
+    def starters(self) -> tuple[str, ...]:
+        """What starts the ranks, outermost first; python where nothing else does."""
+        tools = tuple(dict.fromkeys(tool for tool, _ in self.launcher))
+        return tuple(tool for tool in tools if tool != "python") or tools
+
+    @property
+    def entry(self) -> Entry | None:
+        """What is known of the script; None for others."""
+        return ENTRIES.get(PurePosixPath(self.script).name)
+
+
+def starts(words: Sequence[str]) -> bool:
+    """Whether a command starts ranks, or a script of a known name."""
+    names = [PurePosixPath(word).name for word in words]
+    return any(STARTERS.get(name, "python") != "python" for name in names) or any(name in ENTRIES for name in names)
+
+
+def take_apart(words: Sequence[str], at: int = 0) -> Line:
+    """The line of these words: bare arguments, or a whole command."""
+    place = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
+    if place is None:
+        if not words or words[0].startswith("--"):
+            return Line(tuple(words), at=at)
+        return Line(tuple(words), _launcher(words), at=at) if starts(words) else Line(tuple(words), at=at)
+    return Line(tuple(words[place + 1 :]), _launcher(words[:place]), words[place], at)
+
+
+def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """(who takes it, word) of everything in front of the script; a starter itself stands as (name, "")."""
+    found: list[tuple[str, str]] = []
+    tool = ""
+    for word in words:
+        name = STARTERS.get(PurePosixPath(word).name)
+        if name is not None and not word.startswith("--"):
+            tool = name
+            found.append((tool, ""))
+        elif tool and word != "-m":
+            found += [(tool, part) for part in _long(word, tool)]
+    return tuple(found)
+
+
+def _long(word: str, tool: str) -> tuple[str, ...]:
+    """A short option as its long one; an assignment of the environment is no option."""
+    if tool == "python" or _ASSIGNED.match(word):
+        return ()
+    if word.startswith("-") and not word.startswith("--"):
+        if word in _SINGLE:
+            return (_SINGLE[word],)
+        return (f"-{word}",) if len(word) > 2 else (f"--{word[1:]}",)
+    return (word,)

@@ -1,0 +1,434 @@
+"""What becomes of Megatron's arguments by their values: the rows ``@name`` of models, experts and Megatron-DeepSpeed.
+
+Sources: NVIDIA/Megatron-LM (megatron/training/arguments.py, megatron/core/transformer) and
+deepspeedai/Megatron-DeepSpeed (megatron/arguments.py), as in tests/tools/translation/tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from megapar.tools.translation.verdict import (
+    ANOTHER,
+    IMPLIED,
+    LEFT,
+    OTHER,
+    RENAMED,
+    SAME,
+    UNNECESSARY,
+    UNSUPPORTED,
+)
+
+Decided = tuple[str, str, str]
+Given = Mapping[str, str]
+
+
+def _as_number(text: str, default: float = 0.0) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return default
+
+
+def _number(given: Given, name: str, default: float = 0.0) -> float:
+    return _as_number(given.get(name, ""), default)
+
+
+def _has_experts(given: Given) -> bool:
+    counts = given.get("num-experts", given.get("num-moe-experts", "")).split()
+    return bool(counts) and counts != ["1"]
+
+
+# The transformer.
+
+
+def _query_groups(value: str, given: Given) -> Decided:
+    if "group-query-attention" not in given:
+        return UNNECESSARY, "", "Megatron-LM reads it with --group-query-attention only"
+    return SAME, f"--num-query-groups {value}", ""
+
+
+def _grouped(value: str, given: Given) -> Decided:
+    if "num-query-groups" in given:
+        return IMPLIED, "", "--num-query-groups says it"
+    return RENAMED, "--num-query-groups 1", "one group where nothing is said"
+
+
+def _position_type(value: str, given: Given) -> Decided:
+    ours = {"learned_absolute": "learned", "learned": "learned", "rope": "rope"}.get(value)
+    if ours is None:
+        return ANOTHER, "", "positions are rope or learned"
+    return SAME if ours == value else RENAMED, f"--position-embedding-type {ours}", ""
+
+
+def _rope_type(value: str, given: Given) -> Decided:
+    if value == "rope":
+        return IMPLIED, "", "rope is plain"
+    return ANOTHER, "", "rope is plain: no YaRN"
+
+
+def _rope_factor(value: str, given: Given) -> Decided:
+    if _as_number(value) in (0.0, 1.0):
+        return UNNECESSARY, "", "a factor of one"
+    if "use-rope-scaling" not in given and "multi-latent-attention" not in given:
+        return UNNECESSARY, "", "Megatron-LM reads it with rope scaling only"
+    return ANOTHER, "", "rope is plain: positions are not scaled"
+
+
+def _rotary_share(value: str, given: Given) -> Decided:
+    if _as_number(value) == 1:
+        return UNNECESSARY, "", "all features of a head are turned"
+    return ANOTHER, "", "all features of a head are turned here"
+
+
+def _sink(value: str, given: Given) -> Decided:
+    if value == "vanilla":
+        return IMPLIED, "", "a softmax without a sink"
+    return ANOTHER, "", "softmax has no sink (off-by-one, learnable)"
+
+
+def _query_norm(value: str, given: Given) -> Decided:
+    if given.get("normalization", "").lower() != "rmsnorm":
+        return ANOTHER, "", "--qk-norm is an RMSNorm, and --normalization makes it a layer norm there"
+    return RENAMED, "--qk-norm", "means --qk-norm"
+
+
+def _query_bias(value: str, given: Given) -> Decided:
+    if not {"disable-bias-linear", "no-add-bias-linear"} & set(given):
+        return IMPLIED, "", "all linear layers have biases"
+    return ANOTHER, "", "biases are in all linear layers or in none (--add-bias-linear)"
+
+
+def _gelu(value: str, given: Given) -> Decided:
+    return OTHER, "", "with biases and its fusion, gelu is its approximation by tanh there; by erf here"
+
+
+def _blocks_after(value: str, given: Given) -> Decided:
+    if _as_number(value) < 1:
+        return UNNECESSARY, "", "no token after the next is predicted"
+    reason = "the block there is a layer like the last, with a norm of its own; here it is dense, before the final norm"
+    return ANOTHER, f"--mtp-depth {value}", reason
+
+
+def _specification(value: str, given: Given) -> Decided:
+    if value.strip("'\"") == "local":
+        return IMPLIED, "", "there is one implementation"
+    return ANOTHER, "", "flags say what a layer is made of; a specification in code is not read"
+
+
+def _vocabulary(value: str, given: Given) -> Decided:
+    """Megatron's model has as many rows as the padded vocabulary, and its softmax goes over all of them."""
+    size, multiple = int(_as_number(value)), int(_number(given, "make-vocab-size-divisible-by", 128))
+    multiple *= int(_number(given, "tensor-model-parallel-size", 1))
+    if "padded-vocab-size" in given:
+        return IMPLIED, "", "--padded-vocab-size says it"
+    if size < 1 or multiple < 1 or {"no-pad-vocab-size", "disable-pad-vocab-size"} & set(given) or size % multiple == 0:
+        return SAME, f"--vocab-size {value}", ""
+    return RENAMED, f"--vocab-size {math.ceil(size / multiple) * multiple}", f"padded to a multiple of {multiple}"
+
+
+def _padding(value: str, given: Given) -> Decided:
+    if "vocab-size" in given or "padded-vocab-size" in given:
+        return IMPLIED, "", "--vocab-size counts the padded rows"
+    reason = "--vocab-size: the tokenizer's size, padded to a multiple of this and of the mp ranks"
+    return LEFT, "", reason
+
+
+def _zero_centred(value: str, given: Given) -> Decided:
+    return UNNECESSARY, "", "a norm's weight is w there and 1 + w here: the same steps, as norms do not decay"
+
+
+# Experts.
+
+
+def _bias_rate(value: str, given: Given) -> Decided:
+    if "moe-router-enable-expert-bias" not in given:
+        return UNNECESSARY, "", "Megatron-LM reads it with --moe-router-enable-expert-bias only"
+    return SAME, f"--moe-router-bias-update-rate {value}", ""
+
+
+def _bias(value: str, given: Given) -> Decided:
+    if "moe-router-bias-update-rate" in given:
+        return IMPLIED, "", "--moe-router-bias-update-rate says it"
+    return RENAMED, "--moe-router-bias-update-rate 1e-3", "the rate where nothing is said"
+
+
+def _router_groups(value: str, given: Given) -> Decided:
+    per_group = _number(given, "moe-router-topk", 2) / max(1.0, _number(given, "moe-router-group-topk", 1))
+    scores = given.get("moe-router-score-function", "softmax")
+    if scores != "softmax" or per_group <= 1 or "moe-router-pre-softmax" in given:
+        return SAME, f"--moe-router-num-groups {value}", ""
+    reason = "groups are compared by sums of logits there, of probabilities here"
+    return OTHER, f"--moe-router-num-groups {value}", reason
+
+
+def _score_function(value: str, given: Given) -> Decided:
+    if value in ("softmax", "sigmoid"):
+        return SAME, f"--moe-router-score-function {value}", ""
+    return ANOTHER, "", "scores are softmax or sigmoid"
+
+
+def _shared_width(value: str, given: Given) -> Decided:
+    width, total = _number(given, "moe-ffn-hidden-size", _number(given, "ffn-hidden-size")), _as_number(value)
+    if width and total % width == 0:
+        return RENAMED, f"--moe-shared-experts {round(total / width)}", "counted in widths of one expert"
+    return ANOTHER, "", "shared experts are whole widths of one expert"
+
+
+def _layers_with_experts(value: str, given: Given) -> Decided:
+    text = value.strip("'\"").replace(" ", "")
+    pattern = _pattern(text)
+    if text == "1" or (pattern and all(pattern)):
+        return IMPLIED, "", "every layer has experts"
+    if pattern and 1 in pattern and all(pattern[pattern.index(1) :]):
+        return RENAMED, f"--first-k-dense {pattern.index(1)}", ""
+    return ANOTHER, "", "only leading layers may be dense (--first-k-dense)"
+
+
+def _pattern(text: str) -> list[int]:
+    """What a sum of lists and products such as ([0]*3+[1]*58) comes to; empty where it is something else."""
+    found: list[int] = []
+    for term in text.removeprefix("(").removesuffix(")").split("+"):
+        listed, _, times = term.partition("*")
+        inner = listed.removeprefix("[").removesuffix("]")
+        if not listed.startswith("[") or not listed.endswith("]") or not (times or "1").isdigit():
+            return []
+        if not all(word in ("0", "1") for word in inner.split(",")):
+            return []
+        found += [int(word) for word in inner.split(",")] * int(times or 1)
+    return found
+
+
+def _balanced_by(value: str, given: Given) -> Decided:
+    if value in ("", "aux_loss"):
+        return IMPLIED, "", "--moe-aux-loss-coeff says it"
+    if value == "seq_aux_loss":
+        return IMPLIED, "", "--moe-seq-aux-loss-coeff says it"
+    if value == "none":
+        return RENAMED, "--moe-aux-loss-coeff 0", ""
+    if value == "noaux_tc":
+        return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
+    return OTHER, "", "one loss per micro-batch or per sample, or the correction bias, balances the experts"
+
+
+def _sharding(value: str, given: Given) -> Decided:
+    if "use-megatron-fsdp" not in given and "use-custom-fsdp" not in given:
+        return UNNECESSARY, "", "Megatron-LM reads it with --use-megatron-fsdp only"
+    stage = {"no_shard": "1", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}.get(value)
+    if stage is None:
+        return UNSUPPORTED, "", "stages are 1, 2 and 3"
+    return RENAMED, f"--sharding-stage {stage}", ""
+
+
+def _own_fsdp(value: str, given: Given) -> Decided:
+    if "data-parallel-sharding-strategy" in given:
+        return IMPLIED, "", "--data-parallel-sharding-strategy says the stage"
+    return RENAMED, "--sharding-stage 3", ""
+
+
+def _communication(value: str, given: Given) -> Decided:
+    if _number(given, "context-parallel-size", 1) == 1:
+        return UNNECESSARY, "", "one cp rank has the whole sequence"
+    ours = {"p2p": "megatron", "a2a": "ulysses", "allgather": "allgather", "all_gather": "allgather"}
+    if value not in ours:
+        return UNSUPPORTED, "", "one algorithm for all layers: ring (p2p), heads (a2a) or keys and values (allgather)"
+    return RENAMED, f"--context-parallel-algo {ours[value]}_cp_algo", ""
+
+
+# Training.
+
+
+def _warmup_start(value: str, given: Given) -> Decided:
+    if _as_number(value) == 0:
+        return UNNECESSARY, "", "warm-up starts at 0"
+    return OTHER, "", "warm-up starts at 0 here"
+
+
+def _warmup_steps(value: str, given: Given) -> Decided:
+    reason = "" if value == "0" else f"step i of it has (i + 1) / {value} of the rate here, i / {value} there"
+    return SAME, f"--lr-warmup-iters {value}", reason
+
+
+def _kept_in(value: str, given: Given) -> Decided:
+    if value == "fp32" or (value == "auto" and "bf16" not in given):
+        return IMPLIED, "", "masters, gradients and moments are fp32"
+    return OTHER, "", "masters, gradients and moments are fp32 here"
+
+
+def _loader(value: str, given: Given) -> Decided:
+    if value == "external":
+        return OTHER, "", "data are read from --data-path"
+    return IMPLIED, "", "samples are shuffled once per epoch, the same on every layout"
+
+
+def _document_masks(value: str, given: Given) -> Decided:
+    if "reset-attention-mask" in given:
+        return IMPLIED, "", "--reset-attention-mask says it"
+    return RENAMED, "--reset-attention-mask", "attention stays inside a document"
+
+
+def _extra_ids(value: str, given: Given) -> Decided:
+    if _as_number(value) == 0:
+        return UNNECESSARY, "", "no further ids"
+    return OTHER, "", "the tokenizer's ids are all: further ones belong into it"
+
+
+def _stages(value: str, given: Given) -> Decided:
+    """Layers of the first or the last stage, the rest shared out evenly."""
+    layers, stages = int(_number(given, "num-layers")), int(_number(given, "pipeline-model-parallel-size", 1))
+    first = int(_number(given, "decoder-first-pipeline-num-layers"))
+    last = int(_number(given, "decoder-last-pipeline-num-layers"))
+    inner, rest = stages - bool(first) - bool(last), layers - first - last
+    virtual = any(name.startswith(("num-layers-per-virtual", "num-virtual-stages")) for name in given)
+    if inner < 1 or rest < inner or rest % inner or virtual:
+        return LEFT, "", "--pp-seg-method takes the first layer of every stage, such as 0,3,7"
+    lengths = [*([first] if first else []), *[rest // inner] * inner, *([last] if last else [])]
+    starts = [sum(lengths[:stage]) for stage in range(len(lengths))]
+    return RENAMED, f"--pp-seg-method {','.join(map(str, starts))}", ""
+
+
+# Megatron-DeepSpeed.
+
+
+def _deepspeed_experts(value: str, given: Given) -> Decided:
+    counts = set(value.split())
+    if len(counts) != 1:
+        return ANOTHER, "", "every layer has the same number of experts"
+    count = counts.pop()
+    if count == "1":
+        return RENAMED, "--num-experts 0", "one expert is a dense layer"
+    return SAME, f"--num-experts {count}", ""
+
+
+def _experts_over_mp(value: str, given: Given) -> Decided:
+    return IMPLIED, "", "mp ranks split experts as they split the rest (--expert-mp-degree)"
+
+
+def _expert_interval(value: str, given: Given) -> Decided:
+    if not _has_experts(given):
+        return UNNECESSARY, "", "there are no experts"
+    if value == "1":
+        return IMPLIED, "", "every layer has experts"
+    return ANOTHER, "", f"every layer has experts here, each {value}. layer there"
+
+
+def _usual_expert_interval(value: str, given: Given) -> Decided:
+    if not _has_experts(given):
+        return UNNECESSARY, "", "there are no experts"
+    return ANOTHER, "", "every second layer has experts where nothing is said; here every layer has"
+
+
+def _mlp_type(value: str, given: Given) -> Decided:
+    if value == "standard":
+        return IMPLIED, "", "experts in place of the MLP"
+    return ANOTHER, "", "residual experts (beside a dense MLP) are not built"
+
+
+def _deepspeed_topk(value: str, given: Given) -> Decided:
+    if not _has_experts(given):
+        return UNNECESSARY, "", "there are no experts"
+    return RENAMED, "--moe-router-topk 1", ""
+
+
+def _deepspeed_balance(value: str, given: Given) -> Decided:
+    if not _has_experts(given):
+        return UNNECESSARY, "", "there are no experts"
+    return RENAMED, "--moe-aux-loss-coeff 0.1", ""
+
+
+def _deepspeed_capacity(value: str, given: Given) -> Decided:
+    if not _has_experts(given):
+        return UNNECESSARY, "", "there are no experts"
+    return RENAMED, "--moe-model-type deepspeed_moe --moe-capacity-factor 1", ""
+
+
+def _sampling(value: str, given: Given) -> Decided:
+    if not _has_experts(given) or given.get("topk") != "2":
+        return UNNECESSARY, "", "one choice is never sampled"
+    return OTHER, "", "the second expert is drawn with noise where nothing is said; here it is the second best"
+
+
+def _no_sampling(value: str, given: Given) -> Decided:
+    return IMPLIED, "", "the second expert is the second best"
+
+
+def _one_layer(value: str, given: Given) -> Decided:
+    if "recompute-method" not in given:
+        return UNNECESSARY, "", "nothing is recomputed"
+    return RENAMED, "--recompute-num-layers 1", ""
+
+
+def _load_tag(value: str, given: Given) -> Decided:
+    step = value.removeprefix("global_step")
+    if step.isdigit():
+        return RENAMED, f"--ckpt-step {step}", ""
+    return LEFT, "", "--ckpt-step is the number of a step"
+
+
+def _from_tokens(ours: str, value: str, given: Given) -> Decided:
+    per_step = _number(given, "global-batch-size") * _number(given, "seq-length")
+    if not per_step:
+        return OTHER, "", f"left to you: {ours} = tokens / (--global-batch-size x --seq-length)"
+    reason = "by tokens there: the same where every step has as many"
+    return RENAMED, f"{ours} {round(_as_number(value) / per_step)}", reason
+
+
+def _warmup_tokens(value: str, given: Given) -> Decided:
+    return _from_tokens("--lr-warmup-iters", value, given)
+
+
+def _decay_tokens(value: str, given: Given) -> Decided:
+    return _from_tokens("--lr-decay-iters", value, given)
+
+
+DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
+    "query_groups": _query_groups,
+    "grouped": _grouped,
+    "position_type": _position_type,
+    "rope_type": _rope_type,
+    "rope_factor": _rope_factor,
+    "rotary_share": _rotary_share,
+    "sink": _sink,
+    "query_norm": _query_norm,
+    "query_bias": _query_bias,
+    "gelu": _gelu,
+    "blocks_after": _blocks_after,
+    "specification": _specification,
+    "vocabulary": _vocabulary,
+    "padding": _padding,
+    "zero_centred": _zero_centred,
+    "bias_rate": _bias_rate,
+    "bias": _bias,
+    "router_groups": _router_groups,
+    "score_function": _score_function,
+    "shared_width": _shared_width,
+    "layers_with_experts": _layers_with_experts,
+    "balanced_by": _balanced_by,
+    "sharding": _sharding,
+    "own_fsdp": _own_fsdp,
+    "communication": _communication,
+    "warmup_start": _warmup_start,
+    "warmup_steps": _warmup_steps,
+    "kept_in": _kept_in,
+    "loader": _loader,
+    "document_masks": _document_masks,
+    "extra_ids": _extra_ids,
+    "stages": _stages,
+    "deepspeed_experts": _deepspeed_experts,
+    "experts_over_mp": _experts_over_mp,
+    "expert_interval": _expert_interval,
+    "usual_expert_interval": _usual_expert_interval,
+    "mlp_type": _mlp_type,
+    "deepspeed_topk": _deepspeed_topk,
+    "deepspeed_balance": _deepspeed_balance,
+    "deepspeed_capacity": _deepspeed_capacity,
+    "sampling": _sampling,
+    "no_sampling": _no_sampling,
+    "one_layer": _one_layer,
+    "load_tag": _load_tag,
+    "warmup_tokens": _warmup_tokens,
+    "decay_tokens": _decay_tokens,
+}
+# Those whose argument changes nothing of what is trained.
+HARMLESS = ("sharding", "own_fsdp", "communication", "stages", "load_tag", "one_layer", "experts_over_mp")

@@ -1,0 +1,258 @@
+"""What becomes of Paddle's arguments about the model and its experts: ``@name`` in ``paddle``.
+
+Sources: the model and the trainer of ERNIE 4.5's examples/pre-training, the configurations of PaddleNLP's and
+PaddleFormers' models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megapar.tools.translation.decided import Decided
+from megapar.tools.translation.given import by_ernie_4_5, first, is_on, number
+from megapar.tools.translation.neutral import Function, off
+from megapar.tools.translation.verdict import ANOTHER, IMPLIED, OTHER, RENAMED, UNNECESSARY, UNSUPPORTED
+
+
+def _layers(value: str, given: Mapping[str, str]) -> Decided:
+    tail = int(first(given, "remove-tail-layer"))
+    if not value.isdigit() or not tail:
+        return RENAMED, f"--num-layers {value}", ""
+    return RENAMED, f"--num-layers {int(value) - tail}", f"without {tail} that remove_tail_layer takes off"
+
+
+def _tail(value: str, given: Mapping[str, str]) -> Decided:
+    return IMPLIED, "", "--num-layers counts layers that are there"
+
+
+def _std(value: str, given: Mapping[str, str]) -> Decided:
+    hidden = first(given, "hidden-size")
+    if _is_ernie(given) and hidden:
+        return RENAMED, f"--init-std {math.sqrt(0.3333 / hidden):.6g}", "sqrt(0.3333 / hidden size), whatever is said"
+    return RENAMED, f"--init-std {value}", ""
+
+
+def _is_ernie(given: Mapping[str, str]) -> bool:
+    """ERNIE 4.5's decoder, by its configuration or by its trainer."""
+    return by_ernie_4_5(given) or any(name in given for name in ("moe-layer-start-index", "moe-num-experts"))
+
+
+def _usual_std(value: str, given: Mapping[str, str]) -> Decided:
+    if "hidden-size" not in given:
+        return UNNECESSARY, "", "no sizes are given"
+    return _std("0.02", given)
+
+
+def _usual_model(flags: str) -> Function:
+    """A default of the model, which matters where its sizes are given."""
+
+    def decide(value: str, given: Mapping[str, str]) -> Decided:
+        if "hidden-size" not in given:
+            return UNNECESSARY, "", "no sizes are given"
+        return RENAMED, flags, ""
+
+    return decide
+
+
+def _tied(value: str, given: Mapping[str, str]) -> Decided:
+    if off(value):
+        return RENAMED, "--untie-embeddings-and-output-weights", ""
+    return IMPLIED, "", "the output projection is the embedding"
+
+
+def _norm(value: str, given: Mapping[str, str]) -> Decided:
+    if off(value):
+        return RENAMED, "--normalization layernorm", ""
+    return IMPLIED, "", "RMSNorm is the default"
+
+
+def _activation(value: str, given: Mapping[str, str]) -> Decided:
+    if value in ("silu", "swish"):
+        return IMPLIED, "", "swiglu is the default"
+    if value == "gelu":
+        return RENAMED, "--activation gelu", ""
+    return ANOTHER, "", "activations are swiglu and gelu"
+
+
+def _has_experts(given: Mapping[str, str]) -> bool:
+    return first(given, "moe-num-experts", "n-routed-experts", "num-experts") > 0
+
+
+def _experts(value: str, given: Mapping[str, str]) -> Decided:
+    counts = set(value.split())
+    if len(counts) == 1:
+        return RENAMED, f"--num-experts {counts.pop()}", ""
+    return ANOTHER, "", "every layer has the same experts, for one kind of token"
+
+
+def _expert_width(value: str, given: Mapping[str, str]) -> Decided:
+    if len(set(value.split())) > 1:
+        return ANOTHER, "", "every layer has the same experts, for one kind of token"
+    if number(value) <= 0:
+        return UNNECESSARY, "", "experts are as wide as the dense layers"
+    return RENAMED, f"--moe-ffn-hidden-size {value}", ""
+
+
+def _first_dense(value: str, given: Mapping[str, str]) -> Decided:
+    if len(set(value.split())) > 1:
+        return ANOTHER, "", "every layer has the same experts, for one kind of token"
+    if number(value.split()[0] if value else "0") <= 0:
+        return UNNECESSARY, "", "the first layer has experts, too"
+    return RENAMED, f"--first-k-dense {value}", ""
+
+
+def _choices(value: str, given: Mapping[str, str]) -> Decided:
+    if "moe-k" in given:
+        return UNNECESSARY, "", "moe_k says it"
+    return RENAMED, f"--moe-router-topk {value}", ""
+
+
+def _capacity(value: str, given: Mapping[str, str]) -> Decided:
+    choices = first(given, "moe-k", "num-experts-per-tok")
+    factor = number(value.split()[0]) if value else 0.0
+    if not factor:
+        return UNNECESSARY, "", "no capacity"
+    share = f"{factor / choices:g} of an even share" if choices else "a capacity over the number of choices"
+    reason = f"{share} per expert there; nothing is dropped here without --moe-model-type deepspeed_moe"
+    return OTHER, "", reason
+
+
+def _bias_rate(value: str, given: Mapping[str, str]) -> Decided:
+    if "moe-use-aux-free" in given and not is_on(given, "moe-use-aux-free"):
+        return UNNECESSARY, "", "no correction bias"
+    if number(value) <= 0:
+        return UNNECESSARY, "", "the correction bias stays"
+    reason = "" if "moe-use-aux-free" in given else "where the model's moe_use_aux_free is on"
+    return RENAMED, f"--moe-router-bias-update-rate {value}", reason
+
+
+def _bias(value: str, given: Mapping[str, str]) -> Decided:
+    if off(value):
+        return UNNECESSARY, "", "no correction bias"
+    if "moe-use-aux-free-update-coef" in given or "moe-router-bias-update-rate" in given:
+        return IMPLIED, "", "said with its rate"
+    return RENAMED, "--moe-router-bias-update-rate 0.001", ""
+
+
+def _gate_rate(value: str, given: Mapping[str, str]) -> Decided:
+    if first(given, "moe-layer-start-index") > 0:
+        return UNNECESSARY, "", "the trainer there matches the router of layer 0 only, and that layer is dense"
+    ours = f"--moe-router-lr-ratio {value}"
+    return OTHER, ours, "for every router here; the trainer there matches the router of layer 0 only"
+
+
+def _aux(value: str, given: Mapping[str, str]) -> Decided:
+    if given.get("moe-router-load-balancing-type", given.get("aux-loss-type", "")) == "seq_aux_loss":
+        return RENAMED, f"--moe-seq-aux-loss-coeff {value} --moe-aux-loss-coeff 0", "a loss per sample"
+    return RENAMED, f"--moe-aux-loss-coeff {value}", ""
+
+
+def _aux_of_all_choices(value: str, given: Mapping[str, str]) -> Decided:
+    """ERNIE 4.5 counts the tokens of every choice, so that an even load costs k there and 1 here."""
+    choices = first(given, "moe-k", otherwise=2)
+    if is_on(given, "moe-group-experts") or choices == 1:
+        return RENAMED, f"--moe-aux-loss-coeff {value}", ""
+    ours = f"--moe-aux-loss-coeff {number(value) * choices:g}"
+    return RENAMED, ours, f"{choices:g} times: an even load costs as many as there are choices there, and 1 here"
+
+
+def _usual_aux(value: str, given: Mapping[str, str]) -> Decided:
+    if not _has_experts(given):
+        return UNNECESSARY, "", "no experts"
+    if _is_ernie(given):
+        return _aux_of_all_choices("0.01", given)
+    return RENAMED, "--moe-aux-loss-coeff 0.01", ""
+
+
+def _usual_experts(value: str, given: Mapping[str, str]) -> Decided:
+    if "hidden-size" not in given:
+        return UNNECESSARY, "", "no sizes are given"
+    return RENAMED, "--num-experts 0", "a dense model"
+
+
+def _group(value: str, given: Mapping[str, str]) -> Decided:
+    if value in ("ep", "expert"):
+        return IMPLIED, "", "expert ranks are --ep-degree"
+    return UNSUPPORTED, "", "layout: experts lie over expert ranks of their own, --ep-degree"
+
+
+def _gate(value: str, given: Mapping[str, str]) -> Decided:
+    if value.startswith("top2"):
+        return IMPLIED, "", "top-k of --moe-router-topk; the weights of the chosen experts sum to one"
+    return OTHER, "", "the router is a softmax or sigmoid with top-k"
+
+
+def _score(value: str, given: Mapping[str, str]) -> Decided:
+    if value in ("softmax", "sigmoid"):
+        return RENAMED, f"--moe-router-score-function {value}", ""
+    return OTHER, "", "scores are softmax or sigmoid"
+
+
+def _weights(value: str, given: Mapping[str, str]) -> Decided:
+    if off(value):
+        return OTHER, "", "the weights of the chosen experts sum to one here; there they keep their scores"
+    return IMPLIED, "", "the weights of the chosen experts sum to one"
+
+
+def _groups(flag: str, value: str) -> Decided:
+    if number(value) <= 1:
+        return UNNECESSARY, "", "no groups"
+    return RENAMED, f"{flag} {value}", ""
+
+
+def _expert_groups(value: str, given: Mapping[str, str]) -> Decided:
+    return _groups("--moe-router-num-groups", value)
+
+
+def _chosen_groups(value: str, given: Mapping[str, str]) -> Decided:
+    if first(given, "n-group", "moe-router-num-groups") <= 1:
+        return UNNECESSARY, "", "no groups"
+    return RENAMED, f"--moe-router-group-topk {value}", ""
+
+
+def _ahead(value: str, given: Mapping[str, str]) -> Decided:
+    if number(value) <= 0:
+        return UNNECESSARY, "", "no token after the next is predicted"
+    if number(value) > 1:
+        return ANOTHER, "", "one block predicts the token after the next"
+    return RENAMED, f"--mtp-depth {value}", ""
+
+
+def _ahead_weight(value: str, given: Mapping[str, str]) -> Decided:
+    if first(given, "multi-token-pred-depth", "num-nextn-predict-layers", "mtp-num-layers") <= 0:
+        return UNNECESSARY, "", "no token after the next is predicted"
+    return RENAMED, f"--mtp-loss-weight {value}", ""
+
+
+FUNCTIONS: Mapping[str, Function] = {
+    "paddle_layers": _layers,
+    "paddle_tail": _tail,
+    "paddle_std": _std,
+    "paddle_usual_std": _usual_std,
+    "paddle_usual_eps": _usual_model("--layernorm-epsilon 1e-06"),
+    "paddle_usual_tie": _usual_model("--untie-embeddings-and-output-weights"),
+    "paddle_tied": _tied,
+    "paddle_norm": _norm,
+    "paddle_activation": _activation,
+    "paddle_experts": _experts,
+    "paddle_usual_experts": _usual_experts,
+    "paddle_expert_width": _expert_width,
+    "paddle_first_dense": _first_dense,
+    "paddle_choices": _choices,
+    "paddle_capacity": _capacity,
+    "paddle_bias_rate": _bias_rate,
+    "paddle_bias": _bias,
+    "paddle_gate_rate": _gate_rate,
+    "paddle_aux": _aux,
+    "paddle_aux_of_all_choices": _aux_of_all_choices,
+    "paddle_usual_aux": _usual_aux,
+    "paddle_group": _group,
+    "paddle_gate": _gate,
+    "paddle_score": _score,
+    "paddle_weights": _weights,
+    "paddle_expert_groups": _expert_groups,
+    "paddle_chosen_groups": _chosen_groups,
+    "paddle_ahead": _ahead,
+    "paddle_ahead_weight": _ahead_weight,
+}

@@ -1,0 +1,61 @@
+"""Conditions of a script: what can be said of them without running anything."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+
+from megapar.tools.translation import open_values
+
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+}
+_FILES = ("-f", "-d", "-e", "-s", "-r", "-x", "-L", "-h")
+
+
+def holds(words: Sequence[str]) -> bool | None:
+    """Whether ``[ words ]`` holds; None where it hangs on what the script does not hold.
+
+    Files are taken to be there: a script that looks for one goes on where it finds it.
+    """
+    for joint, decided in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+        if joint in words:
+            place = len(words) - 1 - list(words)[::-1].index(joint)
+            sides = [holds(words[:place]), holds(words[place + 1 :])]
+            return decided if decided in sides else None if None in sides else not decided
+    if words and words[0] == "!":
+        inner = holds(words[1:])
+        return None if inner is None else not inner
+    if len(words) > 2 and words[0] == "(" and words[-1] == ")":
+        return holds(words[1:-1])
+    return _one(words)
+
+
+def _one(words: Sequence[str]) -> bool | None:
+    if len(words) == 2 and words[0] in _FILES:
+        return True
+    if len(words) == 2 and words[0] in ("-z", "-n", "-v"):
+        empty = words[1] == "" or open_values.marks(words[1]) == [words[1]]  # a variable that nobody set is empty
+        return empty == (words[0] == "-z")
+    if any(open_values.is_open(word) for word in words):
+        return None
+    if len(words) < 2:
+        return bool(words and words[0])
+    if len(words) != 3:
+        return None
+    left, operator, right = words
+    if operator in _NUMBERS:
+        try:
+            return bool(_NUMBERS[operator](int(left), int(right)))
+        except ValueError:
+            return None
+    if operator in ("=", "=="):
+        return fnmatch.fnmatchcase(left, right)
+    if operator == "!=":
+        return not fnmatch.fnmatchcase(left, right)
+    return None

@@ -1,0 +1,235 @@
+"""Goes through a script as a shell would, and notes the commands; none is run."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from megapar.tools.translation import open_values
+from megapar.tools.translation.shell.conditions import holds
+from megapar.tools.translation.shell.tree import (
+    Block,
+    Case,
+    Command,
+    Condition,
+    Function,
+    Grouped,
+    If,
+    Joined,
+    Loop,
+    Simple,
+    parse,
+)
+from megapar.tools.translation.shell.values import Value, Values
+from megapar.tools.translation.shell.words import Word
+
+_MOST_TURNS = 1000
+_MOST_CALLS = 50
+_DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_SHELLS = ("bash", "sh", "zsh")
+
+
+@dataclass(frozen=True)
+class Commands:
+    """commands: (line, words) in order. remarks: what was taken for granted, with lines."""
+
+    commands: tuple[tuple[int, tuple[str, ...]], ...]
+    remarks: tuple[str, ...]
+
+
+def read(text: str, assigned: Mapping[str, str], positional: Sequence[str]) -> Commands:
+    """The commands of a script with their words as far as it holds them; marks (``open_values``) for the rest.
+
+    assigned: variables from outside. positional: $1, $2, ... Raises SyntaxProblem.
+    """
+    reader = _Reader(Values(assigned, positional), frozenset(assigned))
+    reader.block(parse(text))
+    return Commands(tuple(reader.commands), tuple(dict.fromkeys(reader.remarks)))
+
+
+class _Reader:
+    """What is known while a script goes on."""
+
+    def __init__(self, values: Values, fixed: frozenset[str]) -> None:
+        self.values = values
+        self.fixed = fixed  # what the caller gave stays
+        self.commands: list[tuple[int, tuple[str, ...]]] = []
+        self.remarks: list[str] = []
+        self.functions: dict[str, Block] = {}
+        self.depth = 0
+
+    def block(self, block: Block) -> bool | None:
+        """Every command; the last one's outcome, None where it cannot be known."""
+        outcome: bool | None = True
+        for command in block:
+            outcome = self.command(command)
+        return outcome
+
+    def command(self, command: Command) -> bool | None:
+        """One command's outcome."""
+        if isinstance(command, Simple):
+            return self._simple(command)
+        if isinstance(command, Condition):
+            return self._test(command)
+        if isinstance(command, Joined):
+            return self._joined(command)
+        if isinstance(command, If):
+            return self._if(command)
+        if isinstance(command, Loop):
+            return self._loop(command)
+        if isinstance(command, Case):
+            return self._case(command)
+        if isinstance(command, Function):
+            self.functions[command.name] = command.body
+            return True
+        assert isinstance(command, Grouped)
+        return self.block(command.body)
+
+    def _joined(self, joined: Joined) -> bool | None:
+        outcome: bool | None = True
+        for operator, command in joined.commands:
+            if (operator == "&&" and outcome is False) or (operator == "||" and outcome is not False):
+                continue
+            outcome = self.command(command)
+        return outcome if not joined.negated or outcome is None else not outcome
+
+    def _if(self, command: If) -> bool | None:
+        for condition, body in command.branches:
+            outcome = self.block(condition) if condition else True
+            if outcome is None:
+                self.remarks.append(f"line {command.at}: a condition is taken not to hold; the script leaves it open")
+            if outcome:
+                return self.block(body)
+        return True
+
+    def _loop(self, loop: Loop) -> bool | None:
+        if loop.condition:
+            for _ in range(_MOST_TURNS):
+                outcome = self.block(loop.condition)
+                if outcome is None:
+                    self.remarks.append(f"line {loop.at}: a loop is passed over; the script leaves its condition open")
+                if outcome is None or outcome == loop.negated:
+                    return True
+                self.block(loop.body)
+            return True
+        if not loop.name:
+            self.remarks.append(f"line {loop.at}: a loop is passed over")
+            return True
+        words = loop.words
+        values = list(self.values.positional) if words is None else [v for w in words for v in self.values.fields(w)]
+        for value in values[:_MOST_TURNS]:
+            self.values.named[loop.name] = value
+            self.block(loop.body)
+        return True
+
+    def _case(self, case: Case) -> bool | None:
+        value = self.values.text(case.word)
+        if open_values.is_open(value):
+            self.remarks.append(f"line {case.at}: case {open_values.said(value)}: no branch is taken")
+            return True
+        for patterns, body in case.branches:
+            if any(fnmatch.fnmatchcase(value, self.values.text(pattern)) for pattern in patterns):
+                return self.block(body)
+        return True
+
+    def _test(self, test: Condition) -> bool | None:
+        if test.arithmetic:
+            text = "".join(self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens)
+            value = self.values.arithmetic(text)
+            return None if open_values.is_open(value) else value != "0"
+        words = [self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens]
+        return holds(words)
+
+    def _simple(self, command: Simple) -> bool | None:
+        rest = list(command.words)
+        assignments = []
+        while rest and (rest[0].array is not None or self._assigns(rest[0])):
+            assignments.append(rest.pop(0))
+        if not rest or rest[0].plain in _DECLARES:
+            for word in [*assignments, *rest]:
+                self._assign(word)
+            return True
+        fields = tuple(field for word in rest for field in self.values.fields(word))
+        return self._run(fields, command.at) if fields else True
+
+    @staticmethod
+    def _assigns(word: Word) -> bool:
+        first = word.parts[0] if word.parts else None
+        if first is None or first.quoted or first.kind != "text":
+            return False
+        name = first.text.partition("=")[0].removesuffix("+")
+        return "=" in first.text and name.isidentifier()
+
+    def _assign(self, word: Word) -> None:
+        if word.array is not None:
+            elements = [field for element in word.array for field in self.values.fields(element)]
+            before = self.values.named.get(word.name, []) if word.more else []
+            self._set(word.name, [*([before] if isinstance(before, str) else before), *elements])
+        elif self._assigns(word):
+            name, _, text = self.values.text(word).partition("=")
+            before = self.values.named.get(name.removesuffix("+"), "") if name.endswith("+") else ""
+            name = name.removesuffix("+")
+            if isinstance(before, list):
+                self._set(name, [f"{before[0]}{text}" if before else text, *before[1:]])
+            else:
+                self._set(name, before + text)
+
+    def _set(self, name: str, value: Value) -> None:
+        if name not in self.fixed:
+            self.values.named[name] = value
+
+    def _run(self, fields: tuple[str, ...], at: int) -> bool | None:
+        name = fields[0]
+        if name in ("[", "test"):
+            return holds(fields[1:-1] if name == "[" else fields[1:])
+        if name in ("true", "false", ":"):
+            return name != "false"
+        if name == "shift":
+            del self.values.positional[: int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 1]
+        elif name == "set":
+            if "--" in fields:
+                self.values.positional = list(fields[fields.index("--") + 1 :])
+        elif name == "unset":
+            for variable in fields[1:]:
+                self.values.named.pop(variable, None)
+        elif name == "eval":
+            self._again(" ".join(fields[1:]), at)
+        elif name in ("source", "."):
+            self.remarks.append(f"line {at}: {' '.join(map(open_values.said, fields[:2]))} is not looked into")
+        elif name in self.functions:
+            self._call(name, fields[1:], at)
+        elif not self._inner(fields, at):
+            self.commands.append((at, fields))
+        return True
+
+    def _call(self, name: str, arguments: Sequence[str], at: int) -> None:
+        if self.depth >= _MOST_CALLS:
+            self.remarks.append(f"line {at}: {name} calls itself; no further")
+            return
+        before, self.values.positional = self.values.positional, list(arguments)
+        self.depth += 1
+        self.block(self.functions[name])
+        self.depth -= 1
+        self.values.positional = before
+
+    def _inner(self, fields: tuple[str, ...], at: int) -> bool:
+        """The commands of srun bash -c "...", each with what stands in front of the shell; False for other words."""
+        place = next((i for i, field in enumerate(fields) if PurePosixPath(field).name in _SHELLS), None)
+        if place is None:
+            return False
+        option = next((i for i in range(place + 1, len(fields)) if fields[i] in ("-c", "-lc", "-cl", "-exc")), None)
+        if option is None or option + 1 >= len(fields):
+            return False
+        count = len(self.commands)
+        self._again(fields[option + 1], at)
+        self.commands[count:] = [(line, (*fields[:place], *words)) for line, words in self.commands[count:]]
+        return True
+
+    def _again(self, text: str, at: int) -> None:
+        """Commands in a text; marks in it stand as they are."""
+        if self.depth < _MOST_CALLS:
+            self.depth += 1
+            self.block(parse(text, at))
+            self.depth -= 1
