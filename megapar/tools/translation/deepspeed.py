@@ -17,7 +17,8 @@ disable-moe-token-dropping | --moe-model-type megatron_moe | no token is dropped
 expert-interval | @expert_interval |
 mlp-type | @mlp_type |
 disable-moe-top2-2nd-expert-sampling | @no_sampling |
-ds-sequence-parallel-size | --cp-degree {value} --context-parallel-algo ulysses_cp_algo | heads travel by all-to-all
+ds-sequence-parallel-size | @heads_sent | heads travel by all-to-all
+override-lr-scheduler | @overridden |
 rotary-position-embeddings-theta | --rope-theta {value} |
 enable-zbh1-pipeline | --pp-schedule zero_bubble |
 partition-activations distribute-checkpointed-activations | --recompute-partition | for recomputed units

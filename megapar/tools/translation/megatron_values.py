@@ -176,10 +176,22 @@ def _shared_width(value: str, given: Given) -> Decided:
     return ANOTHER, "", "shared experts are whole widths of one expert"
 
 
+def _heads_sent(value: str, given: Given) -> Decided:
+    if value == "1":
+        return UNNECESSARY, "", "one rank has the whole sequence"
+    return RENAMED, f"--cp-degree {value} --context-parallel-algo ulysses_cp_algo", ""
+
+
+def _overridden(value: str, given: Given) -> Decided:
+    if "load" not in given:
+        return UNNECESSARY, "", "nothing is loaded"
+    return RENAMED, "--override-opt-param-scheduler", ""
+
+
 def _layers_with_experts(value: str, given: Given) -> Decided:
     text = value.strip("'\"").replace(" ", "")
     pattern = _pattern(text)
-    if text == "1" or (pattern and all(pattern)):
+    if text in ("1", "-1") or (pattern and all(pattern)):  # -1 is MindSpeed-LLM's
         return IMPLIED, "", "every layer has experts"
     if pattern and 1 in pattern and all(pattern[pattern.index(1) :]):
         return RENAMED, f"--first-k-dense {pattern.index(1)}", ""
@@ -404,6 +416,8 @@ DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
     "score_function": _score_function,
     "shared_width": _shared_width,
     "layers_with_experts": _layers_with_experts,
+    "heads_sent": _heads_sent,
+    "overridden": _overridden,
     "balanced_by": _balanced_by,
     "sharding": _sharding,
     "own_fsdp": _own_fsdp,
@@ -431,4 +445,15 @@ DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
     "decay_tokens": _decay_tokens,
 }
 # Those whose argument changes nothing of what is trained.
-HARMLESS = ("sharding", "own_fsdp", "communication", "stages", "load_tag", "one_layer", "experts_over_mp")
+HARMLESS = (
+    "heads_sent",
+    "overridden",
+    "padding",
+    "sharding",
+    "own_fsdp",
+    "communication",
+    "stages",
+    "load_tag",
+    "one_layer",
+    "experts_over_mp",
+)

@@ -202,7 +202,6 @@ EXPLAINED = {
     "profile-step-end": "which steps --profile traces",
     "weight-decay-incr-style": "said by the default of --weight-decay",
     "checkpoint-num-layers": "nothing is recomputed without --checkpoint-activations",
-    "ds-sequence-parallel-size": "one rank has the whole sequence",
 }
 
 
