@@ -75,6 +75,7 @@ CHOICES: Mapping[str, str] = MappingProxyType(
         "float16": "fp16",
         "double": "fp64",
         "float64": "fp64",
+        "1-sqrt": "minus_sqrt",
     }
 )
 

@@ -76,6 +76,10 @@ class Model:
     attention_dropout: float = flag(0.0, "dropout on attention weights", ernie=0.1, low=0, high=0.99)
     hidden_dropout: float = flag(0.0, "dropout on the outputs of attention and MLP", ernie=0.1, low=0, high=0.99)
     init_std: float = flag(0.02, "standard deviation of initial weights", above=0, aliases=("init-method-std",))
+    depth_scaled_init: bool = flag(
+        False,
+        "weights whose products are added to the residual stream start at init-std / sqrt(2 x layers) (Megatron-LM)",
+    )
     use_flash_attn: bool = flag(
         True, "attention by the device's fused kernel; off: the plain reference", aliases=("use-fused-attn",)
     )

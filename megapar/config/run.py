@@ -72,12 +72,17 @@ class Optimizer:
     lr: float = flag(1e-3, "highest learning rate", above=0)
     min_lr: float = flag(0.0, "learning rate after the decay", low=0)
     lr_decay_style: str = flag(
-        "cosine", "shape of the decay after warm-up", choices=("constant", "linear", "cosine", "wsd")
+        "cosine",
+        "shape of the decay after warm-up; wsd: none until its last --lr-wsd-decay-iters",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
     )
     lr_warmup_iters: int = flag(0, "steps of linear warm-up", unit="steps", low=0)
     lr_decay_iters: int = flag(None, "step at which the decay ends", unit="steps", low=1, derived="train-iters")
     lr_wsd_decay_iters: int = flag(
         None, "wsd: steps of the final decay", unit="steps", low=1, derived="a tenth of lr-decay-iters"
+    )
+    lr_wsd_decay_style: str = flag(
+        "linear", "wsd: shape of the final decay", choices=("linear", "cosine", "exponential", "minus_sqrt")
     )
     weight_decay: float = flag(0.1, "AdamW weight decay (not on biases and norms)", ernie=0.01, low=0)
     clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", low=0)

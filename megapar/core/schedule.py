@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+# What is left of the way from peak to floor at a share of the decay. Source: Megatron-LM's optimizer_param_scheduler.
+DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "linear": lambda share: 1.0 - share,
+        "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
+        "exponential": lambda share: 2.0 * 0.5**share - 1.0,
+        "minus_sqrt": lambda share: 1.0 - math.sqrt(share),
+    }
+)
+INVERSE = "inverse-square-root"
 
 
 @dataclass(frozen=True)
 class LearningRate:
     """Linear warm-up to ``peak``, then a decay to ``floor`` that ends after ``decay_iters`` optimizer steps.
 
-    style: constant, linear, cosine or wsd (warm-up, stable, decay: constant until the last ``wsd_decay_iters``, then
-    linear). Steps are optimizer steps, whatever the number of micro-batches.
+    style: constant, linear, cosine, inverse-square-root (of the steps since the start, with the peak where the warm-up
+    ends) or wsd (warm-up, stable, decay: constant until the last ``wsd_decay_iters``, then as ``wsd_decay_style`` of
+    DECAYS says). Steps are optimizer steps, whatever the number of micro-batches.
     """
 
     peak: float
@@ -20,6 +35,7 @@ class LearningRate:
     warmup_iters: int
     decay_iters: int
     wsd_decay_iters: int = 0
+    wsd_decay_style: str = "linear"
 
     def at(self, iteration: int) -> float:
         """The rate of optimizer step ``iteration``, counted from 0."""
@@ -27,18 +43,26 @@ class LearningRate:
             return self.peak * (iteration + 1) / self.warmup_iters
         if self.style == "constant":
             return self.peak
+        if self.style == INVERSE and iteration <= self.decay_iters:
+            return max(self.floor, self.peak * math.sqrt(max(1, self.warmup_iters) / max(1, iteration)))
         if iteration >= self.decay_iters:
             return self.floor
         start = self.decay_iters - self.wsd_decay_iters if self.style == "wsd" else self.warmup_iters
         if iteration < start:
             return self.peak
         share = (iteration - start) / max(1, self.decay_iters - start)
-        weight = 0.5 * (1.0 + math.cos(math.pi * share)) if self.style == "cosine" else 1.0 - share
-        return self.floor + (self.peak - self.floor) * weight
+        left = DECAYS[self.wsd_decay_style if self.style == "wsd" else self.style](share)
+        return self.floor + (self.peak - self.floor) * left
 
     def to_dict(self) -> dict[str, float | int | str]:
         """For the checkpoint."""
         return asdict(self)
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a checkpoint's ``LearningRate.to_dict`` says otherwise; a field that it is too old for had its default."""
+    before = {"wsd_decay_style": LearningRate.wsd_decay_style, **saved}
+    return [f"{name}: {before.get(name)} saved, {now[name]} now" for name in now if before.get(name) != now[name]]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 The unit is the Hugging-Face-named tensor, drawn in blocks of 64 rows by a CPU generator whose seed is the first 8 bytes
 (little endian) of SHA-256 of "seed/name/block", normal in fp32 and then cast. A rank draws only the blocks that its
 piece touches.
+
+A weight that writes into the residual stream may start smaller, the deeper the model is: so that the sum of what 2 L
+products add starts as large as what one would (GPT-2). Megatron-LM does this always, Hugging Face and ERNIE never.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from itertools import product
 from math import prod
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.box import Box
+from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, Piece
 
 ROWS_PER_BLOCK = 64
@@ -33,6 +38,12 @@ def fill(target: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: 
             _fill_piece(target, spec, piece, box, seed, init_std)
     else:
         raise ValueError(f"{spec.name} asks for an unknown initialisation, {spec.init!r}")
+
+
+def std_of(spec: ParameterSpec, sizes: DecoderSizes | ErnieSizes) -> float:
+    """The standard deviation that a parameter is drawn with."""
+    shrinks = sizes.depth_scaled_init and spec.residual
+    return sizes.init_std / math.sqrt(2 * sizes.num_blocks) if shrinks else sizes.init_std
 
 
 def draw_block(seed: int, name: str, block: int, shape: tuple[int, ...], init_std: float) -> Tensor:

@@ -19,7 +19,8 @@ class DecoderSizes:
     num_query_groups: key-value heads (G); head_dim: features of a head (D), need not be hidden / heads.
     ffn_hidden_size: width of a dense MLP (F). seq_length: tokens of a training sequence (S).
     max_position_embeddings: rows of learned positions, and what an export states; rope has no limit itself.
-    init_std: standard deviation of the initial weights. use_flash_attn: off means the math reference.
+    init_std: standard deviation of the initial weights. depth_scaled_init: those that write into the residual stream
+    have it divided by the root of 2 x layers. use_flash_attn: off means the math reference.
     moe_widths: intermediate features of an expert, of every mixture-of-experts layer in order; empty: ``moe``'s.
     mtp_depth: multi-token prediction blocks behind the last layer, 0 or 1.
     """
@@ -44,6 +45,7 @@ class DecoderSizes:
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_std: float = 0.02
+    depth_scaled_init: bool = False
     use_flash_attn: bool = True
     first_k_dense: int = 0
     moe: MoeSizes | None = None
@@ -119,6 +121,7 @@ class ErnieSizes:
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_std: float = 0.02
+    depth_scaled_init: bool = False
     use_flash_attn: bool = True
 
     def __post_init__(self) -> None:
@@ -185,6 +188,7 @@ class Ernie3Sizes(ErnieSizes):
             attention_dropout=self.attention_dropout,
             hidden_dropout=self.hidden_dropout,
             init_std=self.init_std,
+            depth_scaled_init=self.depth_scaled_init,
             use_flash_attn=self.use_flash_attn,
         )
 

@@ -44,7 +44,8 @@ class ParameterSpec:
     unit: the layer it lives in, "embedding" | "layers.N" | "head". init: "normal" | "ones" | "zeros".
     decay: weight decay applies. fp32: kept in max(fp32, dtype) whatever the compute dtype is.
     trainable: False for a buffer that no gradient moves. expert: sharded over edp, not over (sharding, cp). router: a
-    router's weight, which may have a learning rate of its own.
+    router's weight, which may have a learning rate of its own. residual: the weight whose products are added to the
+    residual stream, of attention, an MLP or an expert.
     mp_partial: each mp rank's gradient is a partial sum: "never" | "sp" (under sequence parallelism) | "always".
     pieces: the Hugging Face tensors it consists of; where there is no such form, names in the same manner.
     stage: the coordinate on pp that answers for it.
@@ -60,6 +61,7 @@ class ParameterSpec:
     trainable: bool = True
     expert: bool = False
     router: bool = False
+    residual: bool = False
     mp_partial: str = "never"
     pieces: tuple[Piece, ...] = ()
     stage: int = 0
@@ -285,11 +287,11 @@ def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[Param
     fused, lead = ("gate_up", (E, 2, F)) if moe.gated else ("up", (E, F))
     split = (("ep", 0), ("emp", len(lead) - 1))
     rows.append(_experts(f"{name}.experts.{fused}", (*lead, H), hf, parts, split, unit))
-    rows.append(_experts(f"{name}.experts.down", (E, H, F), hf, ("down",), (("ep", 0), ("emp", 2)), unit))
+    down = _experts(f"{name}.experts.down", (E, H, F), hf, ("down",), (("ep", 0), ("emp", 2)), unit)
+    rows.append(replace(down, residual=True))
     if moe.add_bias:
         rows.append(_experts(f"{name}.experts.{fused}_bias", lead, hf, parts, split, unit))
-        down = _experts(f"{name}.experts.down_bias", (E, H), hf, ("down",), (("ep", 0),), unit)
-        rows.append(down)
+        rows.append(_experts(f"{name}.experts.down_bias", (E, H), hf, ("down",), (("ep", 0),), unit))
     if moe.shared_experts:
         rows += _mlp(f"{name}.shared", (moe.shared_width, H), moe.gated, bias, f"{hf}.shared_experts", unit)
     return rows
@@ -318,7 +320,8 @@ def _column(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -
 
 
 def _row(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
-    rows = [_weight(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 1),))]
+    weight = _weight(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 1),))
+    rows = [replace(weight, residual=True)]
     return rows + [_offset(f"{name}.bias", shape[:1], f"{hf}.bias", unit, mp_partial="sp")] * bias
 
 

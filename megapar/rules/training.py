@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _unused(
         "wsd-unused",
-        ("lr_wsd_decay_iters",),
+        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
         ("lr_decay_style",),
         lambda f: f.lr_decay_style != "wsd",
         "unless --lr-decay-style is wsd",

@@ -166,6 +166,7 @@ def make_learning_rate(config: Config) -> LearningRate:
         warmup_iters=config.training.progressive_iters or optimizer.lr_warmup_iters,
         decay_iters=optimizer.lr_decay_iters,
         wsd_decay_iters=optimizer.lr_wsd_decay_iters,
+        wsd_decay_style=optimizer.lr_wsd_decay_style,
     )
 
 

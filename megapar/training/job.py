@@ -46,7 +46,7 @@ from megapar.model.attention import Attention
 from megapar.model.decoder import Decoder
 from megapar.model.ernie import Ernie
 from megapar.model.ernie3 import Ernie3
-from megapar.model.initialize import fill
+from megapar.model.initialize import fill, std_of
 from megapar.model.mlp import Mlp
 from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
@@ -107,7 +107,8 @@ def make_job(config: Config, world: World) -> Job:
         sharding = _zero(config, world, model, trainable, dtype, meter)
     rows = {spec.name: spec for spec in table}
     for view in sharding.views([part.master for part in sharding.parts]):
-        fill(view.tensor, rows[view.spec.name], view.box, seed=config.training.seed, init_std=sizes.init_std)
+        spec = rows[view.spec.name]
+        fill(view.tensor, spec, view.box, seed=config.training.seed, init_std=std_of(spec, sizes))
     _zero_buffers(model, table)
     sharding.publish()
     optimizer = _make_optimizer(config, world, sharding)

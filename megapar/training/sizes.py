@@ -32,7 +32,7 @@ def make_sizes(config: Config) -> Sizes:
         for name in (
             *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "seq_length"),
             *("max_position_embeddings", "layernorm_epsilon", "attention_dropout", "hidden_dropout", "init_std"),
-            "use_flash_attn",
+            *("depth_scaled_init", "use_flash_attn"),
         )
     }
     if config.kind == "ernie":
@@ -122,7 +122,8 @@ def make_segments(config: Config, sizes: Sizes) -> list[PlannedSegment]:
 def facts_of(sizes: Sizes) -> dict[str, Any]:
     """``model_facts`` of a model of these sizes."""
     facts = asdict(sizes)
-    for name in ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "use_flash_attn"):
+    unlearned = ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "depth_scaled_init", "use_flash_attn")
+    for name in unlearned:
         facts.pop(name)
     if facts.get("moe"):
         for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind"):

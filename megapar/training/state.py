@@ -12,6 +12,7 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
+from megapar.core.schedule import differences
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
 from megapar.training.fit import Block, fitted
@@ -182,7 +183,7 @@ def take(
 
 
 def _check_schedule(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
-    different = [f"{name}: {saved.get(name)} saved, {now[name]} now" for name in now if saved.get(name) != now[name]]
+    different = differences(saved, now)
     if different and not options.override_schedule:
         raise CheckpointMismatchError(
             f"{folder} was trained on another learning-rate schedule ({'; '.join(different)}). "

@@ -186,6 +186,7 @@ DECODER = (
     Option(name="untie_embeddings_and_output_weights", values=(None, True), kinds=MOE),
     # At 0.5 the attention of larger models saturates, and the second step makes 1e-10 of a rounding error of the first.
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
+    Option(name="depth_scaled_init", values=(None, True)),
     Option(name="use_flash_attn", values=(None, False)),
     # Masks of split heads and positions are not those of one process; those of replicated activations are.
     Option(name="attention_dropout", values=lambda d: legal.dropouts(d, legal.whole_heads(d))),
@@ -399,7 +400,7 @@ TRAINING = (
     Option(name="weight_decay", values=(None, 0.0, 0.5)),
     Option(name="adam_beta1", values=(None, 0.5)),
     Option(name="adam_beta2", values=(None, 0.6)),
-    Option(name="lr_decay_style", values=(None, "constant", "linear", "wsd")),
+    Option(name="lr_decay_style", values=(None, "constant", "linear", "wsd", "inverse-square-root")),
     Option(name="lr_warmup_iters", values=(None, 1), when=lambda d: not legal.growing(d), wild=(10,)),
     Option(name="lr_decay_iters", values=(None, None, 3), wild=(1,)),
     Option(
@@ -407,6 +408,12 @@ TRAINING = (
         values=(None, 2, 1),
         when=legal.one_of("lr_decay_style", "wsd"),
         wild=(2, 20),
+    ),
+    Option(
+        name="lr_wsd_decay_style",
+        values=(None, "cosine", "exponential", "minus_sqrt"),
+        when=legal.one_of("lr_decay_style", "wsd"),
+        wild=("cosine",),
     ),
     Option(name="min_lr", values=(None, 0.001), when=legal.exact, wild=(1.0,)),
     Option(name="skip_samples", values=(None, None, ("0-1",), ("2-2", "4-9")), wild=(("3-1",),)),

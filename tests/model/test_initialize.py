@@ -11,9 +11,10 @@ import torch
 from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.model.decoder import Decoder
-from megapar.model.initialize import draw_block, fill
+from megapar.model.initialize import draw_block, fill, std_of
 from megapar.model.table import table_of
 from tests.model.small import DENSE, ERNIE, MOE, initialize, named_tensors
+from tests.model.test_ernie3 import SIZES as ERNIE3
 
 WIDE = replace(MOE, hidden_size=40, head_dim=24, vocab_size=150, moe=replace(MOE.moe, hidden_size=40))
 
@@ -115,3 +116,24 @@ def test_norms_are_ones_and_biases_zeros():
             assert bool((value == 1).all())
         else:
             assert float(value.std()) == pytest.approx(ERNIE.init_std, rel=0.3)
+
+
+@pytest.mark.parametrize("sizes", [WIDE, DENSE, ERNIE, ERNIE3], ids=["moe", "dense", "ernie", "ernie3"])
+def test_depth_scales_what_is_added_to_the_residual_stream(sizes):
+    """Megatron-LM's rule: std / sqrt(2 L) for attention's projection and the second product of MLPs and experts."""
+    scaled = replace(sizes, depth_scaled_init=True)
+    small = [row.name for row in table_of(sizes) if std_of(row, scaled) != sizes.init_std]
+    ends = ("attention.proj.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
+    assert small == [row.name for row in table_of(sizes) if row.name.endswith(ends)] != []
+    for row in table_of(sizes):
+        std = sizes.init_std / (2 * sizes.num_blocks) ** 0.5 if row.name in small else sizes.init_std
+        assert std_of(row, scaled) == std
+        assert std_of(row, sizes) == sizes.init_std
+
+
+def test_a_scaled_weight_is_the_plain_one_times_the_factor():
+    sizes = replace(WIDE, num_layers=8)
+    row = next(row for row in table_of(sizes) if row.name.endswith("experts.down"))
+    scaled = torch.empty(row.shape, dtype=torch.float64)
+    fill(scaled, row, Box.whole(row.shape), seed=5, init_std=std_of(row, replace(sizes, depth_scaled_init=True)))
+    assert torch.allclose(scaled, drawn(sizes, row, dtype=torch.float64) / 4, rtol=1e-6)
