@@ -18,10 +18,11 @@ from megapar.config.flag import KINDS, SCRIPTS, Flag
 from megapar.config.from_hf import published_folder, take_published
 from megapar.config.help import help_text
 from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
-from megapar.config.report import effective, refusal
+from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
-from megapar.config.start import check_start
+from megapar.config.start import check_save, check_start
 from megapar.config.values import BadValue, convert
+from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import ConfigError
 
@@ -31,22 +32,26 @@ __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "pa
 def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False) -> Config:
     """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
 
-    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only). starting: this
-    process is one of them, and must have what a rank needs. Raises ConfigError with every complaint. Under
-    --validate-only, features of a later version and files that are not here become notes instead.
+    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only and --rules-only).
+    starting: this process is one of them, and must have what a rank needs, unless --validate-only asks before. Raises
+    ConfigError with every complaint. Under --rules-only no file is looked at, and features of a later version become
+    notes.
     """
     draft, values = _resolved(kind, argv, environ)
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
-    tolerant = values.get("validate_only") is True
-    later = [*verdict.not_built, *check_files(values)]
-    missing = check_start(environ, values) if starting else []
-    complaints = [*draft.complaints, *verdict.refused, *([] if tolerant else [*later, *missing])]
+    asking, by_rules = values.get("validate_only") is True, values.get("rules_only") is True
+    files = [] if by_rules else list(check_files(values))
+    start = check_start(environ, values) if starting and not asking and not by_rules else []
+    start += check_save(environ, values) if (starting or asking) and not by_rules else []
+    complaints = [*draft.complaints, *verdict.refused, *([] if by_rules else verdict.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
     for name, value in verdict.sets.items():
         values[name] = value
         draft.origins[name] = "derived"
-    notes = tuple(str(complaint) for complaint in later) if tolerant else ()
+    notes = tuple(f"NOT BUILT, a start is refused: {complaint}" for complaint in verdict.not_built)
+    if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
+        notes = (*notes, note)
     warnings = (*draft.warnings, *verdict.warnings)
     return build(kind, values, draft.origins, warnings, notes, _grid(values))
 
@@ -65,7 +70,7 @@ def parse_or_exit(
     warn: bool = True,
     starting: bool | None = None,
 ) -> Config:
-    """``parse`` for a script: answers --help (status 0), --validate-only (0) and refusals (2) by ending the process.
+    """``parse`` for a script: answers --help, --validate-only and --rules-only (status 0) and refusals (2) by an end.
 
     Only rank 0, or a process without RANK, prints; warnings only with ``warn``. outline: what is to be said (or
     refused, by ConfigError) of the model that the configuration makes; it imports no torch either. starting: the run
@@ -84,8 +89,8 @@ def parse_or_exit(
     except ConfigError as error:
         _say(refusal(error.complaints), speaks, error=True)
         raise SystemExit(ConfigError.exit_status) from None
-    if config.runtime.validate_only:
-        _say(effective(config) + more, speaks)
+    if config.runtime.validate_only or config.runtime.rules_only:
+        _say(effective(config) + more + remarks(config), speaks)
         raise SystemExit(0)
     _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks and warn, error=True)
     return config
@@ -121,6 +126,8 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     if launched is not None:
         values["launched_size"] = launched
     resolve(values, draft.origins)
+    if "vocab_size" in asked and asked["vocab_size"] is None:
+        values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"
     return draft, values
 
 

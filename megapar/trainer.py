@@ -40,6 +40,7 @@ from megapar.training.evaluate import evaluate
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.job import check_device, copies, make_job
 from megapar.training.judge import Judge, Verdict
+from megapar.training.learning_rate import make_learning_rate
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.memory import Planned, out_of_memory
 from megapar.training.monitor import Step
@@ -132,7 +133,7 @@ class Trainer:
         self.corpus = corpus
         self.job = make_job(config, world)
         self.objective = build.make_objective(config)
-        self.learning_rate = build.make_learning_rate(config)
+        self.learning_rate = make_learning_rate(config)
         self.loss_scale = build.make_loss_scale(config)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes

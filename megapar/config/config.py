@@ -52,7 +52,7 @@ class Config:
     """Everything a run is: no value is left to be derived, except ``device`` and ``dtype`` where they say ``auto``.
 
     kind: ``moe`` or ``ernie``. origins: per field ``default``, ``file``, ``flag`` or ``derived``. warnings: what was
-    switched off or read under an old name. notes: what --validate-only tolerates. grid: the ranks.
+    switched off or read under an old name. notes: what --rules-only tolerates. grid: the ranks.
     """
 
     kind: str

@@ -108,7 +108,9 @@ def near_path(path: str, named: Collection[str] = ()) -> str:
     except OSError:  # a file, or a folder that may not be read
         names = []
     rest = Path(path).relative_to(missing)
-    near = [str(missing.parent / name / rest) for name in get_close_matches(missing.name, names, 3, 0.75)]
+    alike = get_close_matches(missing.name, names, 3, 0.75)
+    longer = [name for name in names if name.startswith(missing.name)][:3]
+    near = [str(missing.parent / name / rest) for name in alike or longer]
     near = [other for other in near if Path(other).exists()] + get_close_matches(path, list(named), 1, 0.75)
     if near:
         return f"Did you mean {either(near)}?"

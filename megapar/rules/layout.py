@@ -148,7 +148,11 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.hybrid_dp,
         requires=lambda f: f.sharding_asked != -1,
         message="--hybrid-dp needs --sharding-degree said: -1 would leave no ranks to replicate over",
-        fix=lambda f: f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}.",
+        fix=lambda f: (
+            f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}."
+            if f.world_size > 1
+            else "Leave --hybrid-dp out: one rank has nothing to replicate over (megapar launch starts several)."
+        ),
         source=SOURCE,
         passing="--world-size 4 --sharding-degree 2 --hybrid-dp",
         failing="--world-size 4 --hybrid-dp",
@@ -173,14 +177,24 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="world-size-launched",
-        reads=("validate_only", "world_size", "launched_size"),
-        when=lambda f: not f.validate_only,
+        reads=("validate_only", "rules_only", "world_size", "launched_size"),
+        when=lambda f: not f.validate_only and not f.rules_only,
         requires=lambda f: f.world_size == f.launched_size,
-        message="a run has as many ranks as were launched; --world-size is for --validate-only",
+        message="a run has as many ranks as were launched; --world-size is for --validate-only and --rules-only",
         fix="Leave --world-size out, or add --validate-only.",
         source=SOURCE,
         passing="--world-size 1",
         failing="--world-size 8",
+    ),
+    Rule(
+        id="validate-or-rules",
+        reads=("validate_only", "rules_only"),
+        requires=lambda f: not (f.validate_only and f.rules_only),
+        message="--validate-only looks at the files, too, which --rules-only leaves out",
+        fix="Keep one of them.",
+        source="command line",
+        passing="--rules-only",
+        failing="--rules-only --validate-only",
     ),
     Rule(
         id="ep-room",
