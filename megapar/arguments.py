@@ -40,6 +40,9 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     draft, values = _resolved(kind, argv, environ)
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
     asking, by_rules = values.get("validate_only") is True, values.get("rules_only") is True
+    if asking and by_rules:
+        what = "--validate-only looks at the files, too, which --rules-only leaves out."
+        draft.complain("contradiction", what, "Keep one of them.")
     files = [] if by_rules else list(check_files(values))
     start = check_start(environ, values) if starting and not asking and not by_rules else []
     start += check_save(environ, values) if (starting or asking) and not by_rules else []

@@ -46,6 +46,7 @@ from megapar.training.memory import Planned, out_of_memory
 from megapar.training.monitor import Step
 from megapar.training.record import Record
 from megapar.training.resume import resume
+from megapar.training.said import is_first_to_say
 from megapar.training.stragglers import Stragglers
 from megapar.training.work import Feed, Work
 
@@ -73,10 +74,10 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     try:
         train(config, stop_signal=StopSignal(), planned=planned)
     except MegaparError as error:
-        # Whichever rank it is: the launcher may end the others before they come to it.
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         status = error.exit_status
-        sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
+        if is_first_to_say(str(error), os.environ):
+            sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
     except BaseException:
         status = 1
         import traceback

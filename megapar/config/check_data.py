@@ -18,10 +18,10 @@ from megapar.config.data_files import (
     PARQUET,
     TEXT,
     ZSTANDARD,
+    first_line,
     kind_of,
     listing,
     nothing_read,
-    opened,
     refusal_of,
 )
 from megapar.config.hints import near_path
@@ -141,7 +141,7 @@ def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
     if kind not in (*JSONL, *TEXT) or packed:
         return
     try:
-        number, line = _first_line(path)
+        number, line = first_line(path, LONGEST_LOOK)
         if number == 0:
             yield Complaint("file", f"{spelling} {path} holds no text.", "Give a file with text in it.")
         elif len(line) < LONGEST_LOOK:
@@ -152,17 +152,6 @@ def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
                 decoded(line, place)
     except DataError as error:
         yield Complaint("record", f"{error}.")
-
-
-def _first_line(path: Path) -> tuple[int, bytes]:
-    """(number, bytes) of the first line that is not blank, of a long one its begin; number 0 where there is none."""
-    with opened(path) as file:
-        left, number = LONGEST_LOOK, 0
-        while left > 0 and (line := file.readline(LONGEST_LOOK)):
-            number, left = number + 1, left - len(line)
-            if line.strip():
-                return number, line
-        return (0, b"") if left > 0 else (number, b" " * LONGEST_LOOK)
 
 
 def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:

@@ -95,7 +95,9 @@ def _time(days: float) -> str:
     if days >= 2:
         return f"{days:.2f} days"
     minutes = days * 24 * 60
-    return f"{minutes / 60:.1f} hours" if minutes >= 120 else f"{minutes:.1f} minutes"
+    if minutes >= 120:
+        return f"{minutes / 60:.1f} hours"
+    return f"{minutes:.1f} minutes" if minutes >= 2 else f"{minutes * 60:.3g} seconds"
 
 
 def _source_of_rows(plan: Plan) -> str:

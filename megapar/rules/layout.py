@@ -187,16 +187,6 @@ RULES: tuple[Rule, ...] = (
         failing="--world-size 8",
     ),
     Rule(
-        id="validate-or-rules",
-        reads=("validate_only", "rules_only"),
-        requires=lambda f: not (f.validate_only and f.rules_only),
-        message="--validate-only looks at the files, too, which --rules-only leaves out",
-        fix="Keep one of them.",
-        source="command line",
-        passing="--rules-only",
-        failing="--rules-only --validate-only",
-    ),
-    Rule(
         id="ep-room",
         reads=("ep_degree", "expert_mp_degree", "sharding_degree", "cp_degree", "mp_degree", "dp_degree"),
         requires=_ep_fits,
