@@ -21,6 +21,7 @@ from megapar.config.read import read_file, read_line, refuse_foreign, take_defau
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
 from megapar.config.start import check_save, check_start
+from megapar.config.unsaid import check_unsaid
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
@@ -45,7 +46,9 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
         draft.complain("contradiction", what, "Keep one of them.")
     files = [] if by_rules else list(check_files(values))
     start = check_start(environ, values) if starting and not asking and not by_rules else []
-    start += check_save(environ, values) if (starting or asking) and not by_rules else []
+    unsaid = check_unsaid(values, draft.origins)
+    if (starting or asking) and not by_rules:
+        start += [*check_save(environ, values), *unsaid.refused]
     complaints = [*draft.complaints, *verdict.refused, *([] if by_rules else verdict.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
@@ -56,7 +59,8 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
         notes = (*notes, note)
     warnings = (*draft.warnings, *verdict.warnings)
-    return build(kind, values, draft.origins, warnings, notes, _grid(values))
+    reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
+    return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
 
 
 def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -95,7 +99,8 @@ def parse_or_exit(
     if config.runtime.validate_only or config.runtime.rules_only:
         _say(effective(config) + more + remarks(config), speaks)
         raise SystemExit(0)
-    _say("".join(f"megapar: warning: {warning}\n" for warning in config.warnings), speaks and warn, error=True)
+    said = [*(f"warning: {text}" for text in config.warnings), *(f"note: {text}" for text in config.reminders)]
+    _say("".join(f"megapar: {text}\n" for text in said), speaks and warn, error=True)
     return config
 
 

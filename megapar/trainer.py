@@ -32,7 +32,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.model.decoder import Decoder
-from megapar.training import build, degree, export, local_saves, report, state
+from megapar.training import build, degree, export, local_saves, opening, report, state
 from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
@@ -366,6 +366,7 @@ class Trainer:
             seconds=seconds,
             exposed=job.meter.take() if job.metered and job.meter.on else None,
             waited=self.gradients.last_reduction.take(),
+            ended=time.time(),
         )
 
     def _adapt(self) -> None:
@@ -448,13 +449,17 @@ class Trainer:
     # What people see; one rank speaks
 
     def _greet(self) -> None:
+        names = opening.hosts(self.world)  # all ranks ask
         if self.terminal is None:
             return
+        for line in opening.opening(self.config, self.world, self.corpus, names):
+            self.terminal.tell(line)
         self.checkpoints.say = self.terminal.say
         if self.local_saves is not None:
             self.local_saves.say = self.terminal.say
-        greeting = report.greeting(self.config, self.job, self.monitor)
-        for line in (*greeting, *self._notes, self._degree):
+        for line in report.greeting(self.config, self.job, self.monitor):
+            self.terminal.tell(line)
+        for line in (*self._notes, self._degree):
             if line:
                 self.terminal.say(line)
         if self.progress.iteration:
@@ -473,6 +478,8 @@ class Trainer:
             self._say(f"stopped at iteration {self.progress.iteration}: {self.control.stop}; {kept}")
         for line in report.farewell(self.config, self.checkpoints.folder, exported):
             self._say(line)
+        if self.checkpoints.folder and self.progress.iteration < self.config.training.train_iters:
+            self._say(report.how_to_go_on(self.config))
 
 
 @dataclass(frozen=True)

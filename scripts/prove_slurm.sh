@@ -74,7 +74,7 @@ assert seen == list(range(1, int(sys.argv[2]) + 1)), seen
 print(f"iterations 1 to {seen[-1]}, each once")
 PY
 grep -q "start 1" "$work/job.log"
-resumed=$(sed -n 's/^resumed at iteration \([0-9]*\).*/\1/p' "$work/job.log")
+resumed=$(sed -n 's/.*resumed at iteration \([0-9]*\).*/\1/p' "$work/job.log")
 # Checkpoints are due every 10 iterations: one behind the 15th was made because the job was asked to stop.
 [ "$resumed" -ge 15 ] || { echo "resumed at iteration $resumed: nothing was saved when the job was stopped" >&2; exit 1; }
 echo "proved: stopped, queued again, resumed, finished"

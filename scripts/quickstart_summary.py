@@ -34,6 +34,8 @@ def main(run: Path) -> None:
     )
     sentence = tokenizer.decode(output[0], skip_special_tokens=True)
     print(f"transformers generated from it: {' '.join(sentence.split())!r}")
+    steps, tokens = records[-1]["iteration"], records[-1]["consumed_tokens"]
+    print(f"(It is gibberish after {steps:,} steps and {tokens:,} tokens: sentences take thousands of times as many.)")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ cd "$(dirname "$0")/.."
 
 extra="${1:-}"
 python="${PYTHON:-python3}"
-wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -d' ' -f1)
+sha256() { if command -v sha256sum >/dev/null 2>&1; then sha256sum; else shasum -a 256; fi; }  # the latter on macOS
+wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | sha256 | cut -d' ' -f1)
 stamp=".venv/.megapar${extra:+-$extra}"
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0

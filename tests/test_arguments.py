@@ -207,6 +207,72 @@ def test_bad_yaml_is_a_complaint(tmp_path: Path, text: str, rule: str) -> None:
     assert rule in rules(["--config", write(tmp_path, text)])
 
 
+def reminders(line: str) -> list[str]:
+    return [text[1 : text.index("]")] for text in parse("moe", [*line.split(), "--rules-only"], {}).reminders]
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("", ["data-builtin"]),
+        ("--data-path builtin", []),
+        ("--data-path mock --train-iters 999", []),
+        ("--data-path mock --train-iters 1000", ["no-save"]),
+        ("--data-path mock --train-iters 1000 --save-hf out", ["no-save"]),
+        ("--data-path mock --train-iters 1000 --save out", ["no-save-interval"]),
+        ("--data-path mock --train-iters 1000 --save out --save-interval-minutes 30", []),
+        ("--data-path mock --train-iters 1000 --save out --exit-interval 50", []),
+        ("--data-source hf --hf-dataset corpus --train-iters 2000", ["no-save"]),
+        ("--train-iters 2000", ["data-builtin", "no-save"]),
+    ],
+)
+def test_what_a_run_does_because_nothing_was_said_is_told(line: str, wanted: list[str]) -> None:
+    assert reminders(line) == wanted
+
+
+def test_reminders_are_printed_by_a_start_and_by_validate_only(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_or_exit("moe", ["--train-iters", "2000"], {})
+    said = capsys.readouterr().err
+    assert "megapar: note: [data-builtin] Without --data-path a run trains on the built-in text" in said
+    assert "megapar: note: [no-save] 2,000 steps without --save: Nothing is left. Give --save" in said
+    with pytest.raises(SystemExit):
+        parse_or_exit("moe", ["--train-iters", "2000", "--validate-only"], {})
+    notes = capsys.readouterr().out.partition("notes\n")[2]
+    assert "[data-builtin]" in notes
+    assert "[no-save]" in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "refused"),
+    [
+        ("world_size: 2\n", "", True),
+        ("world_size: 2\n", "--data-path builtin", False),
+        ("world_size: 2\ndata_path: builtin\n", "", False),
+        ("num_layers: 4\n", "", False),
+        ("num_layers: 20\nhidden_size: 2048\n", "", True),
+        ("num_layers: 19\nhidden_size: 2048\n", "", False),
+    ],
+)
+def test_a_published_run_does_not_start_on_built_in_text(tmp_path: Path, text: str, more: str, refused: bool) -> None:
+    line = ["--config", write(tmp_path, text), *more.split()]
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    complaints: list[str] = []
+    try:
+        parse("moe", line, place, starting=True)
+    except ConfigError as error:
+        complaints = [complaint.rule for complaint in error.complaints]
+    assert ("data-builtin" in complaints) == refused
+    assert any("data-builtin" in text for text in parse("moe", [*line, "--rules-only"], place).reminders) == (
+        "builtin" not in text + more
+    )
+    asked = [*line, "--validate-only"]
+    if refused:
+        with pytest.raises(ConfigError, match="data-builtin"):
+            parse("moe", asked, place)
+    else:
+        assert parse("moe", asked, place).grid.world_size == 2
+
+
 def test_missing_files_are_complaints_unless_the_rules_alone_are_asked(tmp_path: Path) -> None:
     line = f"--data-path {tmp_path}/no.jsonl --tokenizer-model {tmp_path}/no.model --load {tmp_path}/no"
     for asking in ([], ["--validate-only"]):

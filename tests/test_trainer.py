@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,10 @@ def test_every_iteration_is_an_object_of_the_metrics_file(tmp_path: Path) -> Non
         *("dropped_tokens", "iteration_seconds", "tokens_per_second", "model_tflops_per_device", "mfu", "mfu_peak"),
         *("peak_memory_bytes", "exposed_communication_seconds"),
     }
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert all(time.tzinfo == timezone.utc for time in times)
+    assert times == sorted(times)
+    assert len(set(times)) > 1
     waited = lines[-1]["exposed_seconds"]
     assert {"shard/reduce", "shard/all_gather"} & set(waited)
     assert sum(waited.values()) == pytest.approx(lines[-1]["exposed_communication_seconds"])

@@ -52,7 +52,8 @@ class Config:
     """Everything a run is: no value is left to be derived, except ``device`` and ``dtype`` where they say ``auto``.
 
     kind: ``moe`` or ``ernie``. origins: per field ``default``, ``file``, ``flag`` or ``derived``. warnings: what was
-    switched off or read under an old name. notes: what --rules-only tolerates. grid: the ranks.
+    switched off or read under an old name. notes: what --rules-only tolerates. reminders: what the run does because
+    nothing was said. grid: the ranks.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Config:
     origins: Mapping[str, str]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    reminders: tuple[str, ...]
     grid: Grid
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,9 +93,10 @@ def build(
     origins: Mapping[str, str],
     warnings: tuple[str, ...],
     notes: tuple[str, ...],
+    reminders: tuple[str, ...],
     grid: Grid,
 ) -> Config:
     """The frozen Config of complete flat values (every field of every group by name)."""
     groups = {name: cls(**{item.name: values[item.name] for item in fields(cls)}) for name, cls in GROUPS.items()}
     frozen = MappingProxyType(dict(origins))
-    return Config(kind=kind, origins=frozen, warnings=warnings, notes=notes, grid=grid, **groups)
+    return Config(kind=kind, origins=frozen, warnings=warnings, notes=notes, reminders=reminders, grid=grid, **groups)

@@ -54,7 +54,7 @@ def effective(config: Config) -> str:
 def remarks(config: Config) -> str:
     """Warnings and notes, for the end of the page, where they are seen."""
     lines: list[str] = []
-    for title, texts in (("warnings", config.warnings), ("notes", config.notes)):
+    for title, texts in (("warnings", config.warnings), ("notes", (*config.notes, *config.reminders))):
         lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
     return "\n".join(lines) + "\n" if lines else ""
 

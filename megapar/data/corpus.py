@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ from megapar.config.vocabulary import too_large
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
+from megapar.data.contents import Content, contents_of
 from megapar.data.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
 from megapar.data.frame import PAIR_MARKS
 from megapar.data.mixture import Blend
@@ -78,7 +79,7 @@ class Corpus:
     train, heldout: samples by number; held-out ones in a fixed order that no seed changes, None where the split holds
     nothing out.
     collate: makes a micro-batch of such samples. vocab_size: rows of the embedding, at least tokenizer.size.
-    notes: what people should know, such as records that were passed over.
+    notes: what people should know, such as records that were passed over. contents, heldout_contents: of both sides.
     """
 
     train: Samples
@@ -88,6 +89,8 @@ class Corpus:
     collate: Collate
     _stores: Both | None
     notes: tuple[str, ...] = ()
+    contents: tuple[Content, ...] = ()
+    heldout_contents: tuple[Content, ...] = ()
 
     def unigram_entropy(self) -> Unigram:
         """Counted over all tokens of both sides, end tokens included; of random tokens it is known.
@@ -157,18 +160,20 @@ def build(
     if _is_mock(data_path, eval_data_path):
         tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
         _check_size(tokenizer, tokenizer_model, vocab_size)
-        return cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
+        made = cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
+        return replace(made, contents=(Content("mock, random tokens", None, None, None),))
     told: list[str] = []
     data = _Data.open(data_path, eval_data_path, halves, skip_bad, text_field, told.append)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     ids = tokenizer.size if tokenizer_model else vocab_size  # an own one knows nothing of indexed files
     sides = open_sides(data.train, data.heldout, halves, tokenizer, ids, skip_bad=skip_bad)
-    train = cut.pieces(sides[0], held_out=False)
-    heldout = None if sides[1] is None else cut.pieces(sides[1], held_out=True)
+    train, contents = cut.pieces(sides[0], data.train, held_out=False)
+    heldout, aside = (None, ()) if sides[1] is None else cut.pieces(sides[1], data.heldout or data.train, held_out=True)
     notes = tuple(dict.fromkeys([*told, *(note for side in sides if side is not None for note in side.notes)]))
     both = Both(_counted(sides[0]), None if sides[1] is None else _counted(sides[1]))
-    return cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
+    made = cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
+    return replace(made, contents=contents, heldout_contents=aside)
 
 
 def _counted(side: Side) -> TokenStore | Side:
@@ -187,7 +192,8 @@ def _streamed(name: str, field: str, split: Split, tokenizer_model: str | None, 
         tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint), *read_as)
     _check_size(tokenizer, tokenizer_model, vocab_size)
     train, heldout = row_windows(name, split, tokenizer, cut.seq_length, field)
-    return cut.corpus(train, heldout, tokenizer, vocab_size)
+    made = cut.corpus(train, heldout, tokenizer, vocab_size)
+    return replace(made, contents=(Content(f"{name}, streamed", None, None, len(train)),))
 
 
 def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> bool:
@@ -275,10 +281,11 @@ class _Cut:
     tasks: TaskData | None
     split: Split
 
-    def pieces(self, side: Side, *, held_out: bool) -> Pieces:
-        """What the samples of one side are made from."""
-        parts = [self._of_store(store, held_out) for store in side.stores]
-        return parts[0] if len(parts) == 1 else Blend(parts, side.weights)
+    def pieces(self, side: Side, parts: Sequence[Part], *, held_out: bool) -> tuple[Pieces, tuple[Content, ...]]:
+        """What the samples of one side are made from, and what it holds. parts: where its stores are from, in order."""
+        pieces = [self._of_store(store, held_out) for store in side.stores]
+        contents = contents_of(parts, side, pieces)
+        return (pieces[0] if len(pieces) == 1 else Blend(pieces, side.weights)), contents
 
     def _of_store(self, store: TokenStore, held_out: bool) -> Pieces:
         if self.kind == ERNIE:

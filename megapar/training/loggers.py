@@ -6,10 +6,14 @@ import json
 import math
 import os
 import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from megapar.training.record import Record
+from megapar.training.time_left import TimeLeft, clock_text
 
 EXPERTS = ".experts.jsonl"
 
@@ -124,26 +128,45 @@ class TensorBoardLogger:
 
 
 class PlainTerminal:
-    """One line per log interval, for files and pipes."""
+    """One line per log interval with the time and how long is left, for files and pipes.
 
-    def __init__(self, train_iters: int, interval: int, stream: TextIO = sys.stdout) -> None:
+    clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, train_iters: int, interval: int, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.time
+    ) -> None:
         self._train_iters = train_iters
         self._interval = interval
         self._stream = stream
+        self._clock = clock
+        self._left = TimeLeft()
+        self._newest: int | None = None
 
-    def say(self, text: str) -> None:
-        """A line that is no iteration."""
+    def tell(self, text: str) -> None:
+        """A line without a time, before the first step."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
+    def say(self, text: str) -> None:
+        """A line that is no iteration, with the time on this machine."""
+        self.tell(f"{datetime.fromtimestamp(self._clock()):%Y-%m-%d %H:%M:%S} {text}")
+
     def log(self, record: Record) -> None:
         """A line every interval, and wherever an evaluation took place."""
+        self._newest = record.iteration
+        self._left.measured(record.iteration_seconds)
         if record.iteration % self._interval == 0 or record.eval_loss is not None:
-            self.say(describe(record, self._train_iters))
+            left = self._left.seconds(record.iteration, self._train_iters, self._clock())
+            more = "" if left is None else f" | left {clock_text(left)}"
+            self.say(describe(record, self._train_iters) + more)
 
     def flush(self) -> None:
-        """To the reader."""
+        """To the reader; what was logged since the last time is one report."""
         self._stream.flush()
+        if self._newest is not None:
+            self._left.reported(self._clock(), self._newest)
+            self._newest = None
 
     def close(self) -> None:
         """Nothing is held."""
@@ -166,7 +189,7 @@ class ProgressTerminal(PlainTerminal):
         self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-")
         self._progress.start()
 
-    def say(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """A line above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
 

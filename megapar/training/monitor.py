@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class Step:
 
     denominators: of the terms, over the global batch. norm: the global gradient's. skipped: nothing was changed.
     sent_bytes: "axis/collective" -> by this rank. exposed: what this rank waited for; None where not every wait of
-    the step was timed. waited: for the others besides. evaluation: means of an evaluation that followed the step.
+    the step was timed. waited: for the others besides. ended: when, in seconds since the epoch. evaluation: means of
+    an evaluation that followed the step.
     """
 
     iteration: int
@@ -54,6 +56,7 @@ class Step:
     seconds: float
     exposed: Waits | None
     waited: Waits
+    ended: float
     evaluation: dict[str, float] | None = None
 
 
@@ -200,6 +203,7 @@ class Monitor:
         pressure = self._device.memory_pressure()
         return Record(
             iteration=step.iteration,
+            time=datetime.fromtimestamp(step.ended, timezone.utc).isoformat(timespec="milliseconds"),
             consumed_samples=step.consumed_samples,
             consumed_tokens=step.consumed_tokens,
             lm_loss=_per_word(items, row, names),

@@ -12,6 +12,7 @@ from megapar.training.stragglers import Pace
 class Record:
     """One iteration. Losses are unweighted means over the global batch, except ``loss``, which is differentiated.
 
+    time: when the host had launched all of it, in UTC by ISO 8601.
     dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
     time spent waiting for collectives (the host on a CPU, the stream on an accelerator); None where it is not metered.
     exposed_seconds: "axis/collective" -> the same by kind. skipped: nothing was changed, as gradients overflowed in
@@ -24,6 +25,7 @@ class Record:
     """
 
     iteration: int
+    time: str
     consumed_samples: int
     consumed_tokens: int
     lm_loss: float

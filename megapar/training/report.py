@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,6 +112,14 @@ def evaluation(means: Mapping[str, float]) -> str:
     """An evaluation that follows no step. means: of the terms, and their ``loss``."""
     terms = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss")
     return f"held-out loss {means['loss']:.4f} ({terms})"
+
+
+def how_to_go_on(config: Config) -> str:
+    """Of a run that has saved and was stopped before its end."""
+    checkpoint = config.checkpoint
+    if checkpoint.load == checkpoint.save:
+        return "the same command goes on from there"
+    return f"to go on: the same command with --load {shlex.quote(str(checkpoint.save))}"
 
 
 def farewell(config: Config, checkpoint: Path | None, exported: Path | None) -> Iterator[str]:

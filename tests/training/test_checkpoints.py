@@ -321,3 +321,16 @@ def test_a_rotary_model_may_know_more_positions_than_its_checkpoint(root: Path) 
 def test_scalars_name_the_job(tmp_path: Path) -> None:
     run_here(tmp_path, "--exit-interval", "1", TORCHELASTIC_RUN_ID="job-a")
     assert json.loads((tmp_path / "iter_0000001" / "scalars.json").read_text())["job"] == "job-a"
+
+
+def test_the_last_line_of_a_run_that_was_stopped_says_how_to_go_on(tmp_path: Path, told: list[str]) -> None:
+    root = tmp_path / "my runs"
+    stopped = run_here(root, "--exit-interval", "3")
+    assert stopped.iteration == 3
+    assert told[-1] == f"to go on: the same command with --load '{root}'"
+    told.clear()
+    assert run_here(root, "--load", str(root), "--exit-interval", "2").iteration == 4
+    assert told[-1] == "the same command goes on from there"
+    told.clear()
+    assert run_here(root, "--load", str(root)).iteration == 6
+    assert told[-1].startswith("checkpoint: ")  # it came to its end
