@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megapar.compatibility import check
+from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
 from megapar.config.draft import Draft
 from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag
 from megapar.config.from_hf import published_folder, take_published
 from megapar.config.help import help_text
-from megapar.config.read import read_file, read_line, refuse_foreign, take_defaults
+from megapar.config.read import let_mock_data_win, read_file, read_line, refuse_foreign, take_defaults
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
 from megapar.config.start import check_save, check_start
@@ -30,15 +31,21 @@ from megapar.errors import ConfigError
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 
 
-def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False) -> Config:
+def parse(
+    kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False, planning: bool = False
+) -> Config:
     """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
 
     environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only and --rules-only).
-    starting: this process is one of them, and must have what a rank needs, unless --validate-only asks before. Raises
-    ConfigError with every complaint. Under --rules-only no file is looked at, and features of a later version become
-    notes.
+    starting: this process is one of them, and must have what a rank needs, unless --validate-only asks before.
+    planning: nothing is to start, and what a file assumes is taken by somebody else. Raises ConfigError with every
+    complaint. Under --rules-only no file is looked at, and features of a later version become notes.
     """
     draft, values = _resolved(kind, argv, environ)
+    if draft.foreign:  # without its file the line is another run
+        raise ConfigError(draft.complaints)
+    if not planning:
+        _look_at_assumptions(draft)
     verdict = check(values, strict=values.get("strict_seed_rules") is True)
     asking, by_rules = values.get("validate_only") is True, values.get("rules_only") is True
     if asking and by_rules:
@@ -48,7 +55,7 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     start = check_start(environ, values) if starting and not asking and not by_rules else []
     unsaid = check_unsaid(values, draft.origins)
     if (starting or asking) and not by_rules:
-        start += [*check_save(environ, values), *unsaid.refused]
+        start += [*check_save(environ, values), *(() if planning else unsaid.refused)]
     complaints = [*draft.complaints, *verdict.refused, *([] if by_rules else verdict.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
@@ -61,6 +68,12 @@ def parse(kind: str, argv: Sequence[str], environ: Mapping[str, str], *, startin
     warnings = (*draft.warnings, *verdict.warnings)
     reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
     return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
+
+
+def _look_at_assumptions(draft: Draft) -> None:
+    complaint, warning = unknown_to_trainers(draft.about.assume)
+    draft.complaints += [complaint] if complaint else []
+    draft.warnings += [warning] if warning else []
 
 
 def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -121,6 +134,7 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     if path is not None:
         read_file(draft, path)
     read_line(draft, argv)
+    let_mock_data_win(draft)
     refuse_foreign(draft)
     take_defaults(draft)
     take_published(draft)

@@ -6,37 +6,54 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megapar.arguments import SCRIPTS, Config, parse
+from megapar.config.read import about
+from megapar.errors import ConfigError
 from megapar.planning.assume import assumed
 from megapar.planning.devices import device_kind
+from megapar.planning.nearest import nearest
 from megapar.planning.plan import Plan
 from megapar.training.sizes import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 RUNNABLE = ("quickstart", "ernie-quickstart")
+PLANNED = ("deepseek-v3",)  # for `megapar plan` only: latent attention is not built
+# Files whose start says something, and how that begins.
+SAID = {
+    "ampipe-paper": ["[ampipe-fine]"],  # eight slices, as published
+    "ernie-4.5-300b-a47b": ["the"],  # file assumes fp8 and operators' recompute, which a run does without
+}
+ANYWHERE = (*RUNNABLE, "tiny", "moe-10m")  # on as many ranks as there are
 
 
-def header(path: Path) -> dict[str, str]:
-    found = dict(re.findall(r"^# (source|script|ranks): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(found) == {"source", "script", "ranks"}, (
-        f"{path.name} does not say where it comes from and how to start it"
-    )
-    return found
+def kind_of(path: Path) -> str:
+    """Of the trainer that the file names."""
+    return {script: kind for kind, script in SCRIPTS.items()}[about(str(path)).script]
 
 
 def load(path: Path) -> Config:
-    said = header(path)
-    kind = {script: kind for kind, script in SCRIPTS.items()}[said["script"]]
-    return parse(kind, ["--config", str(path), "--validate-only", "--world-size", said["ranks"]], {})
+    """At its own number of ranks, and what says none at two."""
+    ranks = () if "world_size:" in path.read_text(encoding="utf-8") else ("--world-size", "2")
+    return parse(kind_of(path), ["--config", str(path), "--validate-only", *ranks], {}, planning=True)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_config_is_accepted_at_its_rank_count(path: Path) -> None:
     config = load(path)
-    assert config.grid.world_size == int(header(path)["ranks"])
-    assert config.warnings == ()
+    said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert config.grid.world_size == said.get("world_size", 2)
+    assert ("world_size" in said) == (path.stem not in ANYWHERE)
+    assert [text.split()[0] for text in config.warnings] == [word for word in SAID.get(path.stem, []) if word != "the"]
+    assert config.notes == ()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_config_says_where_it_comes_from(path: Path) -> None:
+    assert re.search(r"^# source: .+$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert about(str(path)).script
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -95,9 +112,68 @@ def test_published_sizes_of_the_21b_model() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_config_has_a_plan(path: Path) -> None:
-    said = dict(re.findall(r"^# (\w+): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
-    config = load(path)
-    plan = Plan(config, device_kind(said.get("device", "h100-80g")), assumed(said.get("assume", "").split()))
+    said, config = about(str(path)), load(path)
+    plan = Plan(config, device_kind(said.device_kind or "h100-80g"), assumed(said.assume))
     assert plan.fullest.peak > plan.fullest.parameters > 0
     assert plan.fits or plan.layout.assumed.said, plan.advice()
     assert 0 < plan.speed.mfu < 1
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> str:
+    """A file of four ranks."""
+    path = tmp_path / "four.yaml"
+    path.write_text(
+    text = "script: pretrain_moe.py\nworld_size: 4\nmp_degree: 2\nglobal_batch_size: 16\ndata_path: mock\n"
+    path.write_text(text, encoding="utf-8")
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+def refused(kind: str, *line: str, ranks: int = 1) -> str:
+    """The complaints about a start, on so many ranks."""
+    with pytest.raises(ConfigError) as error:
+        parse(kind, line, {"WORLD_SIZE": str(ranks)})
+    return "\n".join(map(str, error.value.complaints))
+
+
+def test_a_file_has_a_number_of_ranks(four: str) -> None:
+    asked = parse("moe", ["--config", four, "--validate-only"], {"WORLD_SIZE": "1"})
+    assert (asked.grid.world_size, asked.grid.sharding) == (4, 2)
+    assert parse("moe", ["--config", four, "--validate-only", "--world-size", "8"], {}).grid.sharding == 4
+    assert parse("moe", ["--config", four], {"WORLD_SIZE": "4"}).grid.world_size == 4
+    said = refused("moe", "--config", four, ranks=2)
+    assert "--world-size 4, WORLD_SIZE 2" in said
+    assert "Start 4 ranks; or say --world-size 2 on the line" in said
+    assert parse("moe", ["--config", four, "--world-size", "2"], {"WORLD_SIZE": "2"}).grid.world_size == 2
+
+
+def test_an_elastic_job_finds_a_layout_for_fewer_ranks_than_its_file_says(four: str) -> None:
+    found = nearest("moe", ["--config", four, "--micro-batch-size", "1"], 4, 2)
+    assert found is not None
+    assert parse("moe", found.flags, {"WORLD_SIZE": "2"}).grid.world_size == 2
+
+
+def test_a_file_of_the_other_trainer_is_told_by_its_name(four: str) -> None:
+    said = refused("ernie", "--config", four, "--no-such-flag")
+    assert f"[script] {four} is for pretrain_moe.py, and this is pretrain_ernie.py. Start pretrain_moe.py." in said
+    assert "[unknown-flag]" in said
+    assert len(said.splitlines()) == 2  # nothing that only follows from the missing file
+    Path(four).write_text("script: pretrain_gpt.py\n", encoding="utf-8")
+    assert "none of pretrain_moe.py, pretrain_ernie.py" in refused("moe", "--config", four)
+
+
+def test_what_only_a_plan_knows_is_refused_or_said(four: str) -> None:
+    text = Path(four).read_text(encoding="utf-8")
+    Path(four).write_text(text + "assume: [fp8, 'latent-attention:64,32,16,8,16']\n", encoding="utf-8")
+    said = refused("moe", "--config", four, "--validate-only")
+    assert "[assume] this file is for `megapar plan` only: it assumes latent-attention:64,32,16,8,16" in said
+    assert parse("moe", ["--config", four, "--validate-only"], {}, planning=True).warnings == ()
+    Path(four).write_text(text + "assume: fp8 dualpipe\n", encoding="utf-8")
+    config = parse("moe", ["--config", four, "--validate-only"], {})
+    assert config.warnings[0].startswith("the file assumes fp8, dualpipe, which only `megapar plan` knows")
+
+
+def test_a_name_that_others_begin_with_is_understood() -> None:
+    assert f"Did you mean {FOLDER}/mixtral-8x7b.yaml?" in refused("moe", "--config", str(FOLDER / "mixtral"))

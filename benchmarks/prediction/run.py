@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from megapar.arguments import SCRIPTS, parse
+from megapar.config.read import about
 from megapar.planning.assume import assumed
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
@@ -40,13 +40,14 @@ class Row:
 
 
 def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
-    """The plan of a file in configs/, on the device and with the assumptions that its header names."""
+    """The plan of a file in configs/, on the device and with the assumptions that it names."""
     path = ROOT / "configs" / f"{name}.yaml"
-    header = dict(re.findall(r"^# (\w+): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE))
-    kind = {script: kind for kind, script in SCRIPTS.items()}[header["script"]]
-    line = ["--config", str(path), *flags, "--validate-only", "--world-size", str(ranks or header["ranks"])]
-    device = device_kind(header.get("device", DEFAULT_KIND))
-    return Plan(parse(kind, line, {}), device, assumed(header.get("assume", "").split()))
+    said = about(str(path))
+    kind = {script: kind for kind, script in SCRIPTS.items()}[said.script]
+    line = ["--config", str(path), *flags, "--validate-only"]
+    line += ["--world-size", str(ranks)] if ranks else []
+    device = device_kind(said.device_kind or DEFAULT_KIND)
+    return Plan(parse(kind, line, {}, planning=True), device, assumed(said.assume))
 
 
 def mfu(plan: Plan, basis: str) -> float:
@@ -59,10 +60,12 @@ def rows() -> list[Row]:
     """All published runs."""
     found = []
     for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
-        plan = plan_of(entry["config"])
+        flags = entry.get("flags", "")
+        plan = plan_of(entry["config"], *flags.split())
         predicted = mfu(plan, entry["basis"])
         unstated, techniques = entry.get("unstated", ""), bool(plan.layout.assumed.said)
-        found.append(Row(entry["config"], entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
+        name = f"{entry['config']} {flags}".strip()
+        found.append(Row(name, entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
     return found
 
 

@@ -58,6 +58,7 @@ warmup warmup-steps lr-warmup-steps | --lr-warmup-iters
 max-grad-norm grad-clip gradient-clipping | --clip-grad
 precision mixed-precision amp | --dtype
 recompute gradient-checkpointing activation-checkpointing | --recompute-interval 1
+assume device-kind | It belongs to `megapar plan`, and as a key to a configuration file.
 gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
 It belongs to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
 """)
@@ -108,9 +109,9 @@ def near_path(path: str, named: Collection[str] = ()) -> str:
     except OSError:  # a file, or a folder that may not be read
         names = []
     rest = Path(path).relative_to(missing)
-    alike = get_close_matches(missing.name, names, 3, 0.75)
-    longer = [name for name in names if name.startswith(missing.name)][:3]
-    near = [str(missing.parent / name / rest) for name in alike or longer]
+    longer = [name for name in names if missing.name and name.startswith(missing.name)][:3]
+    close = get_close_matches(missing.name, names, 3, 0.75) or longer
+    near = [str(missing.parent / name / rest) for name in close]
     near = [other for other in near if Path(other).exists()] + get_close_matches(path, list(named), 1, 0.75)
     if near:
         return f"Did you mean {either(near)}?"

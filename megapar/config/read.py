@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megapar.config.about import KEYS, About, other_script, spelled, take
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.flag import SCRIPTS, SWITCH, Flag
@@ -153,25 +154,18 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
 
 
 def read_file(draft: Draft, path: str) -> None:
-    """Take the keys of a YAML file into the draft. PyYAML is imported here and nowhere else."""
-    try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
-    except FileNotFoundError:
-        draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
-        return
-    except (OSError, UnicodeDecodeError) as error:
-        draft.complain("config-file", f"--config {path} cannot be read: {error}.")
-        return
-    import yaml
-
-    try:
-        loaded = _load_pairs(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
+    """Take the keys of a YAML file into the draft; of a file for the other trainer only the complaint."""
+    loaded = _read_pairs(draft, path)
+    draft.about = take(draft.about, loaded)
+    complaint = other_script(path, draft.about.script, draft.kind)
+    if complaint is not None:
+        draft.complaints.append(complaint)
+        draft.foreign = True
         return
     seen: set[str] = set()
     for key, value in loaded:
+        if spelled(key) in KEYS:
+            continue
         spelling = spellings().get(normal(key).lstrip("-"))
         if spelling is None and isinstance(value, dict):
             fix = "Keys are not grouped: write those under it at the left margin."
@@ -185,6 +179,31 @@ def read_file(draft: Draft, path: str) -> None:
         else:
             seen.add(spelling.flag.name)
             _take_key(draft, spelling, value)
+
+
+def about(path: str | None) -> About:
+    """What a file says of itself; nothing where it cannot be read, of which the parser speaks."""
+    return About() if path is None else take(About(), _read_pairs(Draft("moe"), path))
+
+
+def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
+    """The keys and values of a YAML file, none after a complaint. PyYAML is imported here and nowhere else."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    except FileNotFoundError:
+        draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        draft.complain("config-file", f"--config {path} cannot be read: {error}.")
+        return []
+    import yaml
+
+    try:
+        return _load_pairs(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
+        return []
 
 
 def _problem(error: Exception, text: str) -> str:
@@ -234,6 +253,14 @@ def _load_pairs(text: str) -> list[tuple[str, Any]]:
         ]
     finally:
         loader.dispose()
+
+
+def let_mock_data_win(draft: Draft) -> None:
+    """A file's --split is of the data it was written for: --data-path mock on the line has nothing to split."""
+    mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
+    if mock and draft.origins.get("split") == "file":
+        draft.values.pop("split", None)
+        draft.origins.pop("split")
 
 
 def refuse_foreign(draft: Draft) -> None:

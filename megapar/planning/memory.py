@@ -135,7 +135,6 @@ def _state(layout: Layout, stage: int) -> _State:
     sharding, e, w = layout.config.sharding, layout.item, layout.wide
     reduce = min(w, ITEM_BYTES[sharding.grad_reduce_dtype]) if w == 4 else w
     stage_three = sharding.sharding_stage == 3
-    copies = 2 if layout.assumed.dualpipe else 1
     parameters = masters = moments = whole = row_bytes = scratch = 0.0
     units: dict[str, float] = {}
     left = False  # experts that are whole on their ranks, which stage 3 leaves to stage 2
@@ -149,7 +148,7 @@ def _state(layout: Layout, stage: int) -> _State:
         full = stage_three and not (spec.expert and shards == 1)
         left = left or (stage_three and not full)
         aliased = shards == 1 and item == w and not full
-        parameters += copies * (row * w if full else local * item)
+        parameters += row * w if full else local * item
         masters += 0.0 if aliased or full else row * w
         moments += 2 * row * w
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
@@ -161,6 +160,9 @@ def _state(layout: Layout, stage: int) -> _State:
             row_bytes += row * w
             if reduce < w and not full and not travels:
                 scratch += row * shards * reduce
+    for other in _stages_held(layout, stage)[1:]:
+        trained = (spec for spec in layout.held(other) if spec.trainable)
+        parameters += sum(layout.local_numel(spec) * (w if spec.fp32 else e) for spec in trained)
     pool = 0.0
     if layout.kind.kernels == "cpu" and (left or not stage_three):
         pool = float(pool_bytes(layout, stage, experts_only=left))
@@ -172,6 +174,11 @@ def _state(layout: Layout, stage: int) -> _State:
         pending = e * layout.vocabulary * layout.sizes.hidden_size
     gathered = _gathered(layout, units)
     return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, *gathered, pool, pending)
+
+
+def _stages_held(layout: Layout, stage: int) -> tuple[int, ...]:
+    """Stages whose layers a rank runs: in DualPipe its own, and in the other direction the one at the other end."""
+    return (stage, layout.config.grid.pp - 1 - stage) if layout.assumed.dualpipe else (stage,)
 
 
 def _gathered(layout: Layout, units: dict[str, float]) -> tuple[float, float, float, float]:
@@ -205,7 +212,7 @@ class _Kept:
 def _kept(work: Work, stage: int) -> tuple[_Kept, list[int]]:
     """At every moment; and the micro-batches in flight of each chunk."""
     layout = work.layout
-    chunks = layout.stages.on(stage)
+    chunks = [chunk for held in _stages_held(layout, stage) for chunk in layout.stages.on(held)]
     flights = in_flight(layout, stage)
     host = 0.0
     total = last = first_transient = x = newest = 0.0
@@ -285,14 +292,14 @@ def in_flight(layout: Layout, stage: int) -> list[int]:
 
     1F1B: as many as stages follow, and one (arXiv 2104.04473, 2.2). Interleaved: Megatron's warm-up of
     2 (p - rank - 1) + (v - 1) p chunks and one, shared out from the first chunk on; zero-bubble warms up with
-    (p - rank - 1) + (v - 1) p. GPipe keeps all.
+    (p - rank - 1) + (v - 1) p. GPipe keeps all. DualPipe: those of 1F1B in either direction, for the chunks of both.
     """
     p, v, m = layout.config.grid.pp, layout.config.pipeline.vpp_degree, layout.micro_batches
     name = layout.schedule
     if p == 1:
         return [1]
     if layout.assumed.dualpipe:
-        return [min(m, p + 1)] * v
+        return [min(m, p - stage)] * v + [min(m, stage + 1)] * v
     if name == GPIPE:
         return [m] * v
     if v == 1 and name != INTERLEAVED:

@@ -39,8 +39,11 @@ def nearest(kind: str, flags: Sequence[str], asked_ranks: int, ranks: int) -> Ne
     asked = parse(kind, flags, {"WORLD_SIZE": str(asked_ranks)})
     before = {axis: asked.grid.size(axis) for axis in _WEIGHTS}
 
+    # Where a number of ranks is said, in a file or on the line, it is now another one.
+    said = ("--world-size", str(ranks)) if asked.origins["world_size"] != "derived" else ()
+
     def line(degrees: Degrees) -> Sequence[str]:
-        return (*flags, *_spelled(degrees, asked))
+        return (*flags, *_spelled(degrees, asked), *said)
 
     # Experts are spread over as many ranks as before or over a divisor of that.
     found = _layouts(ranks, {"ep": divisors(before["ep"])})
@@ -66,7 +69,7 @@ def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> l
         return [part for axis in axes for part in (FLAGS[f"{axis}_degree"].spelling, str(degrees[axis]))]
 
     def line(degrees: Degrees) -> Sequence[str]:
-        return (*flags, "--rules-only", *changed(degrees))
+        return (*flags, "--rules-only", "--world-size", str(world_size), *changed(degrees))
 
     choices = {axis: _near(world_size, before[axis]) for axis in ("mp", "pp", "cp", "ep")}
     found_layouts = (d for d in _layouts(world_size, choices) if d["dp"] == 1 or not free)
@@ -81,7 +84,7 @@ def _legal(
     ordered = sorted(found, key=lambda degrees: (_distance(before, degrees), sorted(degrees.items())))
     for degrees in ordered[:MOST_TRIED]:
         try:
-            parse(kind, line(degrees), {"WORLD_SIZE": str(ranks)})
+            parse(kind, line(degrees), {"WORLD_SIZE": str(ranks)}, planning=True)
         except ConfigError:
             continue
         yield degrees

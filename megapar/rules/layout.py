@@ -180,8 +180,11 @@ RULES: tuple[Rule, ...] = (
         reads=("validate_only", "rules_only", "world_size", "launched_size"),
         when=lambda f: not f.validate_only and not f.rules_only,
         requires=lambda f: f.world_size == f.launched_size,
-        message="a run has as many ranks as were launched; --world-size is for --validate-only and --rules-only",
-        fix="Leave --world-size out, or add --validate-only.",
+        message="a run has as many ranks as its --world-size, which a configuration file may say, too",
+        fix=lambda f: (
+            f"Start {f.world_size} ranks; or say --world-size {f.launched_size} on the line, which wins over a file; "
+            "or add --validate-only, which starts none."
+        ),
         source=SOURCE,
         passing="--world-size 1",
         failing="--world-size 8",

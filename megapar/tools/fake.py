@@ -21,6 +21,7 @@ _PLAIN = frozenset(
 # What comes out of these hangs on values, or they change an argument's shape.
 _UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _NAMESPACES = ("aten", "fsdp", "prims")
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _UnfitError(Exception):
@@ -99,10 +100,20 @@ class RememberingMode(FakeTensorMode):
         known = self._known.get(key, _UnfitError)
         if isinstance(known, _Result):
             return known.again(tensors)
-        result = super().dispatch(func, types, args, kwargs)
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:
+            result = self._grouped(args, kwargs)
+        else:
+            result = super().dispatch(func, types, args, kwargs)
         if known is _UnfitError:
             self._known[key] = _learn(result, tensors)
         return result
+
+    def _grouped(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The product of groups in the dtypes that its kernels take and torch's description of it does not know."""
+        with self:
+            pair = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device) for x in args[:2]]
+            like = _GROUPED(*pair, *args[2:], **kwargs)
+            return torch.empty_strided(like.shape, like.stride(), dtype=args[0].dtype, device=like.device)
 
     def _is_fit(self, func: Any) -> bool:
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megapar.arguments import SCRIPTS, Config, parse, resolved_values
+from megapar.config.read import about
 from megapar.config.report import refusal
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.schedule import Schedule
@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), help="whose flags follow (default: what the file says, else moe)")
-    add("--config", help="a YAML file of flags; its header may name the script and the ranks")
-    add("--world-size", type=count, help="ranks (default: what the file's header says, else 1)")
+    add("--config", help="a YAML file of flags; it may say script, world_size, device_kind and assume, too")
+    add("--world-size", type=count, help="ranks (default: what the file says, else 1)")
     add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
     add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan knows")
     add("--token-budget", type=float, metavar="TOKENS", help="of the whole run (default: that of --train-iters)")
@@ -75,16 +75,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(asked: argparse.Namespace, flags: list[str]) -> int:
-    header = _header(asked.config)
-    model, flags = _model(asked.model, flags, header)
+    said_of = about(asked.config)
+    model, flags = _model(asked.model, flags, said_of.script)
     kind, more = MODELS[model]
     line = [*(["--config", asked.config] if asked.config else []), *more, *flags]
-    world = asked.world_size or int(header.get("ranks", 1))
+    world = asked.world_size or resolved_values(kind, line, {}).get("world_size", 1)
     from megapar.planning.assume import assumed
     from megapar.planning.devices import device_kind
 
-    device = device_kind(asked.device_kind or header.get("device", DEFAULT_KIND))
-    words = asked.assume or header.get("assume", "").split()
+    device = device_kind(asked.device_kind or said_of.device_kind or DEFAULT_KIND)
+    words = asked.assume or said_of.assume
     if asked.search:
         return _search(kind, line, world, device, assumed(words), as_json=asked.json)
     config = _parsed(kind, line, world)
@@ -148,31 +148,25 @@ def _without_layout(kind: str, line: list[str]) -> Config:
         message = "--search compares layouts of one global batch, and none is given."
         raise ConfigError([Complaint("search", message, "Give --global-batch-size.")])
     alone += ["--gradient-merge-acc-step", str(batch)]
-    return parse(kind, [*line, *alone, "--rules-only"], {})
+    alone += ["--world-size", "1"]
+    return parse(kind, [*line, *alone, "--rules-only"], {}, planning=True)
 
 
-def _header(path: str | None) -> dict[str, str]:
-    """``# name: value`` lines of a configuration file."""
-    if path is None or not Path(path).is_file():
-        return {}
-    return dict(re.findall(r"^# (\w+): (.+)$", Path(path).read_text(encoding="utf-8"), re.MULTILINE))
-
-
-def _model(asked: str | None, flags: list[str], header: dict[str, str]) -> tuple[str, list[str]]:
-    """The model kind, from the flag, a script's name among the flags, or the file; and the other flags."""
+def _model(asked: str | None, flags: list[str], said: str) -> tuple[str, list[str]]:
+    """The model kind, from the flag, a script's name among the flags, or what the file says; and the other flags."""
     scripts = {script: kind for kind, script in SCRIPTS.items()}
     named = [flag for flag in flags if flag in scripts]
     rest = [flag for flag in flags if flag not in scripts]
     if asked:
         return asked, rest
-    script = named[0] if named else header.get("script", SCRIPTS["moe"])
-    return scripts[script], rest
+    script = named[0] if named else said
+    return scripts.get(script, "moe"), rest
 
 
 def _parsed(kind: str, line: list[str], world: int) -> Config:
     """The configuration, or every complaint with the nearest legal layouts."""
     try:
-        return parse(kind, [*line, "--rules-only", "--world-size", str(world)], {})
+        return parse(kind, [*line, "--rules-only", "--world-size", str(world)], {}, planning=True)
     except ConfigError as error:
         from megapar.planning.nearest import hints
 

@@ -42,6 +42,7 @@ def test_ernie_4_5_fits_as_it_was_published() -> None:
         ("gpt3-175b", (), ("--recompute-interval", "1", "--recompute-granularity", "full")),
         ("megatron-h100-314b", (), ("--mp-degree", "16", "--global-batch-size", "768")),
         ("megatron-h100-119b", ("--global-batch-size", "1536"), ()),
+        ("mindspeed-ampipe", (), ("--ampipe-degree", "1", "--no-ampipe-tp-sp-comm-overlap")),
     ],
 )
 def test_layouts_come_in_the_published_order(name: str, better: tuple[str, ...], worse: tuple[str, ...]) -> None:

@@ -73,3 +73,19 @@ def test_memory_of_a_view_is_freed_with_the_last_that_sees_it() -> None:
             x = torch.empty(4, 6)
             view = x.view(24)
             assert view.untyped_storage() is x.untyped_storage()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_products_of_groups_are_known_in_every_dtype_that_has_them(dtype: torch.dtype) -> None:
+    """torch's own description of the operator knows bf16 alone."""
+    with RememberingMode():
+        rows_RI = torch.empty(12, 16, dtype=dtype, requires_grad=True)
+        weight_EIO = torch.empty(2, 16, 8, dtype=dtype, requires_grad=True)
+        for _ in range(2):  # looked at, and remembered
+            ends_E = torch.empty(2, dtype=torch.int32)
+            product_RO = torch.nn.functional.grouped_mm(rows_RI, weight_EIO, offs=ends_E)
+            product_RO.backward(torch.empty_like(product_RO))
+            assert (product_RO.shape, product_RO.dtype) == ((12, 8), dtype)
+            for x in (rows_RI, weight_EIO):
+                assert x.grad is not None
+                assert (x.grad.shape, x.grad.dtype) == (x.shape, dtype)

@@ -1,0 +1,58 @@
+"""Every file in configs/ starts at its own number of ranks: by the real command line, and as rank 0 in fake memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megapar.arguments import SCRIPTS, Config, parse
+from megapar.tools.pretend import pretend
+from megapar.training.build import make_batch_size, make_progressive
+from tests.test_configs import FILES, FOLDER, PLANNED, SAID, kind_of
+
+pytestmark = pytest.mark.presets
+
+STARTED = [path for path in FILES if path.stem not in PLANNED]
+
+
+def ranks_of(path: Path) -> int:
+    """What the file says, or two where it runs on any number."""
+    return int(yaml.safe_load(path.read_text(encoding="utf-8")).get("world_size", 2))
+
+
+def first_batch(config: Config) -> int:
+    """Samples of the first step, where batches grow, too."""
+    grows = make_progressive(config)
+    return make_batch_size(config).at(0) if grows is None else grows.batch_at(0)
+
+
+@pytest.mark.parametrize("path", STARTED, ids=lambda path: path.stem)
+def test_it_is_accepted_as_it_lies_there(path: Path) -> None:
+    line = [SCRIPTS[kind_of(path)], "--config", str(path), "--validate-only", "--data-path", "mock"]
+    line += [] if "world_size:" in path.read_text(encoding="utf-8") else ["--world-size", "2"]
+    done = subprocess.run([sys.executable, *line], cwd=FOLDER.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"megapar: {line[0]} is accepted for {ranks_of(path)} ranks\n")
+    said = re.findall(r"^(?:warnings|notes)\n((?:  .+\n)+)", done.stdout, re.MULTILINE)
+    assert [text.strip().split()[0] for text in said] == SAID.get(path.stem, [])
+
+
+@pytest.mark.parametrize("path", STARTED, ids=lambda path: path.stem)
+def test_it_steps_as_rank_0_of_its_own_world(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it would save
+    flags = ["--config", str(path), "--data-path", "mock", "--device", "cpu"]
+    config = parse(kind_of(path), flags, {"WORLD_SIZE": str(ranks_of(path)), "RANK": "0"})
+    with pretend(config, 0) as trainer:
+        step = trainer.step()
+        assert trainer.world.grid.world_size == ranks_of(path)
+        assert isinstance(step.norm, torch.Tensor)
+        assert all(isinstance(part.master, FakeTensor) for part in trainer.job.sharding.parts)
+        assert trainer.progress.consumed_samples == first_batch(config)
+        assert any(step.sent_bytes.values()) == (config.grid.world_size > 1)
