@@ -123,11 +123,8 @@ def test_config_has_a_plan(path: Path) -> None:
 def four(tmp_path: Path) -> str:
     """A file of four ranks."""
     path = tmp_path / "four.yaml"
-    path.write_text(
     text = "script: pretrain_moe.py\nworld_size: 4\nmp_degree: 2\nglobal_batch_size: 16\ndata_path: mock\n"
     path.write_text(text, encoding="utf-8")
-        encoding="utf-8",
-    )
     return str(path)
 
 

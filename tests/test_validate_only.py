@@ -23,6 +23,10 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "transformers", "sentencepiece", "datasets", "pyarrow")
 STEPS = "--train-iters 6"
 
+ERNIE3 = (
+    "pretrain_ernie.py --ernie-model ernie3 --task-type-vocab-size 5 --ernie-tasks knowledge_mlm:1,knowledge_text:1"
+)
+
 MISTAKES = [
     # line, words of the complaint; an ERNIE line begins with pretrain_ernie.py
     ("--multi-latent-attention", "[not-built-multi-latent-attention]"),
@@ -51,6 +55,11 @@ MISTAKES = [
     ("--tokenizer-model words --vocab-size 8", "the tokenizer words has 10 ids, more than the 8 rows"),
     ("--tokenizer-model words --load run", "the tokenizer words has 10 ids, more than the 9 rows"),
     ("pretrain_ernie.py --tokenizer-model words", "words has no mask token, which is needed here"),
+    (
+        f"{ERNIE3} --triples-file triples.tsv",
+        "triples.tsv, line 2: 3 cells, where HEAD, RELATION, TAIL, SENTENCE belong",
+    ),
+    (f"{ERNIE3} --phrase-file blank.jsonl", "--phrase-file blank.jsonl holds no entries"),
     ("--load run --num-layers 2", "[checkpoint-model]", "num_layers is 4 there and 2 here"),
     ("--load run --train-iters 12", "[checkpoint-schedule]", "--lr-decay-iters is 6 there and 12 here", "Give --lr-d"),
     ("--load run --train-iters 6 --lr 1", "[checkpoint-schedule]", "--lr is", "--override-opt-param-scheduler"),
@@ -70,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "blank.jsonl": "\n \n",
         "late.jsonl": '\n\n{"body": "a"}\n',
         "a.jsonl.xz": "?",
+        "triples.tsv": "a\tis\tb\ta is b\na\tis\tb\n",
         "no.parquet.parquet": "PAR",
     }.items():
         (place / name).write_text(text, encoding="utf-8")

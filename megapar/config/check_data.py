@@ -59,6 +59,29 @@ def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
         )
 
 
+def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
+    """What the first lines of a lexicon or of triples say. name: of the flag."""
+    spelling = FLAGS[name].spelling
+    with path.open("rb") as file:
+        head = file.read(LONGEST_LOOK)
+    lines = head.splitlines() if len(head) < LONGEST_LOOK else head.splitlines()[:-1]
+    for number, line in enumerate(lines, 1):
+        try:
+            text = decoded(line, f"{spelling} {path}, line {number}")
+        except DataError as error:
+            yield Complaint("record", f"{error}.")
+            return
+        cells = [cell.strip() for cell in text.split("\t")]
+        if name == "triples_file" and text.strip() and (len(cells) != 4 or not all(cells)):
+            message = (
+                f"{spelling} {path}, line {number}: {len(cells)} cells, where HEAD, RELATION, TAIL, SENTENCE belong."
+            )
+            yield Complaint("record", message, "Put a tab between them.")
+            return
+    if not any(line.strip() for line in lines):
+        yield Complaint("file", f"{spelling} {path} holds no entries.", "It takes one per line.")
+
+
 def missing(name: str, path: str) -> Complaint:
     """A file or folder that is not there, with what is there in its place. name: of the flag."""
     fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megapar.config.check_data import check_data, missing
+from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.stored import LAYOUT
 from megapar.config.vocab_size import check_vocabulary
@@ -30,6 +30,9 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         first_run = name == "load" and _saves_where_it_loads(values)
         if path is not None and not Path(path).exists() and not first_run:
             yield missing(name, path)
+    for name in ("phrase_file", "entity_file", "triples_file"):
+        if values.get(name) and Path(values[name]).is_file():
+            yield from check_knowledge(name, Path(values[name]))
     if values.get("tokenizer_model"):
         no_tokenizer = list(_tokenizer(Path(values["tokenizer_model"])))
         yield from no_tokenizer or check_vocabulary(values)

@@ -100,10 +100,8 @@ class RememberingMode(FakeTensorMode):
         known = self._known.get(key, _UnfitError)
         if isinstance(known, _Result):
             return known.again(tensors)
-        if func is _GROUPED and args[0].dtype != torch.bfloat16:
-            result = self._grouped(args, kwargs)
-        else:
-            result = super().dispatch(func, types, args, kwargs)
+        unknown = func is _GROUPED and args[0].dtype != torch.bfloat16
+        result = self._grouped(args, kwargs) if unknown else super().dispatch(func, types, args, kwargs)
         if known is _UnfitError:
             self._known[key] = _learn(result, tensors)
         return result
