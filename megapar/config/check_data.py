@@ -85,7 +85,8 @@ def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
 def missing(name: str, path: str) -> Complaint:
     """A file or folder that is not there, with what is there in its place. name: of the flag."""
     fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())
-    if name in ("load_hf", "tokenizer_model") and re.fullmatch(_HUB_NAME, path):
+    is_file = path.endswith((".model", ".json", ".txt"))
+    if name in ("load_hf", "tokenizer_model") and re.fullmatch(_HUB_NAME, path) and not is_file:
         fix += (
             " Nothing is downloaded: for a model on the Hub, download it first, "
             f"`hf download {path} --local-dir {path.split('/')[-1]}`, and give that folder."

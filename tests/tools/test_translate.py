@@ -52,7 +52,7 @@ def test_what_is_supported_throughout_is_accepted_here(name: str, ranks: int, tm
     launcher, trainer, more = equivalent(translate(arguments(name)))
     assert any(flag.startswith("--nproc-per-node") for flag in launcher)
     line = [word for flags in (*trainer, *more) for word in shlex.split(flags)]
-    config = parse("moe", [*line, "--validate-only", "--world-size", str(ranks)], {})
+    config = parse("moe", [*line, "--rules-only", "--world-size", str(ranks)], {})
     assert config.grid.world_size == ranks
 
 

@@ -130,7 +130,7 @@ def test_dtypes_are_kept_and_unknown_tensors_carried_along(folders: dict[str, Pa
     tensors["model.mtp_block.0.weight"] = torch.arange(6, dtype=torch.int32).view(2, 3)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (source / "modeling.py").write_text("raise SystemExit")
     done = hf_to_megapar(source, tmp_path / "made")
     assert done.carried == ("model.mtp_block.0.weight",)
