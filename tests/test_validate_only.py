@@ -67,6 +67,7 @@ MISTAKES = [
     ("--load run --ckpt-step 7", "no checkpoint of --ckpt-step 7", "It has those of 6"),
     ("--save run", "[checkpoint] --save run holds checkpoints of another run, up to iteration 6"),
     ("--load-hf model", "--load-hf model has a config.json and no weights"),
+    ("--load-hf half_model", "--load-hf half_model lacks model-2.safetensors, which its model.safetensors.index.json"),
 ]
 
 
@@ -86,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:20])
     footer = b"\x15\x00body"
     (place / "columns.parquet").write_bytes(b"PAR1" + footer + struct.pack("<I", len(footer)) + b"PAR1")
-    for name in ("data", "texts", "saved", "words", "foreign", "model"):
+    for name in ("data", "texts", "saved", "words", "foreign", "model", "half_model"):
         (place / name).mkdir()
     (place / "texts/wrong.jsonl").write_text('{"body": "a"}\n', encoding="utf-8")
     (place / "saved/dataset_info.json").write_text('{"features": {"body": {}}}', encoding="utf-8")
@@ -94,6 +95,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "foreign/latest_checkpointed_iteration.txt").write_text("5", encoding="utf-8")
     (place / "foreign/iter_0000005").mkdir()
     (place / "model/config.json").write_text("{}", encoding="utf-8")
+    (place / "half_model/config.json").write_text("{}", encoding="utf-8")
+    (place / "half_model/model-1.safetensors").touch()
+    weights = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (place / "half_model/model.safetensors.index.json").write_text(json.dumps(weights), encoding="utf-8")
     _indexed(place / "data/corpus_text_document", [5, 6, 5999])
     _indexed(place / "short", [5, 6, 7])
     (place / "short.bin").write_bytes(b"\x05\x00")

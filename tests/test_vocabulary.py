@@ -106,6 +106,14 @@ def test_a_sentencepiece_model_is_counted_without_its_library(tmp_path: Path, mo
         vocabulary_of(path)
 
 
+def test_a_folder_that_only_its_own_library_reads_asks_for_the_number(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n", encoding="utf-8")
+    assert vocabulary_of(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"does not say in its files how many ids it has. Give --vocab-size"):
+        _config("--tokenizer-model", str(tmp_path))
+    assert _config("--tokenizer-model", str(tmp_path), "--vocab-size", "9").model.vocab_size == 9
+
+
 def _config(*flags: str) -> Config:
     return parse("moe", flags, {})
 

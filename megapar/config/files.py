@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from megapar.errors import Complaint
 from megapar.rules.rule import either
 
 MOST_STEPS = 8  # of a message
+_HF_INDEX = "model.safetensors.index.json"
 # What Megatron-LM, DeepSpeed and Hugging Face's Trainer write beside their checkpoints.
 _FOREIGN = ("latest_checkpointed_iteration.txt", "zero_to_fp32.py", "trainer_state.json")
 # One of them is in every folder with a tokenizer; sentencepiece's may have any name before ``.model``.
@@ -113,6 +115,16 @@ def _published(path: Path) -> Iterator[Complaint]:
             f"--load-hf {path} has a config.json and no weights (*.safetensors).",
             "Give the whole folder; weights in another form are saved as safetensors by transformers' save_pretrained.",
         )
+        return
+    try:
+        index = json.loads((path / _HF_INDEX).read_text(encoding="utf-8"))
+        lacking = sorted(name for name in set(index["weight_map"].values()) if not (path / name).exists())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # without one, or with one that the run refuses
+        return
+    if lacking:
+        more = f" and {len(lacking) - MOST_STEPS} more" if len(lacking) > MOST_STEPS else ""
+        message = f"--load-hf {path} lacks {', '.join(lacking[:MOST_STEPS])}{more}, which its {_HF_INDEX} names."
+        yield Complaint("file", message, "Download the whole folder.")
 
 
 def _folder(name: str, path: Path) -> Iterator[Complaint]:

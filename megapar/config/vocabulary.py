@@ -71,7 +71,10 @@ def _read(path: Path, stamps: tuple[Any, ...]) -> Vocabulary | None:
         # Its name says WordPiece, whatever class the folder names.
         return _complete(dict(zip(lines, range(len(lines)), strict=True)), {"tokenizer_class": "Bert", **config})
     models = sorted(path.glob("*.model"))
-    return _sentencepiece(models[0], config) if len(models) == 1 else None
+    try:
+        return _sentencepiece(models[0], config) if len(models) == 1 else None
+    except BadTokenizer:  # a library may have other models under this suffix
+        return None
 
 
 def _fast(path: Path, config: Mapping[str, Any]) -> Vocabulary:

@@ -83,9 +83,7 @@ def prepare(
     Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then OUTPUT has no
     file (or the old ones), and OUTPUT.parts what was finished, if anything was.
     """
-    output = without_suffix(output)
-    if output.endswith("/"):
-        raise DataError(f"--output {output} is a folder: give the beginning of names in it, {Path(output) / 'corpus'}")
+    output = _prefix(output)
     tokenizer = load_tokenizer(tokenizer_model)
     end = tokenizer.special.need("eos") if append_end else None
     if not skip_bad:
@@ -114,6 +112,13 @@ def prepare(
             raise _with_what_is_kept(error, folder, len(chunks)) from error
         shutil.rmtree(folder)
     return join.total
+
+
+def _prefix(output: str) -> str:
+    prefix = without_suffix(output)
+    if prefix.endswith("/"):
+        raise DataError(f"--output {prefix} is a folder: give the beginning of names in it, {Path(prefix) / 'corpus'}")
+    return prefix
 
 
 def _check_first_records(paths: Sequence[str], field: str) -> None:
