@@ -32,6 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     common = ["--config", str(CONFIG), "--device", options.device, "--train-iters", str(options.steps), *options.flags]
+    common += ["--world-size", os.environ["WORLD_SIZE"]]
     device = pick(options.device, int(os.environ["LOCAL_RANK"]))
 
     def configure(dtype: str, *more: str) -> Config:

@@ -38,6 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     flags = ["--config", str(CONFIG), "--data-path", "mock", "--device", options.device, *options.flags]
+    flags += ["--world-size", os.environ["WORLD_SIZE"]]
     configs = {way: parse("moe", [*flags, *WAYS[way]], dict(os.environ)) for way in options.ways}
     config = configs["none"]
     trainer = make_trainer(config, options.rendezvous)

@@ -43,7 +43,7 @@ def measure() -> dict[str, object]:
 def held(kind: str, flags: Sequence[str], degree: int, stage: int, rank: int) -> dict[str, int]:
     """Bytes on one rank; gradients are those that are kept between micro-batches."""
     place = {"WORLD_SIZE": str(degree), "RANK": str(rank)}
-    more = ["--sharding-stage", str(stage), "--dtype", "bf16", "--device", "cpu"]
+    more = ["--sharding-stage", str(stage), "--dtype", "bf16", "--device", "cpu", "--world-size", str(degree)]
     with pretend(parse(kind, [*flags, *_training(flags), *more], place), rank) as trainer:
         return _count(trainer, stage)
 
@@ -73,7 +73,8 @@ def whole_tensors(kind: str, flags: Sequence[str], degree: int) -> float:
 
     The rule of Paddle's static sharding, for the same parameters.
     """
-    config = parse(kind, [*flags, *_training(flags), "--device", "cpu"], {"WORLD_SIZE": str(degree)})
+    line = [*flags, *_training(flags), "--device", "cpu", "--world-size", str(degree)]
+    config = parse(kind, line, {"WORLD_SIZE": str(degree)})
     sizes = [local_box(row, config.grid, 0).numel for row in table_of(make_sizes(config)) if row.trainable]
     owned, owner, total = [0] * degree, 0, 0
     for size in sizes:

@@ -23,8 +23,7 @@ turned off by `--no-FLAG` (or `false` in a file). A value in *italics* is derive
 
 A file may say what it was written for. `world_size` is its number of ranks: `--validate-only` and `megapar plan` take
 it, and a start on another number is refused unless `--world-size` on the line says that one. `script: pretrain_moe.py`
-(or `pretrain_ernie.py`) lets the other trainer say so; `device_kind` and `assume` are for `megapar plan`
-(docs/plan.md).
+(or `pretrain_ernie.py`) lets the other trainer say so; `device_kind` and `assume` are for a plan (docs/plan.md).
 
 ```bash
 python pretrain_moe.py --help
