@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
+FLUENT_TOKENS = 10**8  # fewer make no sentences, whatever the model
+
 
 def main(run: Path) -> None:
     """Print losses, speed and where everything is; generate from ``run``/huggingface."""
@@ -35,7 +37,10 @@ def main(run: Path) -> None:
     sentence = tokenizer.decode(output[0], skip_special_tokens=True)
     print(f"transformers generated from it: {' '.join(sentence.split())!r}")
     steps, tokens = records[-1]["iteration"], records[-1]["consumed_tokens"]
-    print(f"(It is gibberish after {steps:,} steps and {tokens:,} tokens: sentences take thousands of times as many.)")
+    if tokens < FLUENT_TOKENS:
+        print(
+            f"(It is gibberish after {steps:,} steps and {tokens:,} tokens: sentences take thousands of times as many.)"
+        )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ _OFFICE = "a document of an office program: write its text to a .txt or .jsonl f
 
 def _others() -> Mapping[str, str]:
     table = {
-        ".csv": "a table: {convert}",
-        ".tsv": "a table: {convert}",
+        ".csv": "a table: make a parquet file of it, {convert}",
+        ".tsv": "a table: make a parquet file of it, {convert}",
         **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), _ARCHIVE),
         **dict.fromkeys(
             (".bz2", ".xz", ".lz4", ".br", ".lzma"), "compressed in a way that is not read: use gzip or zstd"

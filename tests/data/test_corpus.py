@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import multiprocessing
 import subprocess
@@ -161,3 +162,26 @@ def test_processes_that_build_at_once_agree(fresh_cache: Path, small_jsonl: Path
     assert reports[0] == reports[1] == reports[2]
     assert len(list((fresh_cache / "tokens").glob("[!.]*"))) == 1
     assert len(list((fresh_cache / "tokenizers").glob("*.model"))) == 1
+
+
+def test_a_compressed_corpus_gives_the_samples_of_the_plain_one(
+    tmp_path: Path, small_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = tmp_path / "small.jsonl.gz"
+    packed.write_bytes(gzip.compress(small_jsonl.read_bytes()))
+    corpora = []
+    for path in (small_jsonl, packed):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / path.suffix))  # each makes its own
+        corpora.append(build("moe", data_path=[str(path)], vocab_size=600, seq_length=32, seed=3))
+    plain, unpacked = corpora
+    assert plain.tokenizer.fingerprint() == unpacked.tokenizer.fingerprint()
+    assert len(plain.train) == len(unpacked.train)
+    for number in (0, 1, len(plain.train) + 5):
+        assert (plain.train[number]["tokens"] == unpacked.train[number]["tokens"]).all()
+    (content,) = unpacked.contents
+    (aside,) = unpacked.heldout_contents
+    assert content.name == str(packed)
+    assert (content.documents or 0) + (aside.documents or 0) == 200
+    assert content.samples == len(plain.train)
+    assert unpacked._stores is not None
+    assert content.tokens == int(unpacked._stores.train.counts(600).sum())
