@@ -43,11 +43,13 @@ from megapar.training.export import drops_tokens
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.job import check_device, copies, make_job
 from megapar.training.judge import Judge, Verdict
+from megapar.training.learning_rate import make_learning_rate
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.memory import Planned, out_of_memory
 from megapar.training.monitor import Step
 from megapar.training.record import Record
 from megapar.training.resume import resume
+from megapar.training.said import is_first_to_say
 from megapar.training.stragglers import Stragglers
 from megapar.training.work import Feed, Work
 
@@ -75,10 +77,10 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     try:
         train(config, stop_signal=StopSignal(), planned=planned)
     except MegaparError as error:
-        # Whichever rank it is: the launcher may end the others before they come to it.
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         status = error.exit_status
-        sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
+        if is_first_to_say(str(error), os.environ):
+            sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
     except BaseException:
         status = 1
         import traceback
@@ -135,7 +137,7 @@ class Trainer:
         self.corpus = corpus
         self.job = make_job(config, world)
         self.objective = build.make_objective(config)
-        self.learning_rate = build.make_learning_rate(config)
+        self.learning_rate = make_learning_rate(config)
         self.loss_scale = build.make_loss_scale(config, world.device)
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megapar.arguments import FLAGS, GROUPS, SCRIPTS, Config, parse, parse_or_exit
 from megapar.config.help import help_text
 from megapar.config.read import normal, spellings
+from megapar.data.indexed import IndexedDatasetBuilder
 from megapar.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -85,10 +86,10 @@ def test_spellings_set_their_field(line: str, group: str, name: str, value: Any)
 
 
 def test_standard_negative_names_are_primary() -> None:
-    config = accept(f"--load {ROOT} --no-load-optim --no-load-rng --validate-only")
+    config = accept(f"--load {ROOT} --no-load-optim --no-load-rng --rules-only")
     assert config.checkpoint.no_load_optim
     assert config.checkpoint.no_load_rng
-    assert accept(f"--load {ROOT} --no-load-optim --load-optim --validate-only").checkpoint.no_load_optim is False
+    assert accept(f"--load {ROOT} --no-load-optim --load-optim --rules-only").checkpoint.no_load_optim is False
 
 
 def test_old_name_works_with_a_note() -> None:
@@ -207,7 +208,7 @@ def test_bad_yaml_is_a_complaint(tmp_path: Path, text: str, rule: str) -> None:
 
 
 def reminders(line: str) -> list[str]:
-    return [text[1 : text.index("]")] for text in parse("moe", line.split(), {}).reminders]
+    return [text[1 : text.index("]")] for text in parse("moe", [*line.split(), "--rules-only"], {}).reminders]
 
 
 @pytest.mark.parametrize(
@@ -261,17 +262,27 @@ def test_a_published_run_does_not_start_on_built_in_text(tmp_path: Path, text: s
     except ConfigError as error:
         complaints = [complaint.rule for complaint in error.complaints]
     assert ("data-builtin" in complaints) == refused
-    assert any("data-builtin" in text for text in parse("moe", [*line, "--validate-only"], place).reminders) == (
+    assert any("data-builtin" in text for text in parse("moe", [*line, "--rules-only"], place).reminders) == (
         "builtin" not in text + more
     )
+    asked = [*line, "--validate-only"]
+    if refused:
+        with pytest.raises(ConfigError, match="data-builtin"):
+            parse("moe", asked, place)
+    else:
+        assert parse("moe", asked, place).grid.world_size == 2
 
 
-def test_missing_files_are_complaints_but_notes_under_validate_only(tmp_path: Path) -> None:
+def test_missing_files_are_complaints_unless_the_rules_alone_are_asked(tmp_path: Path) -> None:
     line = f"--data-path {tmp_path}/no.jsonl --tokenizer-model {tmp_path}/no.model --load {tmp_path}/no"
-    with pytest.raises(ConfigError) as caught:
-        parse("moe", line.split(), {})
-    assert [complaint.rule for complaint in caught.value.complaints] == ["file-missing"] * 3
-    assert len(parse("moe", [*line.split(), "--validate-only"], {}).notes) == 3
+    for asking in ([], ["--validate-only"]):
+        with pytest.raises(ConfigError) as caught:
+            parse("moe", [*line.split(), *asking], {})
+        assert [complaint.rule for complaint in caught.value.complaints] == ["file-missing"] * 3
+    config = parse("moe", [*line.split(), "--rules-only"], {})
+    assert config.notes == (
+        f"--vocab-size 4096 is assumed: --tokenizer-model {tmp_path}/no.model cannot be read here; give --vocab-size.",
+    )
 
 
 def test_missing_config_file(tmp_path: Path) -> None:
@@ -291,16 +302,23 @@ def test_megatron_prefix_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").write_bytes(b"")
     half = rules(f"--data-path {tmp_path}/corpus")["file-missing"]
     assert f"{tmp_path}/corpus.idx is there, {tmp_path}/corpus.bin is not" in half
-    (tmp_path / "corpus.bin").write_bytes(b"")
+    IndexedDatasetBuilder(str(tmp_path / "corpus"), "uint16").finalize()
+    assert "corpus.bin: the corpus holds no tokens" in rules(f"--data-path {tmp_path}/corpus")["file"]
+    with IndexedDatasetBuilder(str(tmp_path / "corpus"), "uint16") as builder:
+        builder.add_item([5, 6, 7])
+        builder.end_document()
+        builder.finalize()
     for path in ("corpus", "corpus.bin", "corpus.idx"):
-        assert accept(f"--data-path 0.7 {tmp_path}/{path} .3 builtin").data.data_path[1] == f"{tmp_path}/{path}"
+        assert (
+            accept(f"--data-path 0.7 {tmp_path}/{path} .3 {tmp_path}/corpus").data.data_path[1] == f"{tmp_path}/{path}"
+        )
     assert "data-weights" in rules(f"--data-path 0.7 {tmp_path}/corpus builtin")
     assert "file-missing" in rules(f"--data-path 1 {tmp_path}/corpus 2 {tmp_path}/other")
 
 
 def test_weights_in_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data-path: [0.7, builtin, 3, mock2]\nsplit: 969,30,1\n")
-    config = accept(f"--config {tmp_path}/run.yaml --validate-only")
+    config = accept(f"--config {tmp_path}/run.yaml --rules-only")
     assert config.data.data_path == ("0.7", "builtin", "3", "mock2")
     assert config.data.split == "969,30,1"
 

@@ -133,9 +133,10 @@ def test_lifted_row_sleeps_until_strict_seed_rules() -> None:
     assert "deepspeed-topk" in refused("moe", "--strict-seed-rules " + shlex.join(line))
 
 
-def test_not_built_refuses_a_run_and_is_a_note_under_validate_only() -> None:
+def test_not_built_refuses_a_run_and_is_a_note_under_rules_only() -> None:
     assert "not-built-multi-latent-attention" in refused("moe", "--multi-latent-attention")
-    config = parse("moe", ["--validate-only", "--world-size", "2", "--multi-latent-attention"], {})
+    assert "not-built-multi-latent-attention" in refused("moe", "--validate-only --multi-latent-attention")
+    config = parse("moe", ["--rules-only", "--world-size", "2", "--multi-latent-attention"], {})
     assert any("not-built-multi-latent-attention" in note for note in config.notes)
 
 

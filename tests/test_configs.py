@@ -123,7 +123,8 @@ def test_config_has_a_plan(path: Path) -> None:
 def four(tmp_path: Path) -> str:
     """A file of four ranks."""
     path = tmp_path / "four.yaml"
-    path.write_text("script: pretrain_moe.py\nworld_size: 4\nmp_degree: 2\nglobal_batch_size: 16\n", encoding="utf-8")
+    text = "script: pretrain_moe.py\nworld_size: 4\nmp_degree: 2\nglobal_batch_size: 16\ndata_path: mock\n"
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 

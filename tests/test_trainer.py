@@ -110,7 +110,7 @@ def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
 def test_another_schedule_is_refused_unless_it_is_wanted(tmp_path: Path) -> None:
     run(1, "moe", *FP64, "--save", str(tmp_path), "--save-interval", "3")
     load = (*FP64, "--load", str(tmp_path), "--ckpt-step", "3", "--lr", "5e-3")
-    with pytest.raises(RanksFailed, match=r"peak: 0.01 saved, 0.005 now.*--override-opt-param-scheduler"):
+    with pytest.raises(RanksFailed, match=r"--lr is 0.01 there and 0.005 here.*--override-opt-param-scheduler"):
         run(1, "moe", *load)
     assert run(1, "moe", *load, "--override-opt-param-scheduler").records[0].lr < 5e-3
 

@@ -53,7 +53,7 @@ class Config:
 
     kind: ``moe`` or ``ernie``. origins: per field ``default``, ``file`` (``file NAME`` of several), ``flag``,
     ``derived`` or ``switched off by`` a row. warnings: what was switched off or read under an old name, and advice.
-    notes: what --validate-only tolerates. reminders: what the run does because nothing was said. grid: the ranks.
+    notes: what --rules-only tolerates. reminders: what the run does because nothing was said. grid: the ranks.
     """
 
     kind: str

@@ -133,6 +133,20 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path}: not a readable {name} file ({error}); it is cut off, or no such file") from error
 
 
+def first_line(path: Path, longest: int) -> tuple[int, bytes]:
+    """(number, bytes) of the first line that is not blank; number 0 where there is none.
+
+    longest: bytes that are looked at, of which a longer line, or that much white space, takes all.
+    """
+    with opened(path) as file:
+        left, number = longest, 0
+        while left > 0 and (line := file.readline(longest)):
+            number, left = number + 1, left - len(line)
+            if line.strip():
+                return number, line
+        return (0, b"") if left > 0 else (number, b" " * longest)
+
+
 _Opened = tuple[Any, tuple[type[BaseException], ...]]
 
 

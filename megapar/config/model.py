@@ -44,7 +44,13 @@ class Model:
     )
     seq_length: int = flag(256, "tokens of a sample", unit="tokens", low=1, ernie=128)
     max_position_embeddings: int = flag(None, "positions the model knows", unit="tokens", low=1, derived="seq-length")
-    vocab_size: int = flag(4096, "rows of the embedding; a trained tokenizer gets as many ids", unit="tokens", low=8)
+    vocab_size: int = flag(
+        None,
+        "rows of the embedding; a trained tokenizer gets as many ids",
+        unit="tokens",
+        low=8,
+        derived="the tokenizer's size, or the checkpoint's rows; 4096 where one is trained",
+    )
     normalization: str = flag(
         "rmsnorm", "kind of norm", ernie="layernorm", choices=("rmsnorm", "layernorm"), models=MOE
     )

@@ -125,6 +125,8 @@ def _complain_stray(draft: Draft, token: str, tokens: list[str]) -> None:
     name = normal(token.partition("=")[0].lstrip("-"))
     meant = name in spellings() and (token.startswith("-") or "=" in token)
     fix = f"Did you mean --{token.lstrip('-')}?" if meant else "Flags start with two hyphens."
+    if not meant and token.endswith((".yaml", ".yml")):
+        fix = f"Did you mean --config {token}?"
     draft.complain("unexpected", f"{token!r} stands where a flag should.", fix)
     if meant:
         _values(tokens)

@@ -48,9 +48,11 @@ def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
             raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
     if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
+        texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
+        name = max(texts, key=texts.__getitem__) if texts else "NAME"
         raise DataError(
             f"{place}: no field {field!r}; the record has {names}. Name the one that holds the text: "
-            "--text-field NAME (of megapar data: --field NAME)"
+            f"--text-field {name} (of megapar data: --field {name})"
         )
     kind = type(text if isinstance(record, dict) else record).__name__
     where = f"field {field!r} is" if isinstance(record, dict) else "the record is"

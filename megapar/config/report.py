@@ -24,8 +24,12 @@ def refusal(complaints: Sequence[Complaint]) -> str:
 
 
 def effective(config: Config) -> str:
-    """Every value with its origin, the batch, the ranks and the groups, warnings and notes."""
-    lines = [f"megapar: {SCRIPTS[config.kind]} is accepted for {config.grid.world_size} ranks"]
+    """Every value with its origin, the batch, the ranks and the groups."""
+    ranks = f"{config.grid.world_size} rank{'s' if config.grid.world_size > 1 else ''}"
+    verdict = f"is accepted for {ranks}"
+    if config.runtime.rules_only:
+        verdict = f"keeps the rules on {ranks}; files were not looked at"
+    lines = [f"megapar: {SCRIPTS[config.kind]} {verdict}"]
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
         lines += ["", group] if flags else []
@@ -44,9 +48,15 @@ def effective(config: Config) -> str:
         f"  {config.grid.describe()}",
         *(f"  {line}" for line in group_lines(config.grid)),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def remarks(config: Config) -> str:
+    """Warnings and notes, for the end of the page, where they are seen."""
+    lines: list[str] = []
     for title, texts in (("warnings", config.warnings), ("notes", (*config.notes, *config.reminders))):
         lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def group_lines(grid: Grid) -> Iterator[str]:

@@ -191,7 +191,13 @@ class Runtime:
         "auto", "device; auto: the accelerator where there is one", choices=("auto", "cpu", "cuda", "npu")
     )
     validate_only: bool = flag(
-        False, "check everything, print the effective configuration and the groups, stop", meta=True
+        False,
+        "refuse what a start would refuse, files and checkpoint too, print the effective configuration, stop; "
+        "what this machine lacks (a GPU, RANK, MASTER_ADDR) is not asked for",
+        meta=True,
+    )
+    rules_only: bool = flag(
+        False, "as --validate-only, by the rules alone: data, tokenizer and checkpoints need not be here", meta=True
     )
     world_size: int = flag(
         None, "ranks of the run", unit="ranks", low=1, high=10_000_000, derived="WORLD_SIZE of the environment, or 1"

@@ -1,4 +1,7 @@
-"""What ranks need to start, as far as it can be known without torch: each other, a device, a folder of their own."""
+"""What ranks need to start, as far as it can be known without torch: each other, a device, a folder of their own.
+
+Only the folder is the same wherever the question is asked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from megapar.errors import Complaint
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """What a rank with this environment would miss on this machine, or do harm to."""
     device = [*_check_device(str(values.get("device"))), *_check_fp8(values)]
-    return [*_check_numbers(environ), *_check_meeting(environ), *device, *_check_save(environ, values)]
+    return [*_check_numbers(environ), *_check_meeting(environ), *device]
 
 
 def no_device(kind: str) -> str:
@@ -55,7 +58,7 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
+def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """A run from elsewhere would write over another one's checkpoints; a restarted job finds its own."""
     load, save = values.get("load"), values.get("save")
     if save is None or (load is not None and Path(load) == Path(save)):

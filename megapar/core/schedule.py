@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
 
 # What is left of the way from peak to floor at a share of the decay. Source: Megatron-LM's optimizer_param_scheduler.
 DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
@@ -57,12 +56,6 @@ class LearningRate:
     def to_dict(self) -> dict[str, float | int | str]:
         """For the checkpoint."""
         return asdict(self)
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What a checkpoint's ``LearningRate.to_dict`` says otherwise; a field that it is too old for had its default."""
-    before = {"wsd_decay_style": LearningRate.wsd_decay_style, **saved}
-    return [f"{name}: {before.get(name)} saved, {now[name]} now" for name in now if before.get(name) != now[name]]
 
 
 @dataclass(frozen=True)

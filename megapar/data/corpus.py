@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.config.record import FIELD
+from megapar.config.vocabulary import too_large
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
@@ -25,7 +26,7 @@ from megapar.data.streaming import RowSpans, RowWindows, both_sides, open_datase
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
-from megapar.errors import Complaint, ConfigError, DataError
+from megapar.errors import ConfigError, DataError
 
 ERNIE = "ernie"
 KINDS = ("moe", ERNIE)
@@ -265,16 +266,7 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
 
 def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None:
     if tokenizer.size > vocab_size:
-        raise ConfigError(
-            [
-                Complaint(
-                    "vocabulary",
-                    f"the tokenizer {name or 'trained here'} has {tokenizer.size} ids, more than the "
-                    f"{vocab_size} rows of the embedding (--vocab-size {vocab_size}).",
-                    f"Give --vocab-size {tokenizer.size} or more.",
-                )
-            ]
-        )
+        raise ConfigError([too_large(name, tokenizer.size, vocab_size)])
 
 
 @dataclass(frozen=True)

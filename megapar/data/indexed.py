@@ -19,26 +19,28 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from megapar.config.token_index import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    SAMPLE_TOKENS,
+    SAMPLES,
+    VERSION,
+    Head,
+    bad_id,
+    check_dtype,
+    places,
+    read_head,
+)
 from megapar.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPE_CODES: Mapping[int, str] = MappingProxyType(
-    {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-)
-TOKEN_DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "int64")
-
-_SAMPLES = 32  # places that are looked at on opening
-_SAMPLE_TOKENS = 1024
 _BLOCK = 1 << 20  # sequences or tokens that a full pass holds at a time
 
 
@@ -71,9 +73,9 @@ class IndexedDataset:
         for path in (self.index_path, self.data_path):
             if not path.is_file():
                 raise DataError(f"{path}: no such file; an indexed corpus is a .bin and an .idx file of one prefix")
-        code, sequences, documents = self._header()
-        self.dtype = np.dtype(DTYPE_CODES[code]).newbyteorder("<")
-        self._map(sequences, documents)
+        head = read_head(self.index_path, self.data_path)
+        self.dtype = np.dtype(head.dtype).newbyteorder("<")
+        self._map(head)
         self._check_places()
 
     def __len__(self) -> int:
@@ -99,10 +101,9 @@ class IndexedDataset:
 
     def check_ids(self, vocab_size: int) -> None:
         """Refuse ids outside [0, vocab_size), looking at 32 runs of 1,024 tokens spread over the file."""
-        if self.dtype.name not in TOKEN_DTYPES:
-            raise DataError(f"{self.data_path}: holds {self.dtype.name}, and token ids are {', '.join(TOKEN_DTYPES)}")
-        for start in _places(len(self.tokens), _SAMPLES):
-            self._check_run(start, min(start + _SAMPLE_TOKENS, len(self.tokens)), vocab_size)
+        check_dtype(self.data_path, self.dtype.name)
+        for start in places(len(self.tokens), SAMPLES):
+            self._check_run(start, min(start + SAMPLE_TOKENS, len(self.tokens)), vocab_size)
 
     def verify(self, vocab_size: int | None = None) -> Summary:
         """Check the whole index and, against ``vocab_size``, every id; raises DataError at the first bad one."""
@@ -127,61 +128,29 @@ class IndexedDataset:
             largest = max(largest, self._check_run(start, min(start + _BLOCK, len(self.tokens)), vocab_size))
         return Summary(self.documents, len(self), len(self.tokens), largest)
 
-    def _header(self) -> tuple[int, int, int]:
-        with open(self.index_path, "rb") as file:
-            head = file.read(HEADER.size)
-        if len(head) < HEADER.size:
-            raise DataError(
-                f"{self.index_path}: {len(head)} bytes, where the header alone has {HEADER.size}; the file is cut off"
-            )
-        magic, version, code, sequences, documents = HEADER.unpack(head)
-        if magic != MAGIC:
-            raise DataError(f"{self.index_path}: begins with {magic!r}, not {MAGIC!r}; it is no Megatron index")
-        if version != VERSION:
-            raise DataError(f"{self.index_path}: version {version} of the format, where {VERSION} is read")
-        if code not in DTYPE_CODES:
-            raise DataError(f"{self.index_path}: dtype code {code}, not one of {', '.join(map(str, DTYPE_CODES))}")
-        if documents < 1:
-            raise DataError(f"{self.index_path}: no document indices, where even an empty corpus has one")
-        return code, sequences, documents
-
-    def _map(self, sequences: int, documents: int) -> None:
+    def _map(self, head: Head) -> None:
         import numpy as np
 
-        wanted = HEADER.size + 12 * sequences + 8 * documents
-        have = self.index_path.stat().st_size
-        if have not in (wanted, wanted + sequences):
-            raise DataError(
-                f"{self.index_path}: {have} bytes, where {sequences} sequences and {documents} document indices take "
-                f"{wanted} ({wanted + sequences} with modes); the file is cut off or not an index"
-            )
+        sequences, documents = head.sequences, head.documents
         buffer = _mapped(self.index_path, np.dtype(np.uint8))
-        places = HEADER.size + np.cumsum([0, 4 * sequences, 8 * sequences, 8 * documents])
+        starts = HEADER.size + np.cumsum([0, 4 * sequences, 8 * sequences, 8 * documents])
 
         def array(place: int, dtype: str, count: int) -> Any:
-            return np.frombuffer(buffer, dtype=dtype, count=count, offset=int(places[place]))
+            return np.frombuffer(buffer, dtype=dtype, count=count, offset=int(starts[place]))
 
         self.lengths = array(0, "<i4", sequences)
         self.pointers = array(1, "<i8", sequences)
         self.document_indices = array(2, "<i8", documents)
-        self.modes = array(3, "<i1", sequences) if have > wanted else None
-        size, item = self.data_path.stat().st_size, self.dtype.itemsize
-        implied = int(self.pointers[-1]) + int(self.lengths[-1]) * item if sequences else 0
-        if size != implied:
-            raise DataError(
-                f"{self.data_path}: {size} bytes, where {self.index_path.name} implies {implied} ({sequences} "
-                f"sequences of {self.dtype.name}); the file is cut off, or belongs to another index"
-            )
-        if size % item:
-            raise DataError(f"{self.data_path}: {size} bytes are no whole number of {self.dtype.name} of {item} bytes")
-        self.tokens = _mapped(self.data_path, self.dtype) if size else np.empty(0, dtype=self.dtype)
+        self.modes = array(3, "<i1", sequences) if head.modes else None
+        filled = self.data_path.stat().st_size > 0
+        self.tokens = _mapped(self.data_path, self.dtype) if filled else np.empty(0, dtype=self.dtype)
 
     def _check_places(self) -> None:
         """The ends of the index, and neighbours at a sample of places: each sequence begins where the last one ends."""
         item = self.dtype.itemsize
         if len(self) and int(self.pointers[0]) != 0:
             self._bad_sequence(0, 0)
-        for number in _places(len(self) - 1, _SAMPLES):
+        for number in places(len(self) - 1, SAMPLES):
             end = int(self.pointers[number]) + int(self.lengths[number]) * item
             if int(self.lengths[number]) < 0 or int(self.pointers[number + 1]) != end:
                 self._bad_sequence(number + 1, end)
@@ -190,7 +159,7 @@ class IndexedDataset:
             raise DataError(
                 f"{self.index_path}: the documents are sequences {first} to {last}, where the file has 0 to {len(self)}"
             )
-        for document in _places(self.documents, _SAMPLES):
+        for document in places(self.documents, SAMPLES):
             if self.document_indices[document] > self.document_indices[document + 1]:
                 self._bad_document(document)
 
@@ -212,10 +181,7 @@ class IndexedDataset:
         low, high = run.min(), run.max()
         if vocab_size is not None and (low < 0 or high >= vocab_size):
             place = start + int(np.flatnonzero((run < 0) | (run >= vocab_size))[0])
-            raise DataError(
-                f"{self.data_path}: token {place} is {self.tokens[place]}, where the vocabulary has ids 0 to "
-                f"{vocab_size - 1}; the file was made with another tokenizer, or --vocab-size is too small"
-            )
+            raise bad_id(self.data_path, place, int(self.tokens[place]), vocab_size)
         return int(high)
 
 
@@ -392,10 +358,3 @@ def is_indexed(path: str | os.PathLike[str]) -> bool:
 def smallest_dtype(vocab_size: int) -> str:
     """The dtype Megatron stores ids of a vocabulary in: uint16 below 65,500 of them, else int32."""
     return "uint16" if vocab_size < 65500 else "int32"
-
-
-def _places(count: int, most: int) -> list[int]:
-    """At most ``most`` numbers spread over range(count), both ends among them."""
-    if count <= most:
-        return list(range(max(0, count)))
-    return sorted({i * (count - 1) // (most - 1) for i in range(most)})

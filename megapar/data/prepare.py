@@ -26,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megapar.config.data_files import first_line
+from megapar.config.record import text_of_line
 from megapar.data.cache import digest
 from megapar.data.chunks import Chunk, chunks_of, describe
 from megapar.data.indexed import IndexedDatasetBuilder, smallest_dtype, without_suffix
 from megapar.data.parts import Done, Part, claimed, claims, finished, opened
 from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from megapar.data.source import BadRecords
+from megapar.data.source import BadRecords, JsonlFile, open_sources
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import DataError
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 2
+_LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to its worker
 _BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
 
@@ -80,11 +83,11 @@ def prepare(
     Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then OUTPUT has no
     file (or the old ones), and OUTPUT.parts what was finished, if anything was.
     """
-    output = without_suffix(output)
-    if output.endswith("/"):
-        raise DataError(f"--output {output} is a folder: give the beginning of names in it, {Path(output) / 'corpus'}")
+    output = _prefix(output)
     tokenizer = load_tokenizer(tokenizer_model)
     end = tokenizer.special.need("eos") if append_end else None
+    if not skip_bad:
+        _check_first_records(paths, field)
     chunks = chunks_of(paths, dataset, split, field, say)
     folder = Path(f"{output}.parts")
     job = _Job(str(folder), tokenizer_model, smallest_dtype(tokenizer.size), end, skip_bad)
@@ -109,6 +112,22 @@ def prepare(
             raise _with_what_is_kept(error, folder, len(chunks)) from error
         shutil.rmtree(folder)
     return join.total
+
+
+def _prefix(output: str) -> str:
+    prefix = without_suffix(output)
+    if prefix.endswith("/"):
+        raise DataError(f"--output {prefix} is a folder: give the beginning of names in it, {Path(prefix) / 'corpus'}")
+    return prefix
+
+
+def _check_first_records(paths: Sequence[str], field: str) -> None:
+    """A wrong field is wrong in the first line: workers would meet it first wherever theirs begins."""
+    for source in open_sources(paths, field) if paths else ():
+        if isinstance(source, JsonlFile):
+            number, line = first_line(source.path, _LONGEST_LOOK)
+            if 0 < len(line) < _LONGEST_LOOK:
+                text_of_line(line, f"{source.path}, line {number}", field)
 
 
 def _refuse_existing(output: str, broken_off: bool) -> None:

@@ -49,7 +49,7 @@ def line_of(values: Mapping[str, Any]) -> list[str]:
 def attempt(config: Config, values: Mapping[str, Any], world_size: int | None = None) -> Config | list[Complaint]:
     """The configuration with other values, everything that follows from them derived anew; or why it is refused."""
     world = world_size or config.grid.world_size
-    line = [*line_of(values), "--validate-only", "--world-size", str(world)]
+    line = [*line_of(values), "--rules-only", "--world-size", str(world)]
     try:
         return parse(config.kind, line, {})
     except ConfigError as error:

@@ -56,7 +56,7 @@ def nearest(kind: str, flags: Sequence[str], asked_ranks: int, ranks: int) -> Ne
 def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> list[str]:
     """Flags of up to ``count`` layouts that the rules accept in place of refused ones, those that change least first;
     empty where the complaint is about something else than the layout."""
-    found = resolved_values(kind, [*flags, "--world-size", str(world_size), "--validate-only"], {})["asked"]
+    found = resolved_values(kind, [*flags, "--world-size", str(world_size), "--rules-only"], {})["asked"]
     if any(f"{axis}_degree" not in found for axis in FLAGGED):
         return []
     asked = {axis: int(found[f"{axis}_degree"] or 1) for axis in FLAGGED}
@@ -69,7 +69,7 @@ def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> l
         return [part for axis in axes for part in (FLAGS[f"{axis}_degree"].spelling, str(degrees[axis]))]
 
     def line(degrees: Degrees) -> Sequence[str]:
-        return (*flags, "--validate-only", "--world-size", str(world_size), *changed(degrees))
+        return (*flags, "--rules-only", "--world-size", str(world_size), *changed(degrees))
 
     choices = {axis: _near(world_size, before[axis]) for axis in ("mp", "pp", "cp", "ep")}
     found_layouts = (d for d in _layouts(world_size, choices) if d["dp"] == 1 or not free)

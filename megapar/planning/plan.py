@@ -188,6 +188,7 @@ class Plan:
             "advice": self.advice(),
             "memory_limit_bytes": self.kind.memory_bytes,
             "memory_bytes": [asdict(stage) for stage in self.memory],
+            "vocab_size": self.config.model.vocab_size,
             "parameters": self.counts.total,
             "active_parameters": self.counts.active,
             "model_flops_per_step": self.speed.flops,

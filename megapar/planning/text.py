@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapar.config.report import group_lines
-from megapar.core.units import GIBIBYTE
+from megapar.config.vocab_size import source_of_rows
+from megapar.core.units import GIBIBYTE, billions
 from megapar.planning.plan import Plan
 
 SHOWN_STAGES = 16
@@ -18,16 +19,17 @@ def describe(plan: Plan) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     counts, grid = plan.counts, plan.config.grid
-    active = f", {counts.active / 1e9:.4g} B pass a token" if counts.active != counts.total else ""
-    yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {counts.total / 1e9:.4g} B parameters{active}"
+    active = f", {billions(counts.active)} pass a token" if counts.active != counts.total else ""
+    yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
+    yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
     for word in plan.layout.assumed.said:
         yield f"ASSUMED, megapar does not run this: {word}"
     for note in plan.config.notes:
         yield f"note: {note}"
     for warning in plan.config.warnings:
         yield f"warning: {warning}"
-    verdict = "fits" if plan.fits else f"DOES NOT FIT: {plan.advice()}"
-    yield f"{verdict} ({_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage})"
+    fullest = f"{_gib(plan.fullest.reserved)} of {_gib(plan.kind.memory_bytes)} on stage {plan.fullest.stage}"
+    yield f"fits ({fullest})" if plan.fits else f"DOES NOT FIT: {plan.advice()}"
 
 
 def _ranks(plan: Plan) -> Iterator[str]:
@@ -74,10 +76,37 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
     yield f"  model FLOPs    {speed.flops:.4g} per step"
-    yield f"  MFU            {speed.mfu:.1%} of {plan.kind.peak(plan.layout.dtype) / 1e12:.0f} TFLOP/s"
+    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.layout.dtype))}"
     yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
-    yield f"  whole run      {plan.days:.2f} days for {plan.token_budget:.4g} tokens"
+    yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"
 
 
 def _gib(size: float) -> str:
     return f"{size / GIBIBYTE:.3g} GiB"
+
+
+def _teraflops(rate: float) -> str:
+    """FLOP/s of a device; a CPU has a fraction of a TFLOP/s."""
+    return f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e12:.2g} TFLOP/s"
+
+
+def _time(days: float) -> str:
+    """Days, or what is easier to read of less than two of them."""
+    if days >= 2:
+        return f"{days:.2f} days"
+    minutes = days * 24 * 60
+    if minutes >= 120:
+        return f"{minutes / 60:.1f} hours"
+    return f"{minutes:.1f} minutes" if minutes >= 2 else f"{minutes * 60:.3g} seconds"
+
+
+def _source_of_rows(plan: Plan) -> str:
+    config = plan.config
+    values = {
+        "data_path": config.data.data_path,
+        "tokenizer_model": config.data.tokenizer_model,
+        "load": config.checkpoint.load,
+        "load_hf": config.checkpoint.load_hf,
+        "ckpt_step": config.checkpoint.ckpt_step,
+    }
+    return source_of_rows(config.origins["vocab_size"], values)

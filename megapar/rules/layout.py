@@ -184,7 +184,11 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.hybrid_dp and f.dp_asked == -1,
         requires=lambda f: f.sharding_asked != -1,
         message="--hybrid-dp needs --sharding-degree or --dp-degree: -1 would leave no ranks to replicate over",
-        fix=lambda f: f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}.",
+        fix=lambda f: (
+            f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}."
+            if f.world_size > 1
+            else "Leave --hybrid-dp out: one rank has nothing to replicate over (megapar launch starts several)."
+        ),
         source=SOURCE,
         passing="--world-size 4 --sharding-degree 2 --hybrid-dp",
         failing="--world-size 4 --hybrid-dp",
@@ -209,8 +213,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="world-size-launched",
-        reads=("validate_only", "world_size", "launched_size"),
-        when=lambda f: not f.validate_only,
+        reads=("validate_only", "rules_only", "world_size", "launched_size"),
+        when=lambda f: not f.validate_only and not f.rules_only,
         requires=lambda f: f.world_size == f.launched_size,
         message="a run has as many ranks as its --world-size, which a configuration file may say, too",
         fix=lambda f: (

@@ -125,7 +125,8 @@ def show(value: Any) -> str:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors in rising order."""
+    """All divisors of a number above 0 in rising order."""
+    assert number > 0
     small = [low for low in range(1, int(number**0.5) + 1) if number % low == 0]
     return tuple(sorted({*small, *(number // low for low in small)}))
 

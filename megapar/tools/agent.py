@@ -7,6 +7,7 @@ address by which a node reaches ``--rdzv-endpoint``, or on ``--local-addr``.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from megapar.config.launched import ROUND
 from megapar.errors import DistributedError
 
 LOOPBACK = "127.0.0.1"
+_FAILURES = "torch.distributed.elastic.multiprocessing.api"
 CONNECT = timedelta(minutes=5)  # nodes of a cluster do not start in the same minute
 
 
@@ -131,6 +133,7 @@ def make_agent(
     """
     # The agent would end at once on a signal and forget how its ranks ended: the launcher passes signals on instead.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP"
+    logging.getLogger(_FAILURES).addFilter(_is_not_said_here)
     spec = WorkerSpec(
         role="rank",
         local_world_size=nproc,
@@ -163,6 +166,11 @@ class _Agent(LocalElasticAgent):
         # which makes it, takes none: only the object can be told. Ranks that make room for more nodes keep their 30 s.
         ranks.close = within_grace  # type: ignore[method-assign]
         return started
+
+
+def _is_not_said_here(record: logging.LogRecord) -> bool:
+    """Not how a rank ended and that the others are ended then: it has said why, and the launcher says the rest."""
+    return not record.getMessage().startswith(("failed (exitcode:", "Sending process"))
 
 
 def no_more_restarts(agent: Any) -> None:

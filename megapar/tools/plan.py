@@ -20,14 +20,15 @@ from megapar.core.pipeline.schedule import Schedule
 from megapar.core.pipeline.simulate import Simulation
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.planning.assume import Assumed
-from megapar.tools.parser import Parser
+from megapar.tools.parser import Parser, count
 
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
 DEFAULT_KIND = "h100-80g"
+DOES_NOT_FIT = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 planned (also what does not fit), 2 refused, 1 where a trace fails."""
+    """0 planned, 3 planned and does not fit, 2 refused, 1 where a trace fails."""
     asked, flags = _parser().parse_known_args(list(argv))
     try:
         return _run(asked, flags)
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megapar plan",
         description="Say what a configuration will take: legality, ranks, memory, traffic, time. Flags that are not "
         "listed here are the trainers'.",
+        epilog="Exit status: 0 planned, 3 planned and does not fit, 2 refused, 1 where a trace fails.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -54,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a YAML file of flags; it may say script, world_size, device_kind and assume, too; a later one wins",
     )
-    add("--world-size", type=int, help="ranks (default: what the file says, else 1)")
+    add("--world-size", type=count, help="ranks (default: what the file says, else 1)")
     add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
     add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan knows")
     add("--token-budget", type=float, metavar="TOKENS", help="of the whole run (default: that of --train-iters)")
@@ -112,7 +114,7 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
         said |= counted.to_dict()
         text += counted.describe() + "\n"
     sys.stdout.write(json.dumps(said) + "\n" if asked.json else text)
-    return 0
+    return 0 if plan.fits else DOES_NOT_FIT
 
 
 def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
@@ -147,14 +149,14 @@ def _without_layout(kind: str, line: list[str]) -> Config:
     alone += ["--vpp-degree", "1", "--pp-schedule", "1f1b", "--pp-seg-method", "uniform", "--micro-batch-size", "1"]
     if kind == "moe":
         alone += ["--ep-degree", "1", "--expert-mp-degree", "1"]
-    asked = resolved_values(kind, [*line, "--validate-only"], {})
+    asked = resolved_values(kind, [*line, "--rules-only"], {})
     batch = asked["asked"].get("global_batch_size")
     if not batch:
         message = "--search compares layouts of one global batch, and none is given."
         raise ConfigError([Complaint("search", message, "Give --global-batch-size.")])
     alone += ["--gradient-merge-acc-step", str(batch)]
     alone += ["--world-size", "1"]
-    return parse(kind, [*line, *alone, "--validate-only"], {}, planning=True)
+    return parse(kind, [*line, *alone, "--rules-only"], {}, planning=True)
 
 
 def _model(asked: str | None, flags: list[str], said: str) -> tuple[str, list[str]]:
@@ -171,7 +173,7 @@ def _model(asked: str | None, flags: list[str], said: str) -> tuple[str, list[st
 def _parsed(kind: str, line: list[str], world: int) -> Config:
     """The configuration, or every complaint with the nearest legal layouts."""
     try:
-        return parse(kind, [*line, "--validate-only", "--world-size", str(world)], {}, planning=True)
+        return parse(kind, [*line, "--rules-only", "--world-size", str(world)], {}, planning=True)
     except ConfigError as error:
         from megapar.planning.nearest import hints
 

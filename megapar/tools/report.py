@@ -178,7 +178,7 @@ def _plan(facts: Mapping[str, Any]) -> Any:
         for name, entry in facts["configuration"].items()
         if entry["origin"] in ("file", "flag") and name not in ("load", "load_hf", "profile", "world_size")
     }
-    line = [*line_of(asked), "--validate-only", "--world-size", str(facts["world_size"])]
+    line = [*line_of(asked), "--rules-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]
     kind = device_kind("cpu") if device["type"] == "cpu" else kind_called(device["name"])
     try:

@@ -12,7 +12,7 @@ from megapar.core.context_parallel.layout import Layout, choose_layout
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import wide
 from megapar.core.loss_scale import LossScale
-from megapar.core.schedule import BatchSize, LearningRate, Progressive
+from megapar.core.schedule import BatchSize, Progressive
 from megapar.core.world import World
 from megapar.data import corpus
 from megapar.data.batches import Collate, pinned
@@ -161,20 +161,6 @@ def make_loss_scale(config: Config, device: Device) -> LossScale | None:
         factor=training.loss_scale_factor,
         window=training.loss_scale_window,
         hysteresis=training.hysteresis,
-    )
-
-
-def make_learning_rate(config: Config) -> LearningRate:
-    """The schedule over optimizer steps."""
-    optimizer = config.optimizer
-    return LearningRate(
-        peak=optimizer.lr,
-        floor=optimizer.min_lr,
-        style=optimizer.lr_decay_style,
-        warmup_iters=config.training.progressive_iters or optimizer.lr_warmup_iters,
-        decay_iters=optimizer.lr_decay_iters,
-        wsd_decay_iters=optimizer.lr_wsd_decay_iters,
-        wsd_decay_style=optimizer.lr_wsd_decay_style,
     )
 
 

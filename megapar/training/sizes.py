@@ -8,16 +8,18 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
-from megapar.core.checkpoint.facts import differences, stored_facts
+from megapar.config.stored import stored_facts, stored_schedule
+from megapar.core.checkpoint.facts import differences
 from megapar.core.sharding.cut import Described, local_box
 from megapar.core.sharding.plan import PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
-from megapar.core.units import MEGABYTE
+from megapar.core.units import MEGABYTE, billions
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
 from megapar.model.table import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
 from megapar.rules.tasks import tasks_of
 from megapar.training.fit import fitted
+from megapar.training.learning_rate import another_schedule, make_learning_rate
 from megapar.training.stages import Sizes as Sizes
 from megapar.training.stages import outline as pipeline_outline
 
@@ -146,30 +148,32 @@ def outline(config: Config) -> str:
 
 
 def _check_saved(config: Config, sizes: Sizes) -> None:
-    """Refuse a checkpoint of another model, before any rank is started."""
+    """Refuse a checkpoint of another model or schedule, before any rank is started."""
     saved = config.checkpoint
-    if saved.load is None or (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
+    if saved.load is None or config.runtime.rules_only:
         return
+    if (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
+        return
+    folder, facts = found
     alone = saved.finetune or published_folder(None, saved.load) is not None
-    if apart := differences(found[1], fitted(found[1], facts_of(sizes), alone=alone).facts):
-        raise ConfigError(
-            [
-                Complaint(
-                    "checkpoint-model",
-                    f"--load {saved.load}: {found[0].name} is a checkpoint of another model: {apart}.",
-                    "Give the flags that it was trained with, or the folder of another run.",
-                )
-            ]
-        )
+    complaints = []
+    if apart := differences(facts, fitted(facts, facts_of(sizes), alone=alone).facts):
+        message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {apart}."
+        fix = "Give the flags that it was trained with, or the folder of another run."
+        complaints.append(Complaint("checkpoint-model", message, fix))
+    trained = None if alone or saved.no_load_optim else stored_schedule(folder)
+    if trained is not None and not config.optimizer.override_opt_param_scheduler:
+        other = another_schedule(trained, make_learning_rate(config).to_dict())
+        if other is not None:
+            message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."
+            complaints.append(Complaint("checkpoint-schedule", message, other[1]))
+    if complaints:
+        raise ConfigError(complaints)
 
 
 def _counts(sizes: Sizes) -> str:
     total, active = parameter_counts(sizes)
-    passed = "" if active == total else f", of which a token passes {_billions(active)}"
+    passed = "" if active == total else f", of which a token passes {billions(active)}"
     every = sum(row.numel for row in table_of(sizes) if row.trainable)
-    ahead = "" if every == total else f"\nmulti-token prediction: {_billions(every - total)} more, in training only"
-    return f"parameters: {_billions(total)}{passed}{ahead}\n"
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.4g} B" if count >= 1e8 else f"{count / 1e6:.4g} M"
+    ahead = "" if every == total else f"\nmulti-token prediction: {billions(every - total)} more, in training only"
+    return f"parameters: {billions(total)}{passed}{ahead}\n"

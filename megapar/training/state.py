@@ -12,11 +12,11 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import MOMENTS
-from megapar.core.schedule import differences
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
 from megapar.training.fit import Block, fitted
 from megapar.training.job import Job
+from megapar.training.learning_rate import another_schedule
 from megapar.training.sizes import facts_of
 
 
@@ -183,9 +183,6 @@ def take(
 
 
 def _check_schedule(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
-    different = differences(saved, now)
-    if different and not options.override_schedule:
-        raise CheckpointMismatchError(
-            f"{folder} was trained on another learning-rate schedule ({'; '.join(different)}). "
-            "Give the same flags, or --override-opt-param-scheduler to go on with the new ones."
-        )
+    other = another_schedule(saved, now)
+    if other is not None and not options.override_schedule:
+        raise CheckpointMismatchError(f"{folder} was trained on another learning-rate schedule: {other[0]}. {other[1]}")

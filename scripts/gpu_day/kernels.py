@@ -21,6 +21,7 @@ from torch.profiler import profile
 
 from megapar.core.device.pick import pick
 from megapar.tools.kernels import KERNELS, kernels_of
+from megapar.tools.plan import DOES_NOT_FIT
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import flags, kind, parsed, trainer
 
@@ -136,7 +137,7 @@ def _planned(day: Day, name: str, model: str, more: str) -> Answer:
         timeout=seconds,
         check=False,
     )
-    if done.returncode:
+    if done.returncode not in (0, DOES_NOT_FIT):
         raise RuntimeError(f"megapar plan --launches ended with status {done.returncode}: {done.stderr[-500:]}")
     counted_here = day.findings.read().get((day.part, name), {}).get("launches_of_a_layer")
     said = json.loads(done.stdout)

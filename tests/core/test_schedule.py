@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megapar.core.schedule import BatchSize, LearningRate, differences
+from megapar.core.schedule import BatchSize, LearningRate
 
 
 def test_warm_up_reaches_the_peak_with_its_last_step() -> None:
@@ -82,11 +82,3 @@ def test_inverse_square_root_falls_from_the_end_of_the_warm_up() -> None:
     assert LearningRate(1.0, 0.0, "inverse-square-root", warmup_iters=0, decay_iters=64).at(16) == 0.25
     low = LearningRate(1.0, 0.5, "inverse-square-root", warmup_iters=1, decay_iters=64)
     assert low.at(16) == 0.5
-
-
-def test_a_checkpoint_from_before_the_shapes_was_linear() -> None:
-    now = LearningRate(1.0, 0.0, "wsd", 2, 10, wsd_decay_iters=4).to_dict()
-    old = {name: value for name, value in now.items() if name != "wsd_decay_style"}
-    assert differences(old, now) == []
-    assert differences(old, {**now, "wsd_decay_style": "cosine"}) == ["wsd_decay_style: linear saved, cosine now"]
-    assert differences({**old, "peak": 2.0}, now) == ["peak: 2.0 saved, 1.0 now"]

@@ -194,6 +194,15 @@ def test_one_broken_line_among_many(tmp_path: Path, model: str, workers: int) ->
     assert "line 1235" in done.first_bad[0]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_field_that_is_another_s_is_told_of_the_first_line(tmp_path: Path, model: str, workers: int) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("\n" + '{"id": "7", "content": "some words of a document"}\n' * 40_000)
+    with pytest.raises(DataError, match=r"many.jsonl, line 2: no field 'text'.*of megapar data: --field content"):
+        prepare(str(tmp_path / "out"), [str(path)], model, workers=workers)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_worker_that_dies_is_an_error_and_the_rest_is_kept(
     tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,7 +225,7 @@ def test_the_field_of_the_text_is_named(tmp_path: Path) -> None:
     named = open_sources([str(path)], "body")
     assert list(all_documents(named)) == ["one"]
     assert sources_hash(named) != sources_hash(open_sources([str(path)]))
-    with pytest.raises(DataError, match=r"no field 'title'; the record has 'body', 'text'. .*--text-field NAME"):
+    with pytest.raises(DataError, match=r"no field 'title'; the record has 'body', 'text'. .*--text-field text"):
         list(all_documents(open_sources([str(path)], "title")))
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"body": ["one"], "text": ["other"]}), tmp_path / "a.parquet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 
@@ -100,8 +101,8 @@ def test_every_flag_is_drawn_or_says_why_not() -> None:
 SMALL = "--num-layers 1 --num-attention-heads 2 --hidden-size 8 --ffn-hidden-size 8 --seq-length 4 --vocab-size 17"
 
 
-def test_a_wrong_number_a_late_error_and_a_needless_refusal_are_seen() -> None:
-    """Planted: an option that changes the numbers, a tokenizer that is not there, a refusal of what should be legal."""
+def test_a_wrong_number_a_late_error_and_a_needless_refusal_are_seen(tmp_path: Path) -> None:
+    """Planted: an option that changes the numbers, a record that is broken, a refusal of what should be legal."""
     dense = f"{SMALL} --num-experts 0 --sharding-degree 2"
     case = case_of("moe", 2, f"{dense} --weight-decay 0.5")
     rows = (*(row for row in OPTIONS if row.name != "weight_decay"), Option(name="weight_decay", layout=True))
@@ -110,7 +111,9 @@ def test_a_wrong_number_a_late_error_and_a_needless_refusal_are_seen() -> None:
     assert "parameter" in wrong.text
     assert check(case).kind == EQUAL
 
-    late = check(case_of("moe", 2, f"{dense} --data-path {__file__} --tokenizer-model {__file__}"))
+    broken = tmp_path / "second.jsonl"
+    broken.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")
+    late = check(case_of("moe", 2, f"{dense} --data-path {broken}"))
     assert late.kind == FAILED
     assert "Error" in late.text
 

@@ -33,7 +33,7 @@ UNDRAWN: dict[str, str] = {
     **dict.fromkeys(("bad_step_limit", "spike_sigmas", "spike_skip"), _ORDINARY),
     "eval_iters": _EVALUATION,
     **dict.fromkeys(("manual_gc", "manual_gc_interval"), _COLLECTOR),
-    **dict.fromkeys(("validate_only", "world_size", "config", "device"), _START),
+    **dict.fromkeys(("validate_only", "rules_only", "world_size", "config", "device"), _START),
     "strict_seed_rules": "only refuses more; tests/test_compatibility.py",
     "deterministic": "chooses kernels, of which a CPU has one that repeats its results; tests/training",
     "fp8": "products of NVIDIA GPUs of capability 8.9; tests/core/test_fp8.py emulates them",

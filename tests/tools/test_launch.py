@@ -128,6 +128,17 @@ def test_configuration_is_refused_once_before_any_rank() -> None:
     assert "--world-size 4" in done.stderr
 
 
+def test_what_all_ranks_find_later_is_said_by_one_of_them(tmp_path: Path) -> None:
+    """A record behind the first one is read by the ranks: a start cannot know it."""
+    data = tmp_path / "second.jsonl"
+    data.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")
+    line = ("--nproc-per-node", "2", "pretrain_moe.py", "--data-path", str(data))
+    done = launch(tmp_path, *line, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.count("second.jsonl, line 2: no field 'text'") == 1
+    assert "exitcode" not in done.stderr
+
+
 def test_warnings_are_left_to_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--fuse-broadcast-MB", "32"]
     parse_or_exit("moe", line, {"WORLD_SIZE": "2"}, warn=False)

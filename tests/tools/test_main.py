@@ -47,6 +47,16 @@ def test_rules_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mp-heads" not in printed
 
 
+@pytest.mark.parametrize("argv", [["mp-heads"], ["show", "mp-heads"], ["[mp-heads]"]])
+def test_one_row_is_shown_as_a_refusal_names_it(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rules", *argv]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("  mp-heads\n      --mp-degree must divide")
+    assert "Kept by: --world-size 2" in printed
+    assert "the run does not start" in printed
+    assert "mp-groups" not in printed
+
+
 def test_docs_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs", "--folder", str(tmp_path), "--check"]) == 1
     assert main(["docs", "--folder", str(tmp_path)]) == 0

@@ -1,0 +1,266 @@
+"""What is wrong with the data files of a configuration, as far as their names, heads and first lines say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megapar.config.config import FLAGS
+from megapar.config.data_files import (
+    INDEXED,
+    PARQUET,
+    TEXT,
+    ZSTANDARD,
+    first_line,
+    kind_of,
+    listing,
+    nothing_read,
+    refusal_of,
+)
+from megapar.config.hints import near_path
+from megapar.config.record import FIELD, JSONL, decoded, text_of_line
+from megapar.config.token_index import check_corpus
+from megapar.config.vocab_size import known_vocabulary
+from megapar.errors import Complaint, DataError
+from megapar.rules.data import blend_of
+
+NAMED_DATA = ("builtin", "mock")
+LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to the reader
+MOST_FILES = 100  # of a folder, whose first lines are looked at
+_PARQUET_MAGIC = b"PAR1"
+_HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+
+
+def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Complaints about --data-path, --eval-data-path and --hf-dataset; missing values are passed over."""
+    if values.get("data_source") == "hf":
+        if values.get("hf_dataset"):
+            yield from _dataset(str(values["hf_dataset"]), _field(values))
+        return
+    paths = {name: _items(values.get(name)) for name in ("data_path", "eval_data_path")}
+    for name, items in paths.items():
+        for item in items:
+            yield from _item(name, item, values)
+    indexed = [prefix for items in paths.values() for item in items if (prefix := _prefix(item)) is not None]
+    texts = [item for items in paths.values() for item in items if item != "mock" and _prefix(item) is None]
+    if indexed and texts and values.get("tokenizer_model") is None:
+        yield Complaint(
+            "tokenizer",
+            f"{indexed[0]} holds tokens of a tokenizer that was chosen before, and text beside it ({texts[0]}) must be "
+            "tokenised by the same one.",
+            "Give --tokenizer-model.",
+        )
+
+
+def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
+    """What the first lines of a lexicon or of triples say. name: of the flag."""
+    spelling = FLAGS[name].spelling
+    with path.open("rb") as file:
+        head = file.read(LONGEST_LOOK)
+    lines = head.splitlines() if len(head) < LONGEST_LOOK else head.splitlines()[:-1]
+    for number, line in enumerate(lines, 1):
+        try:
+            text = decoded(line, f"{spelling} {path}, line {number}")
+        except DataError as error:
+            yield Complaint("record", f"{error}.")
+            return
+        cells = [cell.strip() for cell in text.split("\t")]
+        if name == "triples_file" and text.strip() and (len(cells) != 4 or not all(cells)):
+            message = (
+                f"{spelling} {path}, line {number}: {len(cells)} cells, where HEAD, RELATION, TAIL, SENTENCE belong."
+            )
+            yield Complaint("record", message, "Put a tab between them.")
+            return
+    if not any(line.strip() for line in lines):
+        yield Complaint("file", f"{spelling} {path} holds no entries.", "It takes one per line.")
+
+
+def missing(name: str, path: str) -> Complaint:
+    """A file or folder that is not there, with what is there in its place. name: of the flag."""
+    fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())
+    is_file = path.endswith((".model", ".json", ".txt"))
+    if name in ("load_hf", "tokenizer_model") and re.fullmatch(_HUB_NAME, path) and not is_file:
+        fix += (
+            " Nothing is downloaded: for a model on the Hub, download it first, "
+            f"`hf download {path} --local-dir {path.split('/')[-1]}`, and give that folder."
+        )
+    return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
+
+
+def _field(values: Mapping[str, Any]) -> str:
+    return str(values.get("text_field") or FIELD)
+
+
+def _items(paths: Any) -> list[str]:
+    try:
+        return [item for _, item in blend_of(paths or ())]
+    except ValueError:  # a rule row speaks of it
+        return []
+
+
+def _prefix(path: str) -> str | None:
+    """The prefix of indexed files that a path names; None where it names something else."""
+    prefix = path[:-4] if path.endswith(INDEXED) else path
+    there = any(Path(f"{prefix}{suffix}").exists() for suffix in INDEXED)
+    return prefix if there and (prefix != path or not Path(path).exists()) else None
+
+
+def _item(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint]:
+    path, spelling = Path(item), FLAGS[name].spelling
+    if item in NAMED_DATA:
+        return
+    if item.endswith(INDEXED) or not path.exists():
+        yield from _indexed(name, item, values)
+    elif path.is_dir():
+        yield from _folder(name, path, values)
+    elif not path.stat().st_size:
+        yield Complaint("file", f"{spelling} {item} is empty.", "Give a file with text in it.")
+    elif reason := refusal_of(path):
+        yield Complaint("file", f"{spelling} {item} cannot be read as text.", f"It is {reason}.")
+    else:
+        yield from _content(name, path, values)
+
+
+def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
+    spelling, found = FLAGS[name].spelling, listing(folder)
+    corpora = sorted({str(path)[:-4] for path in folder.iterdir() if path.suffix in INDEXED})
+    if corpora and not found.taken:
+        more = f" (and {len(corpora) - 1} more)" if len(corpora) > 1 else ""
+        message = f"{spelling} {folder} is a folder of indexed files, which are given by their prefixes."
+        yield Complaint("file", message, f"Write {spelling} {corpora[0]}{more}; with weights: 0.7 A 0.3 B.")
+    elif not found.taken:
+        yield Complaint("file", f"{spelling} {folder}: {nothing_read(folder)}.", "Give one with such files in it.")
+    for file in islice(found.taken, MOST_FILES):
+        yield from _content(name, file, values)
+
+
+def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """What can be told of a file from its first bytes, lines or, of parquet, its last bytes."""
+    spelling = FLAGS[name].spelling
+    if not os.access(path, os.R_OK):
+        yield Complaint("file", f"{spelling} {path} may not be read.", "Change its permissions.")
+    elif kind_of(path) == PARQUET:
+        yield from _parquet(spelling, path, _field(values))
+    elif values.get("on_bad_record") == "stop":
+        yield from _first_record(spelling, path, _field(values))
+
+
+def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
+    """What is wrong with all of a file is wrong with its first line: the field, the encoding, the kind of file.
+
+    Files of other kinds are read as text, too, but may be data of their own; what needs a package is left to the run.
+    """
+    kind = kind_of(path)
+    packed = path.suffix.lower() == ZSTANDARD and sys.version_info < (3, 14)
+    if packed and importlib.util.find_spec("pyarrow") is None:
+        message = f"{spelling} {path}: Zstandard files need the package pyarrow here."
+        yield Complaint("package", message, f"Install it (pip install pyarrow), or unpack the file: zstd -d {path}.")
+    if kind not in (*JSONL, *TEXT) or packed:
+        return
+    try:
+        number, line = first_line(path, LONGEST_LOOK)
+        if number == 0:
+            yield Complaint("file", f"{spelling} {path} holds no text.", "Give a file with text in it.")
+        elif len(line) < LONGEST_LOOK:
+            place = f"{spelling} {path}, line {number}"
+            if kind in JSONL:
+                text_of_line(line, place, field)
+            else:
+                decoded(line, place)
+    except DataError as error:
+        yield Complaint("record", f"{error}.")
+
+
+def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
+    """The names of columns stand in the footer as they are; only its own reader knows the rest."""
+    with path.open("rb") as file:
+        first = file.read(4)
+        file.seek(max(0, path.stat().st_size - 8))
+        last = file.read(8)
+        length = int.from_bytes(last[:4], "little")
+        file.seek(max(0, path.stat().st_size - 8 - length))
+        footer = file.read(length)
+    if first != _PARQUET_MAGIC or last[4:] != _PARQUET_MAGIC or len(footer) != length:
+        yield Complaint("file", f"{spelling} {path} is not a parquet file, or is cut off.")
+    elif importlib.util.find_spec("datasets") is None:
+        message = f"{spelling} {path}: parquet files need the package datasets."
+        yield Complaint("package", message, "Install it: pip install datasets.")
+    elif field.encode() not in footer:
+        message = f"{spelling} {path} has no column {field!r}."
+        yield Complaint("record", message, "Name the one that holds the text: --text-field NAME.")
+
+
+def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint]:
+    spelling = FLAGS[name].spelling
+    prefix = item[:-4] if item.endswith(INDEXED) else item
+    pair = [f"{prefix}{suffix}" for suffix in INDEXED]
+    lacking = [one for one in pair if not Path(one).exists()]
+    if len(lacking) == 2:
+        near = sorted(path.stem for path in Path(prefix).parent.glob(f"{Path(prefix).name}_*.idx"))
+        found = missing(name, item)
+        fix = f"Did you mean {' or '.join(str(Path(prefix).with_name(stem)) for stem in near[:3])}?"
+        yield Complaint(found.rule, found.message, fix) if near else found
+        return
+    if lacking:
+        there = next(one for one in pair if one not in lacking)
+        yield Complaint("file-missing", f"{spelling} {item}: {there} is there, {lacking[0]} is not.")
+        return
+    known = known_vocabulary(values)
+    try:
+        check_corpus(prefix, known.size if known is not None else values.get("vocab_size"))
+    except (DataError, OSError) as error:
+        yield Complaint("file", f"{spelling} {error}.")
+
+
+def _dataset(name: str, field: str) -> Iterator[Complaint]:
+    """A name that is neither here nor in the cache of ``datasets``, and a saved one without the column."""
+    if importlib.util.find_spec("datasets") is None:
+        yield Complaint(
+            "package", f"--hf-dataset {name} needs the package datasets.", "Install it: pip install datasets."
+        )
+    elif not Path(name).exists():
+        if not _is_cached(name):
+            hub = re.fullmatch(_HUB_NAME, name) is not None
+            local = name.split("/")[-1]
+            fix = (
+                f"Nothing is downloaded by a run: `hf download {name} --repo-type dataset --local-dir {local}`, then "
+                f"--hf-dataset {local}."
+            )
+            message = f"--hf-dataset {name} is no folder or file here, and not in the cache of datasets."
+            yield Complaint("file-missing", message, fix if hub else near_path(name))
+    else:
+        for info in (Path(name) / "dataset_info.json", Path(name) / "train" / "dataset_info.json"):
+            columns = _columns(info)
+            if columns and field not in columns:
+                message = f"--hf-dataset {name} has no column {field!r}; it has {', '.join(map(repr, columns))}."
+                yield Complaint("record", message, "Name the one that holds the text: --text-field NAME.")
+                return
+
+
+def _columns(info: Path) -> list[str]:
+    try:
+        return list(json.loads(info.read_text(encoding="utf-8"))["features"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _is_cached(name: str) -> bool:
+    """Whether ``datasets`` or the Hub's library has kept something of this name."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    kept = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    there = [entry.name for folder in (kept, hub) if folder.is_dir() for entry in folder.iterdir()]
+    wanted = (_letters(name), _letters(f"datasets{name}"))
+    return any(_letters(one) in wanted for one in there)
+
+
+def _letters(name: str) -> str:
+    """A name in a way that both caches keep it: they write cases, dots and slashes differently."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,41 @@
+"""What a checkpoint's small files say of it. No torch: a refusal takes no second."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 1 << 20
+LAYOUT, SCALARS = "layout.json", "scalars.json"
+
+
+def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[str, Any]] | None:
+    """(folder, what ``layout.json`` says of the model) of an iteration, or of the latest checkpoint under ``root``.
+
+    None where that is not to be had at a glance: whoever loads the checkpoint says what is wrong with it.
+    """
+    try:
+        name = (root / "latest").read_text(encoding="utf-8") if iteration is None else f"iter_{iteration:07d}"
+        if not re.fullmatch(r"iter_[0-9]{7,18}", name.strip()):
+            return None
+        folder = root / name.strip()
+        with (folder / LAYOUT).open("rb") as file:
+            head = file.read(MAX_BYTES).split(b"\n", 4)
+        text = next(line for line in head if line.startswith(b'"model": '))
+        facts = json.loads(text.partition(b": ")[2].rstrip(b","))
+    except (OSError, ValueError, RecursionError, StopIteration):
+        return None
+    return (folder, facts) if isinstance(facts, dict) else None
+
+
+def stored_schedule(folder: Path) -> dict[str, Any] | None:
+    """The learning-rate schedule that a checkpoint was trained on; None where it says none, as converted ones."""
+    try:
+        with (folder / SCALARS).open("rb") as file:
+            scalars = json.loads(file.read(MAX_BYTES))
+        found = scalars.get("schedule")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None

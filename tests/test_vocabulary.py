@@ -1,0 +1,168 @@
+"""Rows of the embedding without --vocab-size: tokenizers' files are counted as their own library counts them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.arguments import Config, parse
+from megapar.config.vocabulary import BadTokenizer, vocabulary_of
+from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer, train
+from megapar.data.tokenizer import load_tokenizer
+from megapar.errors import ConfigError
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
+from megapar.planning.text import describe
+from megapar.training.sizes import facts_of, make_sizes
+
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c")
+
+
+@pytest.fixture(scope="module")
+def model() -> bytes:
+    return train([f"word {i} and another one of {i * 7}" for i in range(400)], 300)
+
+
+def _write(folder: Path, name: str, content: Any) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def _bert(folder: Path, model: bytes) -> None:
+    _write(folder, "vocab.txt", "\n".join(WORDS) + "\n")
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
+
+
+def _ernie(folder: Path, model: bytes) -> None:
+    _write(folder, "vocab.txt", "\n".join(WORDS[1:]) + "\n")  # [PAD] gets an id behind the others
+    _write(folder, "config.json", {"model_type": "ernie"})
+
+
+def _gpt2(folder: Path, model: bytes) -> None:
+    _write(folder, "vocab.json", {"a": 0, "b": 1, "ab": 2})
+    _write(folder, "merges.txt", "#version: 0.2\na b\n")
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
+
+
+def _llama(folder: Path, model: bytes) -> None:
+    (folder / "tokenizer.model").write_bytes(model)
+    more = {"additional_special_tokens": ["<x>", "<y>"], "pad_token": "<pad>"}
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", **more})
+
+
+def _fast(folder: Path, model: bytes) -> None:
+    SentencePieceTokenizer(model).save_hf(folder)
+    (folder / "tokenizer.model").unlink()
+
+
+def _fast_with_added_tokens(folder: Path, model: bytes) -> None:
+    from transformers import AutoTokenizer
+
+    _fast(folder, model)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<special>"]})
+    shutil.rmtree(folder)
+    tokenizer.save_pretrained(str(folder))
+
+
+def _fast_with_tokens_named_beside(folder: Path, model: bytes) -> None:
+    _fast(folder, model)
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"]})
+
+
+FOLDERS = (_bert, _ernie, _gpt2, _llama, _fast, _fast_with_added_tokens, _fast_with_tokens_named_beside)
+
+
+@pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__.strip("_"))
+def test_a_folder_is_counted_as_transformers_counts_it(
+    make: Callable[[Path, bytes], None], tmp_path: Path, model: bytes
+) -> None:
+    make(tmp_path, model)
+    tokenizer, found = load_tokenizer(tmp_path), vocabulary_of(tmp_path)
+    assert found is not None
+    assert found.size == tokenizer.size
+    assert found.mask == (tokenizer.special.mask is not None)
+    if (tmp_path / "tokenizer.json").exists():
+        alone = vocabulary_of(tmp_path / "tokenizer.json")
+        assert alone is not None
+        assert alone.size == load_tokenizer(tmp_path / "tokenizer.json").size
+
+
+def test_a_sentencepiece_model_is_counted_without_its_library(tmp_path: Path, model: bytes) -> None:
+    path = tmp_path / "t.model"
+    path.write_bytes(model)
+    found = vocabulary_of(path)
+    assert found is not None
+    assert (found.size, found.mask) == (SentencePieceTokenizer(model).size, True)
+    path.write_bytes(model[:-3])  # another file under the same name
+    with pytest.raises(BadTokenizer, match="not a sentencepiece model"):
+        vocabulary_of(path)
+
+
+def test_a_folder_that_only_its_own_library_reads_asks_for_the_number(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n", encoding="utf-8")
+    assert vocabulary_of(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"does not say in its files how many ids it has. Give --vocab-size"):
+        _config("--tokenizer-model", str(tmp_path))
+    assert _config("--tokenizer-model", str(tmp_path), "--vocab-size", "9").model.vocab_size == 9
+
+
+def _config(*flags: str) -> Config:
+    return parse("moe", flags, {})
+
+
+def test_the_embedding_has_the_tokenizer_s_rows_unless_it_is_told_otherwise(tmp_path: Path, model: bytes) -> None:
+    path = tmp_path / "t.model"
+    path.write_bytes(model)
+    size = SentencePieceTokenizer(model).size
+    config = _config("--tokenizer-model", str(path))
+    assert (config.model.vocab_size, config.origins["vocab_size"]) == (size, "derived")
+    for more in ((), ("--data-path", "mock")):
+        config = _config(*more)
+        assert (config.model.vocab_size, config.origins["vocab_size"]) == (4096, "derived")
+    config = _config("--tokenizer-model", str(path), "--vocab-size", "512")
+    assert (config.model.vocab_size, config.origins["vocab_size"]) == (512, "flag")
+    with pytest.raises(ConfigError, match=f"has {size} ids, more than the 10 rows"):
+        _config("--tokenizer-model", str(path), "--vocab-size", "10")
+
+
+def test_a_checkpoint_keeps_its_rows(tmp_path: Path, model: bytes) -> None:
+    """Of a run from before, say, whose tokenizer has fewer ids than the 4,096 rows that it began with."""
+    path, step = tmp_path / "t.model", tmp_path / "run" / "iter_0000005"
+    path.write_bytes(model)
+    step.mkdir(parents=True)
+    facts = json.dumps(facts_of(make_sizes(_config("--vocab-size", "777"))), sort_keys=True)
+    _write(step, "layout.json", f'{{"sha256": "",\n"version": 1,\n"model": {facts},\n')
+    _write(tmp_path / "run", "latest", "iter_0000005\n")
+    load = ("--load", str(tmp_path / "run"), "--tokenizer-model", str(path))
+    assert _config(*load).model.vocab_size == 777
+    assert _config(*load, "--ckpt-step", "5", "--finetune").model.vocab_size == 777
+    assert _config(*load, "--vocab-size", "800").model.vocab_size == 800  # which the checkpoint refuses
+    first = ("--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"), "--tokenizer-model", str(path))
+    assert _config(*first).model.vocab_size == SentencePieceTokenizer(model).size
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "4,096 rows (the default for a tokenizer that is trained on the data)"),
+        (("--data-path", "mock"), "4,096 rows (the default for random tokens)"),
+        (("--vocab-size", "64"), "64 rows (--vocab-size)"),
+        (("--tokenizer-model", "t.model"), "{size} rows (--tokenizer-model t.model)"),
+        (("--tokenizer-model", "none"), "4,096 rows (assumed, as --tokenizer-model none cannot be read here)"),
+    ],
+)
+def test_a_plan_says_where_its_vocabulary_is_from(
+    flags: tuple[str, ...], said: str, tmp_path: Path, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.model").write_bytes(model)
+    lines = describe(Plan(_config(*flags, "--rules-only"), device_kind("cpu"))).splitlines()
+    assert lines[1] == f"vocabulary: {said.format(size=SentencePieceTokenizer(model).size)}"
