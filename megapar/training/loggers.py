@@ -134,11 +134,11 @@ class PlainTerminal:
     """
 
     def __init__(
-        self, train_iters: int, interval: int, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.time
+        self, train_iters: int, interval: int, stream: TextIO | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self._train_iters = train_iters
         self._interval = interval
-        self._stream = stream
+        self._stream = stream or sys.stdout
         self._clock = clock
         self._left = TimeLeft()
         self._newest: int | None = None

@@ -37,8 +37,8 @@ def _text(path: Path, seed: int) -> None:
     draw = random.Random(seed)
     with path.open("w") as file:
         for _ in range(200):
-            sentences = (" ".join(draw.choices(WORDS, k=6)) + "." for _ in range(5))
-            file.write(json.dumps({"text": "\n".join(sentences)}) + "\n")
+            texts = ("\n".join(" ".join(draw.choices(WORDS, k=6)) + "." for _ in range(5)) for _ in range(2))
+            file.write(json.dumps(dict(zip(("text", "title"), texts, strict=True))) + "\n")
 
 
 def _triples(path: Path, seed: int) -> None:

@@ -26,7 +26,6 @@ from megapar.errors import MegaparError
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.trainer import Trainer, train
-from megapar.training.loggers import PlainTerminal
 from tests.support.ranks import run_ranks
 
 # Of a record: what depends on how fast this machine is.
@@ -92,8 +91,7 @@ def _observe(rank: int, world_size: int, rendezvous: str, kind: str, flags: list
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, place))
         stack.enter_context(contextlib.chdir(folder))
-        # A terminal writes to what standard output was when it was imported.
-        stack.enter_context(patch.object(PlainTerminal.__init__, "__defaults__", (said,)))
+        stack.enter_context(contextlib.redirect_stdout(said))
         try:
             config = parse(kind, flags, dict(os.environ))
         except MegaparError as error:

@@ -63,6 +63,7 @@ SEPARATE = {"num_experts": 0, "moe_ffn_hidden_size": None}
 LAYOUT = (
     Row("sharding_degree", 1, "groups", {"hybrid_dp": True, "sharding_degree": 2}, world=4),
     Row("hybrid_dp", True, "groups", needs={"sharding_degree": 2}, world=4),
+    Row("dp_degree", 2, "groups", world=4),
     _two("mp_degree", 2, "groups"),
     _two("pp_degree", 2, "groups", {"gradient_merge_acc_step": 2}),
     _two("cp_degree", 2, "groups"),
@@ -96,7 +97,7 @@ RECOMPUTE = (
     Row("recompute_granularity", "selective", "plan"),
     Row("recompute_method", "block", "order", needs={"recompute_num_layers": 1}),
     Row("recompute_num_layers", 2, "order", {"recompute_method": "block", "recompute_num_layers": 1}),
-    Row("adaptive_recompute_device_size", 1000.0, "lines", {"train_iters": 8}),
+    Row("adaptive_recompute_device_size", 61440.0, "lines", {"train_iters": 8}),
     Row("recompute_in_advance", True, "refused"),
     Row("recompute_in_bubble", True, "refused"),
 )
@@ -122,6 +123,7 @@ MODEL = (
     Row("attention_dropout", 0.5, "steps"),
     Row("hidden_dropout", 0.5, "steps"),
     Row("init_std", 0.2, "steps"),
+    Row("depth_scaled_init", True, "steps"),
     Row("use_flash_attn", False, "plan", {"dtype": "bf16"}),
     Row("mtp_depth", 1, "table"),
     Row("mtp_loss_weight", 0.1, "steps", {"mtp_depth": 1}),
@@ -229,6 +231,7 @@ TRAINING = (
     Row("lr_warmup_iters", 1, "steps", STEPS),
     Row("lr_decay_iters", 4, "steps", STEPS),
     Row("lr_wsd_decay_iters", 3, "steps", {**STEPS, "lr_decay_style": "wsd"}),
+    Row("lr_wsd_decay_style", "exponential", "steps", {**STEPS, "lr_decay_style": "wsd", "lr_wsd_decay_iters": 3}),
     Row("weight_decay", 0.5, "weights"),
     Row("clip_grad", 0.01, "weights"),
     Row("adam_beta1", 0.5, "weights"),
@@ -243,6 +246,7 @@ DAMAGED = {"load": "{damaged}", "train_iters": 6}
 
 DATA = (
     Row("data_path", ("{text.jsonl}",), "steps", {"vocab_size": 400}),
+    Row("text_field", "title", "steps", TEXT),
     Row("eval_data_path", ("{other.jsonl}",), "steps", {**TEXT, "eval_interval": 1}),
     Row("split", "50,50", "steps", TEXT),
     Row("tokenizer_model", "{tokenizer.model}", "steps", TEXT),
@@ -327,6 +331,7 @@ EXEMPT: Mapping[str, tuple[str, str]] = {
     ),
     "local_checkpoint_dir": ("is gone when the run is done; serves restarts", "tests/core/checkpoint/test_local.py"),
     "device": ("names the device", "tests/test_arguments.py"),
+    "rules_only": ("starts no run", "tests/test_validate_only.py"),
     "validate_only": ("starts no run", "tests/test_arguments.py"),
     "world_size": ("says what the launcher says", "tests/test_arguments.py"),
 }
