@@ -295,6 +295,7 @@ trainer_args:
   sharding_parallel_degree: 168
   sharding_parallel_config: split_param
   max_steps: 256760
+  seed: 666
   moe_group: ep
 """,
     ),
@@ -352,9 +353,6 @@ FREE = {
     "recompute_granularity",
     "recompute_interval",
     "pp_seg_method",
-    "moe_aux_loss_coeff",  # theirs of all choices' tokens, not of an average choice's
-    "moe_orthogonal_loss_coeff",
-    "moe_router_lr_ratio",
     "rank_order",
 }
 
