@@ -31,7 +31,7 @@ ANYWHERE = (*RUNNABLE, "tiny", "moe-10m")  # on as many ranks as there are
 
 def kind_of(path: Path) -> str:
     """Of the trainer that the file names."""
-    return {script: kind for kind, script in SCRIPTS.items()}[about(str(path)).script]
+    return {script: kind for kind, script in SCRIPTS.items()}[about([str(path)]).script]
 
 
 def load(path: Path) -> Config:
@@ -53,7 +53,7 @@ def test_config_is_accepted_at_its_rank_count(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_config_says_where_it_comes_from(path: Path) -> None:
     assert re.search(r"^# source: .+$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert about(str(path)).script
+    assert about([str(path)]).script
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
@@ -112,7 +112,7 @@ def test_published_sizes_of_the_21b_model() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_config_has_a_plan(path: Path) -> None:
-    said, config = about(str(path)), load(path)
+    said, config = about([str(path)]), load(path)
     plan = Plan(config, device_kind(said.device_kind or "h100-80g"), assumed(said.assume))
     assert plan.fullest.peak > plan.fullest.parameters > 0
     assert plan.fits or plan.layout.assumed.said, plan.advice()

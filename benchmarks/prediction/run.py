@@ -42,7 +42,7 @@ class Row:
 def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
     """The plan of a file in configs/, on the device and with the assumptions that it names."""
     path = ROOT / "configs" / f"{name}.yaml"
-    said = about(str(path))
+    said = about([str(path)])
     kind = {script: kind for kind, script in SCRIPTS.items()}[said.script]
     line = ["--config", str(path), *flags, "--validate-only"]
     line += ["--world-size", str(ranks)] if ranks else []

@@ -107,7 +107,11 @@ MISTAKES = [
     ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, where a folder is needed"),
     ("--config nocol", "--config nocol does not exist", "Did you mean nocolon.yaml?"),
     ("typo.yaml", "'typo.yaml' stands where a flag should", "Did you mean --config typo.yaml?"),
-    ("--hybrid-dp yes", "--sharding-degree said", "Leave --hybrid-dp out: one rank has nothing to replicate over"),
+    (
+        "--hybrid-dp yes",
+        "--sharding-degree or --dp-degree",
+        "Leave --hybrid-dp out: one rank has nothing to replicate over",
+    ),
     ("--config tab.yaml", "--config tab.yaml does not exist", "Did you mean tabs.yaml?"),
     # YAML
     ("--config typo.yaml", "in typo.yaml, key hiden_size is not known", "--hidden-size"),

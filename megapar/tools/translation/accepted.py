@@ -11,7 +11,7 @@ from megapar.arguments import parse, resolved_values
 from megapar.errors import Complaint, ConfigError
 
 # Rows that are about files of this machine, where the script's need not be.
-_ABOUT_FILES = ("file", "file-missing", "checkpoint-missing", "checkpoint", "record")
+_ABOUT_FILES = ("file", "file-missing", "checkpoint-missing", "checkpoint", "record", "tokenizer", "package")
 _MOST_RANKS = 4096
 _LATER = "left-to-you"  # stands for a path while rules are asked
 

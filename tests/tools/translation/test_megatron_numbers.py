@@ -57,7 +57,7 @@ LINES = {
     " --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid"
     " --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
     " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.2 --moe-router-pre-softmax"
-    " --init-method-std 0.1 --moe-permute-fusion --weight-decay-incr-style constant",
+    " --init-method-std 0.1 --moe-permute-fusion --weight-decay-incr-style constant --moe-aux-loss-coeff 0.1",
     "per sample": f"{USUAL} {DRY} --num-layers 1 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --lr 0.01"
     " --train-iters 9 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
     " --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.2"
