@@ -16,7 +16,7 @@ V100 = device_kind("v100-32g")
 
 def load(name: str, ranks: int, *more: str) -> Config:
     line = ["--config", str(FOLDER / f"{name}.yaml"), "--validate-only", "--world-size", str(ranks), *more]
-    return parse("ernie", line, {})
+    return parse("ernie", line, {}, planning=True)
 
 
 @pytest.mark.parametrize(

@@ -96,4 +96,4 @@ def test_the_example_of_several_machines_fills_them() -> None:
     said = (SCRIPTS / "ascend_multi_node.sh").read_text(encoding="utf-8")
     assert "NODES=2" in said
     config = SCRIPTS.parent / "configs/mindspeed-ampipe.yaml"
-    assert "ranks: 16\n" in config.read_text(encoding="utf-8")
+    assert "world_size: 16\n" in config.read_text(encoding="utf-8")
