@@ -47,7 +47,8 @@ def parse(
     environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only and --rules-only).
     starting: this process is one of them, and must have what a rank needs, unless --validate-only asks before.
     planning: nothing is to start, and what a file assumes is taken by somebody else. Raises ConfigError with every
-    complaint. Under --rules-only no file is looked at, and features of a later version become notes.
+    complaint. Under --rules-only files are read only for sizes of the model, and features of a
+    later version become notes.
     """
     draft, values = _resolved(kind, argv, environ)
     if draft.foreign:  # without its file the line is another run

@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, parse
+from megapar.config.published import flags_of
+from megapar.config.published import read_config as read_published
+from megapar.config.stored import stored_schedule
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, DataError
 
@@ -64,6 +67,54 @@ def test_a_configuration_that_doubles_itself_takes_no_memory(tmp_path: Path) -> 
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError):
         parse("moe", ["--config", str(path)], {})
+
+
+SMALL_MODEL = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "num_attention_heads": 4, "hidden_size": 64},
+    **{"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 256},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e4, "tie_word_embeddings": False, "norm_topk_prob": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("architectures", [["x"]], "architectures is"),
+        ("architectures", 3, "architectures is 3"),
+        ("hidden_size", "a", "of another kind"),
+        ("rope_scaling", [1], "of another kind"),
+        ("sliding_window", "a", "of another kind"),
+        ("rms_norm_eps", "a", "of another kind"),
+        ("num_experts_per_tok", "a", "of another kind"),
+        ("num_attention_heads", 0, "of another kind"),
+        ("num_hidden_layers", -3, "--num-layers is at least 1"),
+        ("num_hidden_layers", 2.5, "--num-layers takes a whole number"),
+        ("vocab_size", None, "--vocab-size takes a whole number"),
+        pytest.param("hidden_size", 10**399, "--hidden-size takes a whole number", id="400 digits"),
+    ],
+)
+def test_one_odd_value_of_a_published_model_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL_MODEL, "use_sliding_window": True}), encoding="utf-8")
+    assert flags_of(read_published(tmp_path))[1]["vocab_size"] == 100
+    path.write_text(json.dumps({**SMALL_MODEL, "use_sliding_window": True, key: value}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="load-hf") as caught:
+        parse("moe", ["--load-hf", str(tmp_path)], {})
+    assert said in str(caught.value)
+
+
+def test_a_published_model_as_deep_as_a_well_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 200_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse("moe", ["--load-hf", str(tmp_path)], {})
+
+
+def test_a_schedule_of_other_things_than_numbers_and_texts_is_none(tmp_path: Path) -> None:
+    for style, read in (("cosine", True), (None, True), ([1], False), ({"a": 1}, False)):
+        schedule = {"style": style, "peak": 1.0}
+        (tmp_path / "scalars.json").write_text(json.dumps({"schedule": schedule}), encoding="utf-8")
+        assert stored_schedule(tmp_path) == (schedule if read else None)
 
 
 def read_tokenizer(path: Path) -> None:

@@ -33,6 +33,11 @@ def _write(folder: Path, name: str, content: Any) -> None:
     (folder / name).write_text(text, encoding="utf-8")
 
 
+def _odd_newlines(folder: Path, model: bytes) -> None:
+    _write(folder, "vocab.txt", "\n".join((*WORDS, "\u0085", "\u2028", "x\u2028y")) + "\n")
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
+
+
 def _bert(folder: Path, model: bytes) -> None:
     _write(folder, "vocab.txt", "\n".join(WORDS) + "\n")
     _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
@@ -77,7 +82,7 @@ def _fast_with_tokens_named_beside(folder: Path, model: bytes) -> None:
     _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"]})
 
 
-FOLDERS = (_bert, _ernie, _gpt2, _llama, _fast, _fast_with_added_tokens, _fast_with_tokens_named_beside)
+FOLDERS = (_bert, _odd_newlines, _ernie, _gpt2, _llama, _fast, _fast_with_added_tokens, _fast_with_tokens_named_beside)
 
 
 @pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__.strip("_"))
@@ -104,6 +109,31 @@ def test_a_sentencepiece_model_is_counted_without_its_library(tmp_path: Path, mo
     path.write_bytes(model[:-3])  # another file under the same name
     with pytest.raises(BadTokenizer, match="not a sentencepiece model"):
         vocabulary_of(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", '{"model": "x"}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}}, "added_tokens": ["b"]}'),
+        ("tokenizer.json", '{"model": {"vocab": [1]}}'),
+        ("tokenizer.json", "[" * 200_000),
+        ("vocab.json", '{"a": 1e999}'),
+        ("vocab.json", '{"a": null}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": ["b"]}'),
+        ("tokenizer_config.json", '{"additional_special_tokens": 3}'),
+        ("special_tokens_map.json", "[]"),
+        ("vocab.txt", ""),
+    ],
+)
+def test_an_odd_file_is_refused_with_its_name(tmp_path: Path, name: str, text: str) -> None:
+    _write(tmp_path, "vocab.json", {"a": 0})
+    _write(tmp_path, name, text)
+    if name == "vocab.txt":
+        (tmp_path / "vocab.json").unlink()
+    with pytest.raises(ConfigError, match=rf"\[tokenizer\] --tokenizer-model {tmp_path} cannot be read: ") as caught:
+        _config("--tokenizer-model", str(tmp_path))
+    assert str(caught.value).count(str(tmp_path)) > 1 or name == "vocab.txt"
 
 
 def test_a_folder_that_only_its_own_library_reads_asks_for_the_number(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def leaves(pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], *within: 
             else:
                 yield Strange(shown, [inner for inner, _ in value])
             continue
+        if value in (None, "None") and name in BLOCKS and name not in known:
+            continue  # a block in which nothing is set
         if within:
             name = _SHORT.get(normal(within[-1]), {}).get(name, name)
             if name not in known and str(value).lower() in _ANYWAY.get(name, ()):

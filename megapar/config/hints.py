@@ -11,7 +11,10 @@ from types import MappingProxyType
 
 from megapar.rules.rule import either
 
-TRANSLATE = "--help lists all; `megapar translate -- ARGUMENTS` knows those of Megatron-LM, MindSpeed and DeepSpeed."
+TRANSLATE = (
+    "--help lists all; `megapar translate -- ARGUMENTS` knows those of Megatron-LM, MindSpeed, DeepSpeed and "
+    "PaddlePaddle."
+)
 MOST_NAMES = 2000
 """So many entries of a folder are compared with a name that is not there."""
 
@@ -70,6 +73,8 @@ incr-every-n-steps | --loss-scale-window
 decr-every-n-nan-or-inf | --hysteresis
 incr-ratio decr-ratio | --loss-scale-factor, by which the scale grows and shrinks
 k-steps | --gradient-merge-acc-step
+enable | To switch a block's feature off leave the whole block out.
+avg | Gradients of merged micro-batches are always averaged: only true is built.
 topology | --rank-order and the degrees of the axes
 loss-fn | Leave it out: the trainer's own loss is at the end of the last stage (docs/pipeline.md).
 amp-configs | Its keys are flags: --dtype fp16, --initial-loss-scale, --loss-scale-window, --hysteresis.
@@ -95,6 +100,8 @@ CHOICES: Mapping[str, str] = MappingProxyType(
         "double": "fp64",
         "float64": "fp64",
         "1-sqrt": "minus_sqrt",
+        "f-then-b": "gpipe",
+        "fthenb": "gpipe",
     }
 )
 
@@ -108,6 +115,12 @@ def near_flag(name: str, known: Iterable[str]) -> str:
     longer = sorted((other for other in known if other.startswith(f"{name}-")), key=len)[:3]
     near = longer or get_close_matches(name, known, 3, 0.85) or get_close_matches(name, known, 3, 0.65)
     return f"Did you mean {either([f'--{other}' for other in near])}?" if near else TRANSLATE
+
+
+def of_block(name: str) -> str:
+    """What to write instead of a block of another program; empty where nothing is known of it but one flag."""
+    hint = ELSEWHERE.get(name, "")
+    return "" if hint.startswith("--") else hint
 
 
 def near_choice(value: str, choices: Sequence[str]) -> str:

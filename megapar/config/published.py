@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.class_defaults import CLASS_DEFAULTS
+from megapar.config.config import FLAGS
+from megapar.config.values import BadValue, convert
 
 Json = Mapping[str, Any]
 Flags = dict[str, Any]
@@ -24,7 +26,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise Unsupported(f"{folder} holds no config.json, which every published model has")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise Unsupported(f"{path} holds no object")
@@ -38,15 +40,23 @@ def flags_of(config: Json) -> tuple[str, Flags]:
     if config.get("quantization_config"):
         raise Unsupported("quantization_config is set: the weights are rounded; give the folder they were made from")
     try:
-        return kind, read({**CLASS_DEFAULTS[name], **config})
+        found = read({**CLASS_DEFAULTS[name], **config})
+        return kind, {flag: convert(FLAGS[flag], value) for flag, value in found.items()}
+    except Unsupported:
+        raise
     except KeyError as error:
         raise Unsupported(f"config.json of this {name} lacks {error}") from error
+    except BadValue as error:
+        raise Unsupported(f"config.json of this {name}: {error}".rstrip(".")) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Unsupported(f"config.json of this {name} holds a value of another kind ({error})") from error
 
 
 def architecture(config: Json) -> str:
     """The class that config.json names. Raises Unsupported for one that is not known here."""
     names = config.get("architectures") or []
-    found = next((name for name in names if name in ARCHITECTURES), None)
+    listed = names if isinstance(names, list) else []
+    found = next((name for name in listed if isinstance(name, str) and name in ARCHITECTURES), None)
     if found is None:
         raise Unsupported(f"architectures is {names}; known are {', '.join(ARCHITECTURES)}")
     return str(found)

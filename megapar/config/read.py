@@ -15,7 +15,7 @@ from megapar.config.draft import Draft, is_given
 from megapar.config.flag import SCRIPTS, SWITCH, Flag
 from megapar.config.flag import normal as normal
 from megapar.config.help import default_text
-from megapar.config.hints import near_flag, near_path
+from megapar.config.hints import near_flag, near_path, of_block
 from megapar.config.paths import expand, expanded
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
 
@@ -194,6 +194,7 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
         if isinstance(leaf, Strange):
             keys = ", ".join(leaf.keys) or "nothing"
             fix = f"Keys are not grouped under it: write those under it ({keys}) at the left margin."
+            fix = of_block(normal(leaf.shown.rpartition(".")[2])) or fix
             draft.complain("unknown-flag", f"in {path}, key {leaf.shown} is not known.", fix)
             continue
         spelling = spellings().get(leaf.name)

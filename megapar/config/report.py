@@ -28,7 +28,7 @@ def effective(config: Config) -> str:
     ranks = f"{config.grid.world_size} rank{'s' if config.grid.world_size > 1 else ''}"
     verdict = f"is accepted for {ranks}"
     if config.runtime.rules_only:
-        verdict = f"keeps the rules on {ranks}; files were not looked at"
+        verdict = f"keeps the rules on {ranks}; files were only read for the model's sizes"
     lines = [f"megapar: {SCRIPTS[config.kind]} {verdict}"]
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]

@@ -30,12 +30,18 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
     return (folder, facts) if isinstance(facts, dict) else None
 
 
+def _plain(schedule: Any) -> Any:
+    """None where a schedule holds what is neither a number nor a text: nothing that was trained on."""
+    values = schedule.values() if isinstance(schedule, dict) else ()
+    return schedule if all(value is None or isinstance(value, (int, float, str)) for value in values) else None
+
+
 def stored_schedule(folder: Path) -> dict[str, Any] | None:
     """The learning-rate schedule that a checkpoint was trained on; None where it says none, as converted ones."""
     try:
         with (folder / SCALARS).open("rb") as file:
             scalars = json.loads(file.read(MAX_BYTES))
-        found = scalars.get("schedule")
+        found = _plain(scalars.get("schedule"))
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
     return found if isinstance(found, dict) else None

@@ -8,6 +8,8 @@ from typing import Any
 from megapar.config.flag import SWITCH, Flag
 from megapar.config.hints import near_choice, plain_number
 
+MAX_INT = 2**63 - 1
+"""No larger whole number can be a size, a count or a seed: tensors keep them in 64 bits."""
 TRUE = ("true", "on", "yes", "1")
 FALSE = ("false", "off", "no", "0")
 
@@ -91,7 +93,7 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
         if (not isinstance(raw, str) and whole != raw) or (whole != number and abs(number) < 2**53):
             raise ValueError
         return whole
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         words = "".join(f" or {word}" for word in flag.words)
         fix = plain_number(str(raw), flag.unit)
         raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {raw!r}.", fix) from None
@@ -122,6 +124,8 @@ def _chosen(flag: Flag, value: Any) -> Any:
 def _bounded(flag: Flag, value: Any) -> Any:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        raise BadValue("bound", f"{flag.spelling} is below 2^63; got a number of {len(str(abs(value)))} digits.")
     if flag.low is not None and value < flag.low:
         raise BadValue("bound", f"{flag.spelling} is at least {flag.low:g}; got {value}.")
     if flag.above is not None and value <= flag.above:

@@ -13,30 +13,30 @@ from megapar.errors import Complaint
 MOCK = ("mock",)
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """size: rows of the embedding. source: where the number is from, for people."""
 
     size: int
     source: str
 
 
-def derived_rows(values: Mapping[str, Any]) -> Rows:
+def derived_rows(values: Mapping[str, Any]) -> EmbeddingRows:
     """What stands for a --vocab-size that is not given. values: flat, as the rules see them.
 
     A checkpoint keeps the rows that it was trained with, whatever the tokenizer: padding to the ranks is for compute
     only and no part of them.
     """
     if values.get("load") and (found := _stored(values)) is not None:
-        return Rows(found, f"--load {values['load']}")
+        return EmbeddingRows(found, f"--load {values['load']}")
     if values.get("tokenizer_model"):
         known = known_vocabulary(values)
         name = f"--tokenizer-model {values['tokenizer_model']}"
-        return (
-            Rows(TRAINED_SIZE, f"assumed, as {name} cannot be read here") if known is None else Rows(known.size, name)
-        )
+        if known is None:
+            return EmbeddingRows(TRAINED_SIZE, f"assumed, as {name} cannot be read here")
+        return EmbeddingRows(known.size, name)
     if values.get("data_path") == MOCK:
-        return Rows(TRAINED_SIZE, "the default for random tokens")
-    return Rows(TRAINED_SIZE, "the default for a tokenizer that is trained on the data")
+        return EmbeddingRows(TRAINED_SIZE, "the default for random tokens")
+    return EmbeddingRows(TRAINED_SIZE, "the default for a tokenizer that is trained on the data")
 
 
 def assumed_rows(values: Mapping[str, Any]) -> str:

@@ -55,6 +55,15 @@ def vocabulary_of(path: str | Path) -> Vocabulary | None:
 @lru_cache(maxsize=8)
 def _read(path: Path, stamps: tuple[Any, ...]) -> Vocabulary | None:
     """stamps: of the files; others are read anew. A search asks thousands of times."""
+    try:
+        return _counted(path)
+    except BadTokenizer:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadTokenizer(f"{path} is not as tokenizers are written ({type(error).__name__}: {error})") from error
+
+
+def _counted(path: Path) -> Vocabulary | None:
     if path.is_file():
         return _fast(path, {}) if path.suffix == ".json" else _sentencepiece(path, {})
     config = _json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
@@ -67,7 +76,8 @@ def _read(path: Path, stamps: tuple[Any, ...]) -> Vocabulary | None:
         ids = {str(token): int(number) for token, number in _json(path / "vocab.json").items()}
         return _complete(ids, config)
     if (path / "vocab.txt").exists():
-        lines = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
+        with (path / "vocab.txt").open(encoding="utf-8") as file:
+            lines = [line.rstrip("\n") for line in file]  # of newlines only, where str.splitlines has more
         # Its name says WordPiece, whatever class the folder names.
         return _complete(dict(zip(lines, range(len(lines)), strict=True)), {"tokenizer_class": "Bert", **config})
     models = sorted(path.glob("*.model"))
@@ -141,7 +151,7 @@ def _content(value: Any) -> str | None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadTokenizer(f"{path} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise BadTokenizer(f"{path} holds no object")

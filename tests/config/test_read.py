@@ -96,6 +96,30 @@ def test_an_unknown_block_is_told_with_what_stands_in_it(tmp_path: Path) -> None
     assert "key hybrid_configs.nonsense is not known" in said
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["training:\n  # lr: 1e-4\n", "hybrid_configs: null", "hybrid_configs: None", "strategy: {hybrid_configs: }"],
+)
+def test_a_block_in_which_nothing_is_set_is_passed_over(tmp_path: Path, text: str) -> None:
+    assert read(tmp_path, text).origins["lr"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("gradient_merge: {enable: false}", "leave the whole block out"),
+        ("gradient_merge_configs: {avg: false}", "only true is built"),
+        ("amp_configs: {init_loss_scaling: 1}", "Its keys are flags: --dtype fp16"),
+        ("strategy: {amp_configs: {init_loss_scaling: 1}}", "Its keys are flags: --dtype fp16"),
+        ("tokenizer: {vocab_size: 1}", "write those under it (vocab_size) at the left margin"),
+        ("pipeline_configs: {schedule_mode: F-then-B}", "Did you mean gpipe?"),
+        ("nonsense_of_nobody: 1", "those of Megatron-LM, MindSpeed, DeepSpeed and PaddlePaddle"),
+    ],
+)
+def test_settings_of_paddle_that_are_not_built_are_told_what_to_do(tmp_path: Path, text: str, fix: str) -> None:
+    assert fix in complaints(tmp_path, text)
+
+
 def test_nothing_is_nothing_where_that_is_the_default(tmp_path: Path) -> None:
     text = "save: None\nload: null\ntokenizer_model: None\nsegment_anchors: ~\nglobal_batch_size: None\n"
     config = read(tmp_path, text, "--save-hf", "None")
