@@ -199,8 +199,8 @@ def test_steps_are_counted_through_a_growing_batch() -> None:
 
 
 def test_the_last_of_two_values_counts() -> None:
-    assert flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3").count("--lr") == 2
-    assert flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3")[-1:] != ["2e-3"]
+    assert flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3").count("--lr") == 1
+    assert "2e-3" not in flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3")
     config = parse("moe", flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3"), {})
     assert config.optimizer.lr == 1e-3
 

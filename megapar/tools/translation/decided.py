@@ -70,6 +70,8 @@ def _steps(samples: float, given: Mapping[str, str]) -> int | None:
 
 
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
+    if megatron_values.warmed_otherwise("lr-warmup-fraction", value, given):
+        return UNNECESSARY, "", megatron_values.SAID_OTHERWISE
     share = _number({"": value}, "", 0)
     steps = _number(given, "lr-decay-iters", _number(given, "train-iters", 0))
     samples = _number(given, "lr-decay-samples", _number(given, "train-samples", 0))
@@ -93,6 +95,8 @@ def _samples(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _warmup_samples(value: str, given: Mapping[str, str]) -> Decided:
+    if megatron_values.warmed_otherwise("lr-warmup-samples", value, given):
+        return UNNECESSARY, "", megatron_values.SAID_OTHERWISE
     return _counted("--lr-warmup-iters", value, given)
 
 
@@ -116,7 +120,19 @@ def _tokens(value: str, given: Mapping[str, str]) -> Decided:
     length = _number(given, "seq-length", 0)
     if not length:
         return OTHER, "", "left to you: --train-iters = tokens / (--global-batch-size x --seq-length)"
-    return _counted("--train-iters", str(_number({"": value}, "", 0) / length), given)
+    verdict, ours, reason = _counted("--train-iters", str(_number({"": value}, "", 0) / length), given)
+    steps = int(_number(given, "train-iters", 0))
+    if ours and 0 < steps < int(ours.split()[1]):
+        return verdict, f"--train-iters {steps}", "the earlier end of both"
+    return verdict, ours, reason
+
+
+def _iterations(value: str, given: Mapping[str, str]) -> Decided:
+    if not value:
+        return LEFT, "", "no value is given"
+    if _number(given, "train-tokens", 0) > 0 and _tokens(given["train-tokens"], given)[1]:
+        return IMPLIED, "", "--train-tokens says which end is earlier"
+    return SAME, f"--train-iters {value}", ""
 
 
 def _zero(value: str, given: Mapping[str, str]) -> Decided:
@@ -157,6 +173,8 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
         return IMPLIED, "", "--moe-aux-loss-coeff says it"
     if value == "seq_aux_loss":
         return _sequence(value, given)
+    if value == "noaux_tc" and "moe-router-bias-update-rate" in given:
+        return IMPLIED, "", "--moe-router-bias-update-rate says it"
     if value == "noaux_tc":
         return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
     if value == "none":
@@ -175,6 +193,8 @@ def _sequence(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _coefficient(value: str, given: Mapping[str, str]) -> Decided:
+    if given.get("moe-router-load-balancing-type") == "none":
+        return UNNECESSARY, "", "no loss balances the experts"
     if _per_sample(given):
         return RENAMED, f"--moe-seq-aux-loss-coeff {value} --moe-aux-loss-coeff 0", "a loss per sample"
     return SAME, f"--moe-aux-loss-coeff {value}", ""
@@ -485,6 +505,7 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "warmup": _warmup,
     "samples": _samples,
     "tokens": _tokens,
+    "iterations": _iterations,
     "zero": _zero,
     "attention": _attention,
     "implementation": _implementation,

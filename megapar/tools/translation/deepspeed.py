@@ -30,6 +30,7 @@ lr-warmup-tokens | @warmup_tokens |
 lr-decay-tokens | @decay_tokens |
 zero-stage | @zero | the optimizer's stage is a flag, sharding ranks are --sharding-degree
 train-tokens | @tokens | runs are counted in steps
+train-iters | @iterations |
 """
 
 _IMPLIED = """

@@ -22,6 +22,8 @@ from megapar.tools.translation.verdict import (
 
 Decided = tuple[str, str, str]
 Given = Mapping[str, str]
+WARMUPS = ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens")
+SAID_OTHERWISE = "another argument says the warm-up"
 
 
 def _as_number(text: str, default: float = 0.0) -> float:
@@ -120,12 +122,21 @@ def _specification(value: str, given: Given) -> Decided:
 def _vocabulary(value: str, given: Given) -> Decided:
     """Megatron's model has as many rows as the padded vocabulary, and its softmax goes over all of them."""
     size, multiple = int(_as_number(value)), int(_number(given, "make-vocab-size-divisible-by", 128))
+    counted = size + (given.get("tokenizer-type") == "NullTokenizer")  # which has an id for the end beside them
     multiple *= int(_number(given, "tensor-model-parallel-size", 1))
     if "padded-vocab-size" in given:
         return IMPLIED, "", "--padded-vocab-size says it"
-    if size < 1 or multiple < 1 or {"no-pad-vocab-size", "disable-pad-vocab-size"} & set(given) or size % multiple == 0:
-        return SAME, f"--vocab-size {value}", ""
-    return RENAMED, f"--vocab-size {math.ceil(size / multiple) * multiple}", f"padded to a multiple of {multiple}"
+    if size < 1 or multiple < 1 or {"no-pad-vocab-size", "disable-pad-vocab-size"} & set(given):
+        multiple = 1
+    if counted % multiple:
+        return (
+            RENAMED,
+            f"--vocab-size {math.ceil(counted / multiple) * multiple}",
+            f"padded to a multiple of {multiple}",
+        )
+    if counted != size and size > 0:
+        return RENAMED, f"--vocab-size {counted}", "with the id of a document's end"
+    return SAME, f"--vocab-size {value}", ""
 
 
 def _padding(value: str, given: Given) -> Decided:
@@ -143,7 +154,8 @@ def _zero_centred(value: str, given: Given) -> Decided:
 
 
 def _bias_rate(value: str, given: Given) -> Decided:
-    if "moe-router-enable-expert-bias" not in given:
+    without_loss = given.get("moe-router-load-balancing-type") == "noaux_tc"
+    if "moe-router-enable-expert-bias" not in given and not without_loss:
         return UNNECESSARY, "", "Megatron-LM reads it with --moe-router-enable-expert-bias only"
     return SAME, f"--moe-router-bias-update-rate {value}", ""
 
@@ -170,7 +182,8 @@ def _score_function(value: str, given: Given) -> Decided:
 
 
 def _shared_width(value: str, given: Given) -> Decided:
-    width, total = _number(given, "moe-ffn-hidden-size", _number(given, "ffn-hidden-size")), _as_number(value)
+    names = ("moe-ffn-hidden-size", "moe-intermediate-size", "ffn-hidden-size")
+    width, total = next((_number(given, name) for name in names if name in given), 0.0), _as_number(value)
     if width and total % width == 0:
         return RENAMED, f"--moe-shared-experts {round(total / width)}", "counted in widths of one expert"
     return ANOTHER, "", "shared experts are whole widths of one expert"
@@ -219,6 +232,8 @@ def _balanced_by(value: str, given: Given) -> Decided:
         return IMPLIED, "", "--moe-seq-aux-loss-coeff says it"
     if value == "none":
         return RENAMED, "--moe-aux-loss-coeff 0", ""
+    if value == "noaux_tc" and "moe-router-bias-update-rate" in given:
+        return IMPLIED, "", "--moe-router-bias-update-rate says it"
     if value == "noaux_tc":
         return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
     return OTHER, "", "one loss per micro-batch or per sample, or the correction bias, balances the experts"
@@ -257,7 +272,15 @@ def _warmup_start(value: str, given: Given) -> Decided:
     return OTHER, "", "warm-up starts at 0 here"
 
 
+def warmed_otherwise(name: str, value: str, given: Given) -> bool:
+    """No warm-up by this name, and one by another."""
+    others = [given[other] for other in WARMUPS if other != name and other in given]
+    return _as_number(value, 1) == 0 and any(_as_number(other, 1) != 0 for other in others)
+
+
 def _warmup_steps(value: str, given: Given) -> Decided:
+    if warmed_otherwise("lr-warmup-iters", value, given):
+        return UNNECESSARY, "", SAID_OTHERWISE
     reason = "" if value == "0" else f"step i of it has (i + 1) / {value} of the rate here, i / {value} there"
     return SAME, f"--lr-warmup-iters {value}", reason
 
@@ -387,6 +410,8 @@ def _from_tokens(ours: str, value: str, given: Given) -> Decided:
 
 
 def _warmup_tokens(value: str, given: Given) -> Decided:
+    if warmed_otherwise("lr-warmup-tokens", value, given):
+        return UNNECESSARY, "", SAID_OTHERWISE
     return _from_tokens("--lr-warmup-iters", value, given)
 
 

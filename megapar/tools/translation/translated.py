@@ -33,6 +33,9 @@ _HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that
 _PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
 _OFF, _UNSET = "it is off", "nothing is set"
 _NOTHING = ("null", "none", "~")
+_NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a choice like others
+_FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # the sections of Megatron-LM's own YAML
+_SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # which is a number as well
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
 
@@ -59,13 +62,25 @@ def translate(
 
     framework: a key of ``FOREIGN``; found by the arguments where it is empty. launcher: (launcher, word) pairs.
     """
-    pairs = _pairs(arguments)
+    framework = framework or detect([name for name, _ in _pairs(arguments)])
+    pairs = _pairs(arguments, framework)
     starting = [(tool, *pair) for tool in dict.fromkeys(tool for tool, _ in launcher) for pair in _of(tool, launcher)]
     given = {normal(name): value for _, name, value in starting} | {normal(name): value for name, value in pairs}
-    given = _named({name: value for name, value in given.items() if value.lower() not in _NOTHING})
-    framework = framework or detect([name for name, _ in pairs])
+    given = _counting({name: value for name, value in given.items() if not _unset(name, value)}, framework)
     items = [_one(name, value, given, LAUNCHERS[tool]) for tool, name, value in starting]
     return items + [_one(name, value, given, FOREIGN[framework]) for name, value in pairs]
+
+
+def _unset(name: str, value: str) -> bool:
+    """The value says that there is none."""
+    return value.lower() in _NOTHING and not (value == "none" and name.rpartition(".")[2] in _NONE_IS_ONE)
+
+
+def _counting(given: Mapping[str, str], framework: str) -> dict[str, str]:
+    """What other arguments' answers may hang on. Megatron's switches are there or not: false in a file is not."""
+    if framework == "paddle":
+        return _named(given)
+    return _named({name: value for name, value in given.items() if value.lower() not in _SWITCHED_OFF})
 
 
 def _named(given: Mapping[str, str]) -> dict[str, str]:
@@ -89,7 +104,9 @@ def framework_of(line: Line) -> str:
 
 def detect(names: Sequence[str]) -> str:
     """The framework whose own arguments are used most; megatron where none is."""
-    keys = {normal(name) for name in names} - set(spellings())
+    if any(normal(name).startswith(_FILE_OF_MEGATRON) for name in names):
+        return "megatron"
+    keys = {key for key in map(normal, names) if {key, key.rpartition(".")[2]}.isdisjoint(spellings())}
     counts = {framework: sum(_find(key, own) is not None for key in keys) for framework, own in OWN.items()}
     best = max(counts, key=lambda framework: counts[framework])
     return best if counts[best] else "megatron"
@@ -97,15 +114,23 @@ def detect(names: Sequence[str]) -> str:
 
 def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
     """What the framework means where the script says nothing, and trainers here mean something else."""
-    given = _named({normal(item.flag.lstrip("-")): item.value for item in found if item.verdict != LEFT})
+    given = {normal(item.flag.lstrip("-")): item.value for item in found if item.verdict != LEFT}
+    given = _counting(given, framework)
     said = set(_named({normal(item.flag.lstrip("-")): item.value for item in found}))
+    standing = {flag for item in found for flag in _flags(item.ours)}
     items = []
     for names, row in DEFAULTS[framework].items():
         if said.isdisjoint(names.split()) or _off(found, names.split()):
             verdict, ours, reason = _decided(row, "", given)
+            if ours and standing.issuperset(_flags(ours)):
+                continue  # said in our own words
             if ours or verdict in (*CHANGING, LEFT):
                 items.append(Translated("--" + names.split()[0], "", verdict, ours, reason, default=True))
     return items
+
+
+def _flags(ours: str) -> tuple[str, ...]:
+    return tuple(word for word in ours.split() if word.startswith("--"))
 
 
 def _off(found: Sequence[Translated], names: Sequence[str]) -> bool:
@@ -117,15 +142,18 @@ def _off(found: Sequence[Translated], names: Sequence[str]) -> bool:
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
     """(flags of the launcher, flags of the trainer), each once: the last one counts, here as there."""
     launcher: dict[str, str] = {}
-    trainer: dict[str, None] = {}
+    trainer: dict[tuple[str, ...], str] = {}
     for item in found:
         if item.ours.startswith(LAUNCH):
             flag = item.ours.removeprefix(LAUNCH)
             launcher[flag.split()[0]] = flag  # torchrun's own count stands behind srun's
         elif item.ours:
-            trainer.pop(item.ours, None)
-            trainer[item.ours] = None
-    return list(launcher.values()), list(trainer)
+            key = _flags(item.ours)
+            if any(one is not None and one.flag.each for one in (spellings().get(normal(flag[2:])) for flag in key)):
+                key = (item.ours,)  # every one of them counts
+            trainer.pop(key, None)
+            trainer[key] = item.ours
+    return list(launcher.values()), list(trainer.values())
 
 
 def left_paths(found: Sequence[Translated]) -> list[str]:
@@ -140,18 +168,33 @@ def changing(found: Sequence[Translated]) -> list[Translated]:
     return [item for item in found if item.verdict in CHANGING or item.decides]
 
 
-def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
+def _pairs(arguments: Sequence[str], framework: str = "") -> list[tuple[str, str]]:
     """(name without hyphens, values joined); a word that belongs to no argument has an empty name."""
     found: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
-        elif found:
+        elif found and not _further(word, *found[-1], framework):
             found[-1][1].append(word)
         else:
             found.append(("", [word]))
     return [(name, shlex.join(_bare(value) for value in values)) for name, values in found]
+
+
+def _further(word: str, name: str, values: Sequence[str], framework: str) -> bool:
+    """A variable that nobody set, behind an argument that has all it takes: it stands for arguments, or for none."""
+    if open_values.marks(word) != [word]:
+        return False
+    key = normal(name).rpartition(".")[2]
+    spelling, row = spellings().get(key), FOREIGN["megatron"].get(key)
+    if values:
+        return "data" not in key and not (spelling is not None and spelling.flag.takes_list)
+    if framework == "paddle":  # whose switches have values
+        return False
+    if spelling is not None:
+        return spelling.value is not None or not spelling.flag.takes_value
+    return row is not None and row.ours.startswith("--") and "{value}" not in row.ours
 
 
 def _bare(value: str) -> str:
@@ -166,12 +209,16 @@ def _find(key: str, table: Mapping[str, Foreign] | frozenset[str]) -> str | None
 
 def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Foreign]) -> Translated:
     written = f"--{name}" if name else ""
+    if not name and open_values.is_open(value):
+        return Translated("", open_values.said(value), LEFT, "", "further arguments", decides=True)
     if not name:
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
-    if value.lower() in _NOTHING:
-        return Translated(written, value, UNNECESSARY, "", _UNSET)
     key = normal(name)
+    if _unset(key, value):
+        return Translated(written, value, UNNECESSARY, "", _UNSET)
     row = _find(key, table)
+    if value.lower() in _SWITCHED_OFF and key not in given and row is not None and table[row].ours.startswith("@"):
+        return Translated(written, value, UNNECESSARY, "", _OFF)
     reason = _open(value)
     if reason and not (row is not None and "@" not in table[row].ours and "{value}" not in table[row].ours):
         decides = _decides(key, table[row] if row is not None else None)

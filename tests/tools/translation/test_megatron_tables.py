@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 
 from megapar.config.read import normal, spellings
 from megapar.config.values import convert
-from megapar.tools.translation import deepspeed, features, megatron, verdict
+from megapar.tools.translation import deepspeed, features, megatron, open_values, verdict
 from megapar.tools.translation.table import DEFAULTS, FOREIGN
-from megapar.tools.translation.translated import Translated, meant, translate
+from megapar.tools.translation.translated import Translated, detect, equivalent, meant, translate
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -120,7 +121,27 @@ def test_no_argument_stands_twice() -> None:
         ("--mtp-num-layers 0", UNNECESSARY),
         ("--moe-router-bias-update-rate 1e-3", UNNECESSARY),
         ("--moe-router-bias-update-rate 1e-3 --moe-router-enable-expert-bias", SAME),
+        ("--moe-router-bias-update-rate 1e-3 --moe-router-load-balancing-type noaux_tc", SAME),
+        ("--moe-router-load-balancing-type noaux_tc --moe-router-bias-update-rate 1e-2", IMPLIED),
         ("--moe-router-enable-expert-bias", RENAMED),
+        ("--moe-router-enable-expert-bias false", UNNECESSARY),
+        ("--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", UNNECESSARY),
+        ("--position-embedding-type none", ANOTHER),
+        ("--position-embedding-type None", UNNECESSARY),
+        ("--qk-layernorm false --normalization RMSNorm", UNNECESSARY),
+        ("--group-query-attention false", UNNECESSARY),
+        ("--num-query-groups 8 --group-query-attention false", UNNECESSARY),
+        ("--profile false", UNNECESSARY),
+        ("--use-megatron-fsdp false", UNNECESSARY),
+        ("--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp false", UNNECESSARY),
+        ("--sequence-parallel false --tensor-model-parallel-size 2", UNNECESSARY),
+        ("--model.sequence_parallel false --tensor-model-parallel-size 2", UNNECESSARY),
+        ("--finetune false --load x", UNNECESSARY),
+        ("--split 99,1,0 --mock-data false", SAME),
+        ("--lr-warmup-iters 0 --lr-warmup-fraction 0.1 --train-iters 100", UNNECESSARY),
+        ("--lr-warmup-samples 0 --lr-warmup-iters 5 --global-batch-size 8", UNNECESSARY),
+        ("--lr-warmup-fraction 0 --lr-warmup-iters 5 --train-iters 100", UNNECESSARY),
+        ("--lr-warmup-iters 0", SAME),
         ("--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 8", OTHER),
         ("--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 4", SAME),
         ("--moe-router-num-groups 8 --moe-router-score-function sigmoid --moe-router-topk 8", SAME),
@@ -162,6 +183,17 @@ def test_values_decide(line: str, expected: str) -> None:
     [
         ("--group-query-attention", "--num-query-groups 1"),
         ("--vocab-size 50257 --tensor-model-parallel-size 8", "--vocab-size 51200"),
+        ("--vocab-size 32000 --tokenizer-type NullTokenizer", "--vocab-size 32128"),
+        ("--vocab-size 32000 --tokenizer-type NullTokenizer --no-pad-vocab-size", "--vocab-size 32001"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01", "--moe-aux-loss-coeff 0"),
+        (
+            "--moe-shared-expert-intermediate-size 2048 --moe-intermediate-size 1024 --ffn-hidden-size 2048",
+            "--moe-shared-experts 2",
+        ),
+        (
+            "--moe-router-bias-update-rate 1e-2 --moe-router-load-balancing-type noaux_tc",
+            "--moe-router-bias-update-rate 1e-2",
+        ),
         ("--moe-layer-freq ([0]*3+[1]*58)", "--first-k-dense 3"),
         ("--cp-comm-type p2p --context-parallel-size 2", "--context-parallel-algo megatron_cp_algo"),
         (
@@ -189,6 +221,11 @@ def test_what_is_written(line: str, ours: str) -> None:
         ("--load-tag global_step500", RENAMED, "--ckpt-step 500"),
         ("--lr-warmup-tokens 2048000 --global-batch-size 100 --seq-length 2048", RENAMED, "--lr-warmup-iters 10"),
         ("--enable-zbh1-pipeline", RENAMED, "--pp-schedule zero_bubble"),
+        ("--train-tokens 8192 --train-iters 10 --global-batch-size 8 --seq-length 128", RENAMED, "--train-iters 8"),
+        ("--train-tokens 8192 --train-iters 5 --global-batch-size 8 --seq-length 128", RENAMED, "--train-iters 5"),
+        ("--train-iters 10 --train-tokens 8192 --global-batch-size 8 --seq-length 128", IMPLIED, ""),
+        ("--train-iters 10 --train-tokens 8192 --global-batch-size 8", SAME, "--train-iters 10"),
+        ("--train-iters 10", SAME, "--train-iters 10"),
     ],
 )
 def test_deepspeed_s_values_decide(line: str, expected: str, ours: str) -> None:
@@ -238,6 +275,8 @@ def test_every_explanation_is_of_a_default_that_differs() -> None:
     [
         ("--num-layers 2", "megatron", {"--no-bias-gelu-fusion"}),
         ("--num-layers 2 --swiglu", "megatron", set()),
+        ("--num-layers 2 --swiglu --eod-mask-loss false", "megatron", set()),
+        ("--num-layers 2 --swiglu --eod-mask-loss", "megatron", {"--calculate-per-token-loss"}),
         ("--num-layers 2 --disable-bias-linear", "megatron", set()),
         ("--num-experts 8 --topk 2 --swiglu", "deepspeed", {"--expert-interval", SECOND}),
         ("--num-experts 8 --topk 1 --swiglu --expert-interval 1", "deepspeed", set()),
@@ -259,3 +298,58 @@ def test_what_deepspeed_means_is_added() -> None:
 
 def test_verdicts_of_rows_are_verdicts() -> None:
     assert {row.verdict for rows in FOREIGN.values() for row in rows.values()} <= set(verdict.VERDICTS) - {UNKNOWN}
+
+
+@pytest.mark.parametrize(
+    ("line", "framework"),
+    [
+        ("--train-tokens 8192 --train-iters 10 --global-batch-size 8 --seq-length 128", "deepspeed"),
+        ("--train-iters 5 --train-tokens 8192 --global-batch-size 8 --seq-length 128", "deepspeed"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 0 --train-iters 100", "megatron"),
+        ("--lr-warmup-samples 80 --lr-warmup-iters 0 --global-batch-size 8", "megatron"),
+        ("--moe-router-bias-update-rate 1e-2 --moe-router-load-balancing-type noaux_tc", "megatron"),
+        ("--moe-router-bias-update-rate 1e-2 --moe-router-load-balancing-type noaux_tc", "mindspeed"),
+        ("--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", "mindspeed"),
+        ("--lr 1e-3 --lr 1e-4", "megatron"),
+        ("--model_name_or_path x --lr 3.0e-4", "paddle"),
+    ],
+)
+def test_no_flag_of_a_command_has_two_values(line: str, framework: str) -> None:
+    items = translate(line.split(), framework)
+    written = [
+        piece for item in equivalent([*items, *meant(items, framework)])[1] for piece in re.split(" (?=--)", item)
+    ]
+    names = Counter(flag.split()[0] for flag in written)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "framework", "flags"),
+    [
+        ("--lr 1e-4 $MORE --bf16", "megatron", ["--lr", "", "--bf16"]),
+        ("--bf16 $MORE --lr $LR", "megatron", ["--bf16", "", "--lr"]),
+        ("--use-rotary-position-embeddings $MORE", "megatron", ["--use-rotary-position-embeddings", ""]),
+        ("--train-samples 80 $MORE", "megatron", ["--train-samples", ""]),
+        ("$MORE --lr 1", "megatron", ["", "--lr"]),
+        ("--data-path 1 $FIRST 2 $SECOND", "megatron", ["--data-path"]),
+        ("--rampup-batch-size 8 8 $SAMPLES", "megatron", ["--rampup-batch-size"]),
+        ("--bf16 $BF16", "paddle", ["--bf16"]),
+    ],
+)
+def test_an_open_variable_behind_a_whole_argument_is_one_of_its_own(
+    line: str, framework: str, flags: list[str]
+) -> None:
+    words = [open_values.mark(word) if word.startswith("$") else word for word in line.split()]
+    items = translate(words, framework)
+    assert [item.flag for item in items] == flags
+    assert all(
+        (item.verdict, item.reason, item.decides) == (LEFT, "further arguments", True)
+        for item in items
+        if not item.flag
+    )
+
+
+def test_megatron_s_own_file_is_megatron_s() -> None:
+    names = ["language_model.num_layers", "language_model.gated_linear_unit", "model_parallel.fp16", "train_iters"]
+    assert detect(names) == "megatron"
+    assert detect(["model.num_layers", "model.hidden_size", "seed"]) == "megatron"
