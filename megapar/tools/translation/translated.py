@@ -31,6 +31,7 @@ from megapar.tools.translation.verdict import (
 LAUNCH = "megapar launch "
 _HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that change nothing of a given training
 _PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
+_MEGATRON_YAML = ("language-model.", "model-parallel.")  # of its own YAML, as examples/gpt3/gpt_config.yaml
 _OFF, _UNSET = "it is off", "nothing is set"
 _NOTHING = ("null", "none", "~")
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
@@ -89,7 +90,9 @@ def framework_of(line: Line) -> str:
 
 def detect(names: Sequence[str]) -> str:
     """The framework whose own arguments are used most; megatron where none is."""
-    keys = {normal(name) for name in names} - set(spellings())
+    if any(normal(name).startswith(_MEGATRON_YAML) for name in names):
+        return "megatron"
+    keys = {key for key in map(normal, names) if key.rpartition(".")[2] not in spellings()}
     counts = {framework: sum(_find(key, own) is not None for key in keys) for framework, own in OWN.items()}
     best = max(counts, key=lambda framework: counts[framework])
     return best if counts[best] else "megatron"
@@ -147,11 +150,22 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
+        elif open_values.is_variable(word) and found and _complete(*found[-1]):
+            found.append(("", [word]))
         elif found:
             found[-1][1].append(word)
         else:
             found.append(("", [word]))
     return [(name, shlex.join(_bare(value) for value in values)) for name, values in found]
+
+
+def _complete(name: str, values: Sequence[str]) -> bool:
+    """An argument takes no further value: it is a switch, or has the one that it takes."""
+    spelling = spellings().get(normal(name))
+    if spelling is not None and (spelling.value is not None or not spelling.flag.takes_value):
+        return True
+    many = spelling.flag.takes_list if spelling is not None else normal(name).endswith("data-path")
+    return not name or (bool(values) and not many)
 
 
 def _bare(value: str) -> str:
@@ -166,6 +180,8 @@ def _find(key: str, table: Mapping[str, Foreign] | frozenset[str]) -> str | None
 
 def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Foreign]) -> Translated:
     written = f"--{name}" if name else ""
+    if not name and open_values.is_open(value):
+        return Translated("", open_values.said(value), LEFT, "", "further arguments", decides=True)
     if not name:
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
     if value.lower() in _NOTHING:
