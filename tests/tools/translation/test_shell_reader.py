@@ -42,6 +42,7 @@ HELD = {
     "function": "f() { run $1 $#; }\nfunction g { f $2 $1; }\ng a b",
     "set": "set -- a b c; run $# $1; shift; run $@",
     "here document": "cat <<EOF > /dev/null\nrun a $B\nEOF\nrun b",
+    "here document with quotes": "cat <<EOF > /dev/null\na \\\" b ' ( c\nEOF\nrun b",
     "redirected": "run a > /dev/null 2>&1\nrun b 2>&1 | cat\nrun c &> /dev/null < /dev/null",
     "prefix": "A=1 run b",
     "eval": "C=\"run a 'b c'\"; eval $C; eval run d\\;run e",

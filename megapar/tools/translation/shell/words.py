@@ -233,7 +233,7 @@ def _document(text: str, at: int, plain: bool) -> Word:
         return Word((Fragment(TEXT, text.replace("\x00", "\\\n"), True),), at)
     try:
         (word,) = words_of('"' + text.replace('"', '\\"') + '"')
-    except SyntaxProblem:
+    except ValueError:  # a SyntaxProblem, or several words
         return Word((Fragment(TEXT, open_values.mark("<<"), True),), at)
     return word
 
