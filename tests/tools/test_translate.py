@@ -14,6 +14,7 @@ import pytest
 from megapar.arguments import parse
 from megapar.tools.main import main
 from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, translate_line
+from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import ask
 from megapar.tools.translation.line import take_apart
 from megapar.tools.translation.source import read_source
@@ -157,6 +158,26 @@ VALUES = [
     ),
     ("--train-samples 1000 --global-batch-size 8", "--train-samples", "renamed", "--train-iters 125"),
     ("--train-samples 1000", "--train-samples", OTHER, ""),
+    ("--train-samples 1007 --global-batch-size 8", "--train-samples", "renamed", "--train-iters 125"),
+    ("--train-samples 100 --global-batch-size inf", "--train-samples", OTHER, ""),
+    ("--lr-warmup-fraction nan --train-iters 10", "--lr-warmup-fraction", "renamed", "--lr-warmup-iters 0"),
+    ("--vocab-size inf", "--vocab-size", "same", "--vocab-size inf"),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 2",
+        "--num-layers-per-virtual-pipeline-stage",
+        "renamed",
+        "--vpp-degree 4 --pp-schedule interleaved",
+    ),
+    ("--vocab-size 50257 --model-parallel-size 8", "--vocab-size", "renamed", "--vocab-size 51200"),
+    ("--sequence-parallel --model-parallel-size 8", "--sequence-parallel", "same", "--sequence-parallel"),
+    ("--moe-router-num-groups 1 --moe-router-group-topk 1", "--moe-router-num-groups", "unnecessary", ""),
+    ("--moe-router-num-groups 1 --moe-router-group-topk 1", "--moe-router-group-topk", "unnecessary", ""),
+    (
+        "--moe-router-num-groups 4 --moe-router-group-topk 2",
+        "--moe-router-group-topk",
+        "same",
+        "--moe-router-group-topk 2",
+    ),
     ("--lr-warmup-samples 80 --global-batch-size 8", "--lr-warmup-samples", "renamed", "--lr-warmup-iters 10"),
     (
         "--lr-decay-samples 80 --train-samples 80 --global-batch-size 8",
@@ -190,6 +211,31 @@ def test_values_are_looked_at(line: str, flag: str, verdict: str, written: str) 
     item = found(*line.split())[flag]
     assert (item.verdict, item.ours) == (verdict, written)
     assert item.reason or item.verdict in ("same", "renamed")
+
+
+@pytest.mark.parametrize(
+    ("line", "complete"),
+    [
+        ("--lr 1e-4 $MORE", {"--lr": "1e-4"}),
+        ("--bf16 $MORE --lr 1e-4", {"--bf16": "", "--lr": "1e-4"}),
+        ("$MORE --lr 1e-4", {"--lr": "1e-4"}),
+        ("--lr 1e-4 $MORE $OTHERS", {"--lr": "1e-4"}),
+    ],
+)
+def test_an_open_word_behind_a_complete_argument_is_one_of_its_own(line: str, complete: dict[str, str]) -> None:
+    items = translate([open_values.mark(word) if word[0] == "$" else word for word in line.split()], "megatron")
+    assert {item.flag: item.value for item in items if item.flag} == complete
+    assert all(item.ours for item in items if item.flag)
+    assert [(item.value.strip("'"), item.verdict, item.reason) for item in items if not item.flag] == [
+        (word, LEFT, "further arguments") for word in line.split() if word[0] == "$"
+    ]
+
+
+def test_an_open_value_stays_with_its_argument() -> None:
+    rate, path = open_values.mark("$LR"), open_values.mark("$DATA")
+    items = found("--lr", rate, "--data-path", "0.3", path, "--train-data-path", "1", path)
+    assert {flag: item.verdict for flag, item in items.items()} == dict.fromkeys(items, LEFT)
+    assert list(items) == ["--lr", "--data-path", "--train-data-path"]
 
 
 def test_steps_are_counted_through_a_growing_batch() -> None:
@@ -260,6 +306,10 @@ def test_defaults_that_differ_are_added() -> None:
         ("A=1 mpirun -np 8 -x PATH python pretrain_gpt.py", "--nproc-per-node 8", ""),
         ("python -m paddle.distributed.launch --gpus 0,1,2,3 run_pretrain.py", "--nproc-per-node 4", "run_pretrain.py"),
         ("pretrain_gpt.py", "", "pretrain_gpt.py"),
+        ("torchrun --nproc_per_node 8 --module pretrain_gpt", "--nproc-per-node 8", "pretrain_gpt.py"),
+        ("torchrun --nproc_per_node 8 -m megatron.pretrain_gpt", "--nproc-per-node 8", "pretrain_gpt.py"),
+        ("python -m pretrain_gpt", "", "pretrain_gpt.py"),
+        ("torchrun --nproc_per_node 8 -m my.trainer", "--nproc-per-node 8", "my.trainer"),
     ],
 )
 def test_what_starts_the_ranks_is_known(line: str, launcher: str, script: str) -> None:
@@ -281,6 +331,11 @@ def test_what_starts_the_ranks_is_known(line: str, launcher: str, script: str) -
         ("python -m paddle.distributed.launch train.py --bf16 1", "paddle"),
         ("torchrun run_pretrain.py --bf16 1", "paddle"),
         ("posttrain_gpt.py --num-layers 4", "mindspeed"),
+        ("--model.num_layers 24 --model.normalization LayerNorm --train.bf16 true", "megatron"),
+        (
+            "--language_model.num_layers 24 --language_model.gated_linear_unit false --bf16 true",
+            "megatron",
+        ),
     ],
 )
 def test_the_framework_is_recognised(line: str, framework: str) -> None:

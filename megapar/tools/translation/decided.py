@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Mapping
 
 from megapar.config.read import spellings
@@ -25,13 +25,15 @@ Decided = tuple[str, str, str]
 
 def _number(given: Mapping[str, str], name: str, default: float = 1.0) -> float:
     try:
-        return float(given[name])
+        number = float(given[name])
     except (KeyError, ValueError):
         return default
+    return number if math.isfinite(number) else default
 
 
 def _chunks(value: str, given: Mapping[str, str]) -> Decided:
-    layers, stages = _number(given, "num-layers", 0), _number(given, "pipeline-model-parallel-size")
+    layers = _number(given, "num-layers", 0)
+    stages = max(1, _number(given, "pipeline-model-parallel-size", _number(given, "pp-degree")))
     per_chunk = _number({"": value}, "", 0)
     chunks = round(layers / stages / per_chunk) if per_chunk else 0
     if chunks < 1:
@@ -57,7 +59,7 @@ def _ramp(given: Mapping[str, str]) -> BatchSize | None:
     return BatchSize(final, start, increment, samples) if increment and final > start else BatchSize(final)
 
 
-def _steps(samples: float, given: Mapping[str, str]) -> int | None:
+def _steps(samples: float, given: Mapping[str, str], whole: Callable[[float], int] = round) -> int | None:
     """Optimizer steps that take so many samples; None where the global batch is not said."""
     batch = _ramp(given)
     if batch is None:
@@ -66,7 +68,7 @@ def _steps(samples: float, given: Mapping[str, str]) -> int | None:
     while consumed < min(samples, batch.ramp_samples):
         consumed += batch.at(consumed)
         steps += 1
-    return steps + max(0, round((samples - consumed) / batch.final))
+    return steps + max(0, whole((samples - consumed) / batch.final))
 
 
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
@@ -82,16 +84,16 @@ def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--lr-warmup-iters {round(share * steps)}", ""
 
 
-def _counted(ours: str, value: str, given: Mapping[str, str]) -> Decided:
+def _counted(ours: str, value: str, given: Mapping[str, str], whole: Callable[[float], int] = round) -> Decided:
     samples = _number({"": value}, "", -1)
-    steps = _steps(samples, given) if samples >= 0 else None
+    steps = _steps(samples, given, whole) if samples >= 0 else None
     if steps is None:
         return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not said"
     return RENAMED, f"{ours} {steps}", ""
 
 
 def _samples(value: str, given: Mapping[str, str]) -> Decided:
-    return _counted("--train-iters", value, given)
+    return _counted("--train-iters", value, given, math.floor)  # a last batch that is not full is not trained on
 
 
 def _warmup_samples(value: str, given: Mapping[str, str]) -> Decided:
@@ -149,23 +151,6 @@ def _attention(value: str, given: Mapping[str, str]) -> Decided:
 
 def _implementation(value: str, given: Mapping[str, str]) -> Decided:
     return UNNECESSARY, "", "there is one implementation, which takes the device's fused kernels where they are"
-
-
-def _shared(value: str, given: Mapping[str, str]) -> Decided:
-    width = _number(given, "moe-ffn-hidden-size", _number(given, "ffn-hidden-size", 0))
-    if width and float(value) % width == 0:
-        return RENAMED, f"--moe-shared-experts {round(float(value) / width)}", ""
-    return ANOTHER, "", "shared experts are whole widths of one expert"
-
-
-def _frequency(value: str, given: Mapping[str, str]) -> Decided:
-    text = value.strip("'\"").replace(" ", "")
-    if text in ("1", "-1"):
-        return IMPLIED, "", "every layer has experts"
-    leading = re.fullmatch(r"\(?\[0\](?:\*(\d+))?\+\[1\](?:\*\d+)?\)?", text)
-    if leading is not None:
-        return RENAMED, f"--first-k-dense {leading[1] or 1}", ""
-    return ANOTHER, "", "only leading layers may be dense (--first-k-dense)"
 
 
 def _balancing(value: str, given: Mapping[str, str]) -> Decided:
@@ -355,14 +340,8 @@ def _layers(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--num-layers {int(value) - skipped}", f"without {skipped} empty ones"
 
 
-def _rotated(value: str, given: Mapping[str, str]) -> Decided:
-    if _number({"": value}, "", 0) == 1:
-        return UNNECESSARY, "", "all features of a head are turned"
-    return ANOTHER, "", "all features of a head are turned"
-
-
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
-    if _number(given, "tensor-model-parallel-size", _number(given, "mp-degree")) == 1:
+    if megatron_values.mp_ranks(given) == 1:
         return UNNECESSARY, "", "one mp rank has the whole sequence"
     return SAME, "--sequence-parallel", ""
 
@@ -487,13 +466,6 @@ def _listed(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"megapar launch --nproc-per-node {len(devices)}", ""
 
 
-def _strategy(value: str, given: Mapping[str, str]) -> Decided:
-    stage = {"no_shard": "1", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}.get(value)
-    if stage is None:
-        return UNSUPPORTED, "", "stages are 1, 2 and 3"
-    return RENAMED, f"--sharding-stage {stage}", ""
-
-
 def _positions(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given:
         return IMPLIED, "", "rope learns no positions"
@@ -509,16 +481,12 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "zero": _zero,
     "attention": _attention,
     "implementation": _implementation,
-    "shared": _shared,
-    "frequency": _frequency,
     "balancing": _balancing,
-    "strategy": _strategy,
     "coefficient": _coefficient,
     "sequence": _sequence,
     "drops": _drops,
     "noop": _noop,
     "layers": _layers,
-    "rotated": _rotated,
     "cut": _cut,
     "algorithm": _algorithm,
     "split": _split,
@@ -572,7 +540,6 @@ DECIDING = frozenset(DECIDED) - {
     "held_out_path",
     "test_path",
     "zero",
-    "strategy",
     "attention",
     "implementation",
     "chunks",

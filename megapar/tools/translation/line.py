@@ -82,17 +82,39 @@ class Line:
 def starts(words: Sequence[str]) -> bool:
     """Whether a command starts ranks, or a script of a known name."""
     names = [PurePosixPath(word).name for word in words]
-    return any(STARTERS.get(name, "python") != "python" for name in names) or any(name in ENTRIES for name in names)
+    return (
+        any(STARTERS.get(name, "python") != "python" for name in names)
+        or any(name in ENTRIES for name in names)
+        or _module(words) > 0
+    )
 
 
 def take_apart(words: Sequence[str], at: int = 0) -> Line:
     """The line of these words: bare arguments, or a whole command."""
     place = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
+    module = _module(words[:place])
+    if module:
+        script = _file(words[module]) if _file(words[module]) in ENTRIES else words[module]
+        return Line(tuple(words[module + 1 :]), _launcher(words[: module - 1]), script, at)
     if place is None:
         if not words or words[0].startswith("--"):
             return Line(tuple(words), at=at)
         return Line(tuple(words), _launcher(words), at=at) if starts(words) else Line(tuple(words), at=at)
     return Line(tuple(words[place + 1 :]), _launcher(words[:place]), words[place], at)
+
+
+def _module(words: Sequence[str]) -> int:
+    """The place of a module that is run as a script, as in torchrun -m pretrain_gpt; 0 where none is."""
+    for place, word in enumerate(words[1:], 1):
+        if words[place - 1] not in ("-m", "--module") or word in STARTERS:
+            continue
+        if _file(word) in ENTRIES or any(STARTERS.get(PurePosixPath(one).name) == "torchrun" for one in words[:place]):
+            return place
+    return 0
+
+
+def _file(module: str) -> str:
+    return module.rpartition(".")[2] + ".py"
 
 
 def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -52,6 +52,7 @@ mtp-num-layers | @blocks_after |
 moe-router-enable-expert-bias | @bias |
 moe-router-bias-update-rate | @bias_rate |
 moe-router-num-groups | @router_groups |
+moe-router-group-topk | @chosen_groups |
 moe-router-score-function | @score_function |
 moe-shared-expert-intermediate-size | @shared_width |
 moe-layer-freq | @layers_with_experts |

@@ -28,13 +28,20 @@ SAID_OTHERWISE = "another argument says the warm-up"
 
 def _as_number(text: str, default: float = 0.0) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return default
+    return number if math.isfinite(number) else default
 
 
 def _number(given: Given, name: str, default: float = 0.0) -> float:
     return _as_number(given.get(name, ""), default)
+
+
+def mp_ranks(given: Given) -> float:
+    """The ranks that share a layer, by the option's old name and ours as well; 1 where nothing is said."""
+    names = ("tensor-model-parallel-size", "model-parallel-size", "mp-degree")
+    return next((_number(given, name, 1) for name in names if name in given), 1)
 
 
 def _has_experts(given: Given) -> bool:
@@ -123,7 +130,7 @@ def _vocabulary(value: str, given: Given) -> Decided:
     """Megatron's model has as many rows as the padded vocabulary, and its softmax goes over all of them."""
     size, multiple = int(_as_number(value)), int(_number(given, "make-vocab-size-divisible-by", 128))
     counted = size + (given.get("tokenizer-type") == "NullTokenizer")  # which has an id for the end beside them
-    multiple *= int(_number(given, "tensor-model-parallel-size", 1))
+    multiple *= int(mp_ranks(given))
     if "padded-vocab-size" in given:
         return IMPLIED, "", "--padded-vocab-size says it"
     if size < 1 or multiple < 1 or {"no-pad-vocab-size", "disable-pad-vocab-size"} & set(given):
@@ -167,12 +174,20 @@ def _bias(value: str, given: Given) -> Decided:
 
 
 def _router_groups(value: str, given: Given) -> Decided:
+    if _as_number(value, 2) <= 1:
+        return UNNECESSARY, "", "one group is no limit"
     per_group = _number(given, "moe-router-topk", 2) / max(1.0, _number(given, "moe-router-group-topk", 1))
     scores = given.get("moe-router-score-function", "softmax")
     if scores != "softmax" or per_group <= 1 or "moe-router-pre-softmax" in given:
         return SAME, f"--moe-router-num-groups {value}", ""
     reason = "groups are compared by sums of logits there, of probabilities here"
     return OTHER, f"--moe-router-num-groups {value}", reason
+
+
+def _chosen_groups(value: str, given: Given) -> Decided:
+    if _number(given, "moe-router-num-groups", 2) <= 1:
+        return UNNECESSARY, "", "one group is no limit"
+    return SAME, f"--moe-router-group-topk {value}", ""
 
 
 def _score_function(value: str, given: Given) -> Decided:
@@ -438,6 +453,7 @@ DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
     "bias_rate": _bias_rate,
     "bias": _bias,
     "router_groups": _router_groups,
+    "chosen_groups": _chosen_groups,
     "score_function": _score_function,
     "shared_width": _shared_width,
     "layers_with_experts": _layers_with_experts,

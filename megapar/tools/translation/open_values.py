@@ -28,6 +28,11 @@ def names(word: str) -> list[str]:
     return _MARK.findall(word)
 
 
+def is_variable(word: str) -> bool:
+    """The word is the mark of a variable and nothing else."""
+    return re.fullmatch(rf"{BEGIN}\$\w+{END}", word) is not None
+
+
 def marks(word: str) -> list[str]:
     """The marks in a word, whole."""
     return [found[0] for found in _MARK.finditer(word)]

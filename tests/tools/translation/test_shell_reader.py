@@ -42,6 +42,7 @@ HELD = {
     "function": "f() { run $1 $#; }\nfunction g { f $2 $1; }\ng a b",
     "set": "set -- a b c; run $# $1; shift; run $@",
     "here document": "cat <<EOF > /dev/null\nrun a $B\nEOF\nrun b",
+    "here document with quotes": "cat <<EOF > /dev/null\na \\\" b ' ( c\nEOF\nrun b",
     "redirected": "run a > /dev/null 2>&1\nrun b 2>&1 | cat\nrun c &> /dev/null < /dev/null",
     "prefix": "A=1 run b",
     "eval": "C=\"run a 'b c'\"; eval $C; eval run d\\;run e",
@@ -50,6 +51,14 @@ HELD = {
     "group": "{ run a; run b; }; ( run c )",
     "string over lines": 'A="\n  --x 1 \\\n  --y 2\n"\nrun $A',
     "quotes in a string": "A=(\"--split '99,1,0'\"); run ${A[@]}",
+    "continued within a word": "run a\\\nb \"c\\\nd\" --x=1\\\ne-4\\\n  'e \\\nf'",
+    "continued behind nothing": "A=; run a $A\\\n  b",
+    "arithmetic commands": "N=4; ((N *= 2)); (( N++ )); ((--N, M = N / 3)); let K=N*2 'K += 1'; run $N $M $K",
+    "by another name": "A=B; B=x; run ${!A}",
+    "exported": 'K=A; export "$K"="b c" "D=e"; run "$A" $D',
+    "read": "B=x\nread -r -d '' A <<EOF\n--y $B\n  --z \"1\" \\\n --w\nEOF\nrun $A",
+    "read as it stands": "B=x\nread -r -d '' C <<'EOF'\n$B\nEOF\nrun \"$C\"",
+    "empty in a condition": '[ "$X" = 1 ] && run a\n[ "$X" = 1 ] || run b\n[ "$X" != 1 ] && run c',
     "unset": "A=1; unset A; run ${A:-gone}",
 }
 
@@ -90,10 +99,32 @@ def test_values_from_outside_stay() -> None:
 
 
 def test_an_unset_variable_is_empty_in_a_condition_and_other_open_ones_are_said() -> None:
-    script = 'if [ -n "$KEY" ]; then run a; fi\nif [ -z "$KEY" ]; then run b; fi\nif [ $KIND = x ]; then run c; fi'
+    script = (
+        'if [ -n "$KEY" ]; then run a; fi\nif [ -z "$KEY" ]; then run b; fi\nif [ `kind` = x ]; then run c; fi\n'
+        '[ `kind` = x ] && run d\n[ "$KIND" = x ] && run e'
+    )
     found = shell.read(script, {}, ())
     assert [words for _, words in found.commands] == [("run", "b")]
-    assert found.remarks == ("line 3: a condition is taken not to hold; the script leaves it open",)
+    assert found.remarks == (
+        "line 3: a condition is taken not to hold; the script leaves it open",
+        "line 4: a condition is taken not to hold; the script leaves it open",
+        "line 5: $KIND is taken to be empty in a condition; the script does not set it",
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "remark"),
+    [
+        ('export "$KEY"="x"', "line 1: what $KEY=x sets is not known: give it as NAME=VALUE in front of --"),
+        ("read A B <<EOF\nx y\nEOF", "line 1: what is read from the text behind << is left open"),
+    ],
+)
+def test_what_is_not_carried_out_is_said(script: str, remark: str) -> None:
+    assert shell.read(script, {}, ()).remarks == (remark,)
+
+
+def test_what_is_counted_in_another_way_is_left_open() -> None:
+    assert said("N=4; ((N |= 1)); M=1; let M=K; run $N $M ${!N}") == [["run", "$N", "$((K))", "${!N}"]]
 
 
 def test_lines_are_counted() -> None:

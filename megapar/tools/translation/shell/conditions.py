@@ -15,6 +15,7 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     "-gt": lambda a, b: a > b,
     "-ge": lambda a, b: a >= b,
 }
+_ASKS = ("-z", "-n", "-v")
 _FILES = ("-f", "-d", "-e", "-s", "-r", "-x", "-L", "-h")
 
 
@@ -36,12 +37,19 @@ def holds(words: Sequence[str]) -> bool | None:
     return _one(words)
 
 
+def taken_as_empty(words: Sequence[str]) -> list[str]:
+    """The variables that ``words`` compare and nobody set."""
+    asked = [word for before, word in zip(["", *words], words, strict=False) if before not in _ASKS]
+    return [open_values.said(word) for word in asked if open_values.is_variable(word)]
+
+
 def _one(words: Sequence[str]) -> bool | None:
     if len(words) == 2 and words[0] in _FILES:
         return True
-    if len(words) == 2 and words[0] in ("-z", "-n", "-v"):
+    if len(words) == 2 and words[0] in _ASKS:
         empty = words[1] == "" or open_values.marks(words[1]) == [words[1]]  # a variable that nobody set is empty
         return empty == (words[0] == "-z")
+    words = ["" if open_values.is_variable(word) else word for word in words]
     if any(open_values.is_open(word) for word in words):
         return None
     if len(words) < 2:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from megapar.tools.translation import open_values
-from megapar.tools.translation.shell.conditions import holds
+from megapar.tools.translation.shell.conditions import holds, taken_as_empty
 from megapar.tools.translation.shell.tree import (
     Block,
     Case,
@@ -28,6 +29,10 @@ from megapar.tools.translation.shell.words import Word
 _MOST_TURNS = 1000
 _MOST_CALLS = 50
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
+_CHANGE = re.compile(r"\s*([A-Za-z_]\w*)\s*(\*\*|[-+*/%]|)=(?!=)(.*)", re.DOTALL)
+_CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:<<|>>|\*\*|[-+*/%&|^])?=(?!=)")
+_STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
+_STEPS = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _SHELLS = ("bash", "sh", "zsh")
 
 
@@ -90,16 +95,26 @@ class _Reader:
     def _joined(self, joined: Joined) -> bool | None:
         outcome: bool | None = True
         for operator, command in joined.commands:
-            if (operator == "&&" and outcome is False) or (operator == "||" and outcome is not False):
+            if outcome is None and operator in ("&&", "||"):
+                self._open(joined.at)
+            if (operator == "&&" and not outcome) or (operator == "||" and outcome):
                 continue
             outcome = self.command(command)
         return outcome if not joined.negated or outcome is None else not outcome
+
+    def _open(self, at: int) -> None:
+        self.remarks.append(f"line {at}: a condition is taken not to hold; the script leaves it open")
+
+    def _holds(self, words: Sequence[str], at: int) -> bool | None:
+        for name in taken_as_empty(words):
+            self.remarks.append(f"line {at}: {name} is taken to be empty in a condition; the script does not set it")
+        return holds(words)
 
     def _if(self, command: If) -> bool | None:
         for condition, body in command.branches:
             outcome = self.block(condition) if condition else True
             if outcome is None:
-                self.remarks.append(f"line {command.at}: a condition is taken not to hold; the script leaves it open")
+                self._open(command.at)
             if outcome:
                 return self.block(body)
         return True
@@ -137,10 +152,31 @@ class _Reader:
     def _test(self, test: Condition) -> bool | None:
         if test.arithmetic:
             text = "".join(self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens)
-            value = self.values.arithmetic(text)
+            value = self._counted(text)
             return None if open_values.is_open(value) else value != "0"
         words = [self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens]
-        return holds(words)
+        return self._holds(words, test.at)
+
+    def _counted(self, text: str) -> str:
+        """The value of an arithmetic command; what it assigns is assigned, as a mark where it is not plain."""
+        value = ""
+        for part in open_values.said(text).split(","):
+            step, change = _STEP.fullmatch(part), _CHANGE.fullmatch(part)
+            if step is not None:
+                name, sign = step[1] or step[4], (step[2] or step[3])[0]
+                after = self.values.arithmetic(f"{name} {sign} 1")
+                value = self.values.arithmetic(name) if step[1] else after
+                self._set(name, after)
+            elif change is not None and not _CHANGE.search(change[3]) and not _STEPS.search(change[3]):
+                name, operator, operand = change.groups()
+                value = self.values.arithmetic(f"{name} {operator} ({operand})" if operator else operand)
+                self._set(name, value)
+            else:
+                value = self.values.arithmetic(part)
+                for found in (*_CHANGED.finditer(part), *_STEPS.finditer(part)):
+                    name = next(filter(None, found.groups()))
+                    self._set(name, open_values.mark(f"${name}"))
+        return value
 
     def _simple(self, command: Simple) -> bool | None:
         rest = list(command.words)
@@ -148,11 +184,25 @@ class _Reader:
         while rest and (rest[0].array is not None or self._assigns(rest[0])):
             assignments.append(rest.pop(0))
         if not rest or rest[0].plain in _DECLARES:
-            for word in [*assignments, *rest]:
+            for word in assignments:
                 self._assign(word)
+            for word in rest[1:]:
+                self._declare(word, command.at)
             return True
         fields = tuple(field for word in rest for field in self.values.fields(word))
+        if fields and fields[0] == "read" and command.document is not None:
+            self._read(fields, self.values.text(command.document), command.at)
+            return True
         return self._run(fields, command.at) if fields else True
+
+    def _read(self, fields: tuple[str, ...], text: str, at: int) -> None:
+        """Read of a text behind ``<<`` into one name: all of it with -d '', its first line without."""
+        if fields[-1].isidentifier() and fields[1:-1] in (("-r", "-d", ""), ("-d", "", "-r"), ("-rd", ""), ("-d", "")):
+            self._set(fields[-1], text.strip())
+        elif fields[-1].isidentifier() and fields[1:-1] in ((), ("-r",)):
+            self._set(fields[-1], text.partition("\n")[0].strip())
+        else:
+            self.remarks.append(f"line {at}: what is read from the text behind << is left open")
 
     @staticmethod
     def _assigns(word: Word) -> bool:
@@ -176,6 +226,17 @@ class _Reader:
             else:
                 self._set(name, before + text)
 
+    def _declare(self, word: Word, at: int) -> None:
+        """An assignment behind export or the like, whose name may be quoted or in a variable."""
+        name, equals, text = self.values.text(word).partition("=")
+        if word.array is not None or self._assigns(word) or not equals:
+            self._assign(word)
+        elif name.isidentifier():
+            self._set(name, text)
+        else:
+            shown = open_values.said(f"{name}={text}")
+            self.remarks.append(f"line {at}: what {shown} sets is not known: give it as NAME=VALUE in front of --")
+
     def _set(self, name: str, value: Value) -> None:
         if name not in self.fixed:
             self.values.named[name] = value
@@ -183,7 +244,7 @@ class _Reader:
     def _run(self, fields: tuple[str, ...], at: int) -> bool | None:
         name = fields[0]
         if name in ("[", "test"):
-            return holds(fields[1:-1] if name == "[" else fields[1:])
+            return self._holds(fields[1:-1] if name == "[" else fields[1:], at)
         if name in ("true", "false", ":"):
             return name != "false"
         if name == "shift":
@@ -194,6 +255,9 @@ class _Reader:
         elif name == "unset":
             for variable in fields[1:]:
                 self.values.named.pop(variable, None)
+        elif name == "let":
+            for field in fields[1:]:
+                self._counted(field)
         elif name == "eval":
             self._again(" ".join(fields[1:]), at)
         elif name in ("source", "."):

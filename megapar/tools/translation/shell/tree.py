@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megapar.tools.translation.shell.words import Lexer, Operator, SyntaxProblem, Token, Word
@@ -9,10 +10,11 @@ from megapar.tools.translation.shell.words import Lexer, Operator, SyntaxProblem
 
 @dataclass(frozen=True)
 class Simple:
-    """A command: its words."""
+    """A command: its words. document: the text behind ``<<`` in its last line."""
 
     words: tuple[Word, ...]
     at: int
+    document: Word | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Joined:
     """Commands with ``&&``, ``||`` or ``|`` in front of all but the first. negated: ``!`` in front of them all."""
 
     commands: tuple[tuple[str, Command], ...]
+    at: int
     negated: bool = False
 
 
@@ -82,7 +85,8 @@ Block = tuple[Command, ...]
 
 def parse(text: str, first_line: int = 1) -> Block:
     """The commands of a script. Raises SyntaxProblem."""
-    parser = _Parser(Lexer(text, first_line).tokens())
+    lexer = Lexer(text, first_line)
+    parser = _Parser(lexer.tokens(), lexer.documents)
     block = parser.block(())
     if parser.token is not None:
         raise SyntaxProblem(parser.token.at, f"{parser.shown} stands where a command should")
@@ -92,8 +96,9 @@ def parse(text: str, first_line: int = 1) -> Block:
 class _Parser:
     """Recursive descent over the tokens."""
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[Token], documents: Mapping[int, Word]) -> None:
         self.tokens = tokens
+        self.documents = documents
         self.place = 0
 
     @property
@@ -137,6 +142,7 @@ class _Parser:
 
     def joined(self) -> Command:
         """Commands that hang together."""
+        at = self.token.at if self.token is not None else 0
         negated = self.take("!")
         commands = [("", self.command())]
         while isinstance(self.token, Operator) and self.shown in ("&&", "||", "|", "|&"):
@@ -145,7 +151,7 @@ class _Parser:
             while self.take("\n"):
                 pass
             commands.append((operator, self.command()))
-        return commands[0][1] if len(commands) == 1 and not negated else Joined(tuple(commands), negated)
+        return commands[0][1] if len(commands) == 1 and not negated else Joined(tuple(commands), at, negated)
 
     def command(self) -> Command:
         """One command."""
@@ -192,7 +198,7 @@ class _Parser:
             self.place += 1
         if not words:
             raise SyntaxProblem(at, f"{self.shown!r} stands where a command should")
-        return Simple(tuple(words), at)
+        return Simple(tuple(words), at, self.documents.get(words[-1].at))
 
     def _test(self, opening: str, at: int) -> Command:
         found: list[Token] = []

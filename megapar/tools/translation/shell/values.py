@@ -112,6 +112,10 @@ class Values:
         if found is None:
             return open_values.mark(f"${{{text}}}")
         counted, name, index, rest = found.groups()
+        if name == "!" and rest:  # by a name that another variable holds
+            other = self.get(rest)
+            known = isinstance(other, str) and other.isidentifier()
+            return self._parameter(str(other)) if known else open_values.mark(f"${{{text}}}")
         if counted and not rest:
             value = self.get(name)
             return open_values.mark(f"${{{text}}}") if value is None else str(len(value))

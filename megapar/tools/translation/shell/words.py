@@ -64,10 +64,11 @@ class Lexer:
     """Text to tokens; redirections, comments and here-documents are left out."""
 
     def __init__(self, text: str, first_line: int = 1) -> None:
-        self.text = text.replace("\r\n", "\n").replace("\\\n", " \x00")  # a zero byte counts the line, no more
+        self.text = text.replace("\r\n", "\n").replace("\\\n", "\x00")  # a zero byte counts the line, no more
         self.place = 0
         self.line = first_line
-        self.pending: list[tuple[str, bool]] = []
+        self.pending: list[tuple[int, str, bool, bool]] = []  # line, mark, without tabs, as it stands
+        self.documents: dict[int, Word] = {}  # by the line that has <<
 
     def tokens(self, end: str = "") -> list[Token]:
         """Tokens up to the end, or to an unquoted ``end``, which is taken."""
@@ -103,7 +104,7 @@ class Lexer:
     def _token(self) -> Token | None:
         here = _HERE.match(self.text, self.place)
         if here is not None and not self.text.startswith("<<<", self.place):
-            self.pending.append((here[2].strip("\\'\""), here[1] == "-"))
+            self.pending.append((self.line, here[2].strip("\\'\""), here[1] == "-", here[2][0] in "\\'\""))
             self._step(len(here[0]))
             return None
         redirected = _REDIRECTION.match(self.text, self.place)
@@ -127,12 +128,16 @@ class Lexer:
             self._word()
 
     def _skip_documents(self) -> None:
-        for mark, tabs in self.pending:
+        for at, mark, tabs, plain in self.pending:
+            lines: list[str] = []
             while self.place < len(self.text):
                 line = self.text[self.place :].partition("\n")[0]
                 self._step(len(line) + 1)
-                if (line.lstrip("\t") if tabs else line).replace("\x00", "") == mark:
+                lines.append(line.lstrip("\t") if tabs else line)
+                if lines[-1].replace("\x00", "") == mark:
+                    lines.pop()
                     break
+            self.documents[at] = _document("\n".join(lines), at, plain)
         self.pending = []
 
     def _word(self) -> Word:
@@ -143,8 +148,11 @@ class Lexer:
             elements = tuple(token for token in self.tokens(")") if isinstance(token, Word))
             return Word((), at, elements, array[1], bool(array[2]))
         parts: list[Fragment] = []
-        while self.place < len(self.text) and self.text[self.place] not in _BREAKS + "\x00":
-            parts += self._piece(quoted=False)
+        while self.place < len(self.text) and self.text[self.place] not in _BREAKS:
+            if self.text[self.place] == "\x00":  # the word goes on in the next line, if it does
+                self._step()
+            else:
+                parts += self._piece(quoted=False)
         return Word(tuple(parts), at)
 
     def _piece(self, quoted: bool) -> list[Fragment]:
@@ -169,7 +177,7 @@ class Lexer:
         if char == "`":
             return [Fragment(COMMAND, self._until("`"), quoted)]
         end = self.place + 1
-        stops = open_values.BEGIN + ('"\\$`\x00' if quoted else "'\"\\$`\x00" + _BREAKS)
+        stops = open_values.BEGIN + ('"\\$`' if quoted else "'\"\\$`" + _BREAKS)
         while end < len(self.text) and self.text[end] not in stops:
             end += 1
         text = self.text[self.place : end]
@@ -193,7 +201,7 @@ class Lexer:
             raise SyntaxProblem(at, f"a quotation that begins here has no end ({mark})")
         text = self.text[self.place + 1 : end]
         self._step(end + 1 - self.place)
-        return text.replace(" \x00", "\\\n" if mark == "'" else "")
+        return text.replace("\x00", "\\\n" if mark == "'" else "")
 
     def _dollar(self, quoted: bool) -> Fragment:
         for opening, kind, closing in (("$((", ARITHMETIC, "))"), ("$(", COMMAND, ")"), ("${", PARAMETER, "}")):
@@ -217,6 +225,17 @@ class Lexer:
             depth += (self.text[place] == left) - (self.text[place] == right)
             place += 2 if self.text[place] == "\\" else 1
         raise SyntaxProblem(at, f"{opening} has no {closing}")
+
+
+def _document(text: str, at: int, plain: bool) -> Word:
+    """What is behind ``<<``; variables in it stand for their values where it is not plain."""
+    if plain:
+        return Word((Fragment(TEXT, text.replace("\x00", "\\\n"), True),), at)
+    try:
+        (word,) = words_of('"' + text.replace('"', '\\"') + '"')
+    except ValueError:  # a SyntaxProblem, or several words
+        return Word((Fragment(TEXT, open_values.mark("<<"), True),), at)
+    return word
 
 
 def words_of(text: str) -> list[Word]:
