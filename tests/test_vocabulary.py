@@ -20,6 +20,7 @@ from megapar.planning.plan import Plan
 from megapar.planning.text import describe
 from megapar.training.sizes import facts_of, make_sizes
 
+ODD_WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a\u0085b", "\u2028", "c")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c")
 
 
@@ -35,6 +36,11 @@ def _write(folder: Path, name: str, content: Any) -> None:
 
 def _bert(folder: Path, model: bytes) -> None:
     _write(folder, "vocab.txt", "\n".join(WORDS) + "\n")
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
+
+
+def _bert_with_odd_words(folder: Path, model: bytes) -> None:
+    _write(folder, "vocab.txt", "\n".join(ODD_WORDS) + "\n")
     _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
 
 
@@ -77,7 +83,10 @@ def _fast_with_tokens_named_beside(folder: Path, model: bytes) -> None:
     _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"]})
 
 
-FOLDERS = (_bert, _ernie, _gpt2, _llama, _fast, _fast_with_added_tokens, _fast_with_tokens_named_beside)
+FOLDERS = (
+    *(_bert, _bert_with_odd_words, _ernie, _gpt2, _llama),
+    *(_fast, _fast_with_added_tokens, _fast_with_tokens_named_beside),
+)
 
 
 @pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__.strip("_"))
@@ -143,6 +152,10 @@ def test_a_checkpoint_keeps_its_rows(tmp_path: Path, model: bytes) -> None:
     _write(tmp_path / "run", "latest", "iter_0000005\n")
     load = ("--load", str(tmp_path / "run"), "--tokenizer-model", str(path))
     assert _config(*load).model.vocab_size == 777
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.model").write_text("IQ== 0\n", encoding="utf-8")
+    assert _config(*load[:2], "--tokenizer-model", str(other)).model.vocab_size == 777
     assert _config(*load, "--ckpt-step", "5", "--finetune").model.vocab_size == 777
     assert _config(*load, "--vocab-size", "800").model.vocab_size == 800  # which the checkpoint refuses
     first = ("--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"), "--tokenizer-model", str(path))

@@ -67,7 +67,8 @@ def _read(path: Path, stamps: tuple[Any, ...]) -> Vocabulary | None:
         ids = {str(token): int(number) for token, number in _json(path / "vocab.json").items()}
         return _complete(ids, config)
     if (path / "vocab.txt").exists():
-        lines = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
+        text = (path / "vocab.txt").read_text(encoding="utf-8")
+        lines = text.removesuffix("\n").split("\n") if text else []  # not splitlines: U+0085 and U+2028 are tokens
         # Its name says WordPiece, whatever class the folder names.
         return _complete(dict(zip(lines, range(len(lines)), strict=True)), {"tokenizer_class": "Bert", **config})
     models = sorted(path.glob("*.model"))
@@ -185,11 +186,14 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
         shift += 7
 
 
-def too_large(name: str | None, size: int, rows: int) -> Complaint:
-    """A tokenizer with more ids than the embedding has rows. name: of its file; None: it was trained here."""
+def too_large(name: str | None, size: int, rows: int, *, fixed: bool = False) -> Complaint:
+    """A tokenizer with more ids than the embedding has rows.
+
+    name: of its file; None: it was trained here. fixed: the rows are of weights that are loaded.
+    """
     return Complaint(
         "vocabulary",
         f"the tokenizer {name or 'trained here'} has {size} ids, more than the {rows} rows of the embedding "
         f"(--vocab-size {rows}).",
-        f"Give --vocab-size {size} or more.",
+        "Give the tokenizer that it was trained with." if fixed else f"Give --vocab-size {size} or more.",
     )
