@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megapar.compatibility import check
@@ -15,7 +16,7 @@ from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
 from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
-from megapar.config.flag import KINDS, SCRIPTS, Flag
+from megapar.config.flag import KINDS, SCRIPTS, Flag, normal
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.read import (
@@ -33,7 +34,7 @@ from megapar.config.unsaid import check_unsaid
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
-from megapar.errors import ConfigError
+from megapar.errors import Complaint, ConfigError
 from megapar.rules.exports import export_class
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
@@ -60,11 +61,14 @@ def parse(
     if asking and by_rules:
         what = "--validate-only looks at the files, too, which --rules-only leaves out."
         draft.complain("contradiction", what, "Keep one of them.")
-    files = [] if by_rules else list(check_files(values))
+    with _reaching(draft):
+        files = [] if by_rules else list(check_files(values))
     start = check_start(environ, values) if starting and not asking and not by_rules else []
     unsaid = check_unsaid(values, draft.origins)
     if (starting or asking) and not by_rules:
-        start += [*check_save(environ, values), *(() if planning else unsaid.refused)]
+        with _reaching(draft):
+            start += check_save(environ, values)
+        start += () if planning else unsaid.refused
     complaints = [*draft.complaints, *verdict.refused, *([] if by_rules else verdict.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
@@ -138,6 +142,22 @@ def _say(text: str, speaks: bool, error: bool = False) -> None:
 def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Draft, dict[str, Any]]:
     """Read file and line, fill in defaults, derive: the draft with its complaints, and flat values for the rules."""
     draft = Draft(kind, environ)
+    with _reaching(draft):
+        return draft, _values(draft, argv)
+
+
+@contextmanager
+def _reaching(draft: Draft) -> Iterator[None]:
+    """What the system refuses of a path, a closed folder or a name that is too long, is one more complaint."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}." if error.filename else f"{error}."
+        raise ConfigError([*draft.complaints, Complaint("file", message)]) from error
+
+
+def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
+    kind, environ = draft.kind, draft.environ
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
     let_mock_data_win(draft)
@@ -160,17 +180,20 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
         values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"
     if (written := export_class(values, published)) is not None:
         values["export_class"] = written
-    return draft, values
+    return values
 
 
 def _config_paths(argv: Sequence[str]) -> list[str]:
     """The values of --config, wherever they stand: files are read before the line, in their order."""
     paths = []
     for index, token in enumerate(argv):
-        if token == "--config" and index + 1 < len(argv):
+        name, equals, attached = token.partition("=")
+        if normal(name) != "--config":
+            continue
+        if equals:
+            paths.append(attached)
+        elif index + 1 < len(argv):
             paths.append(argv[index + 1])
-        elif token.startswith("--config="):
-            paths.append(token.partition("=")[2])
     return paths
 
 

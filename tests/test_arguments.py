@@ -204,6 +204,9 @@ def test_yaml_lists_switches_and_aliases(tmp_path: Path) -> None:
         ("num_layers: [1, 2]", "value"),
         ("lr: {a: 1}", "value"),
         ("swiglu: 3", "value"),
+        ("data_path: []", "value"),
+        ("tokenizer_model: ''", "value"),
+        ("a: &a {lr: 1}\nmodel:\n  <<: *a", "config-file"),
     ],
 )
 def test_bad_yaml_is_a_complaint(tmp_path: Path, text: str, rule: str) -> None:
@@ -256,8 +259,12 @@ def test_reminders_are_printed_by_a_start_and_by_validate_only(capsys: pytest.Ca
         ("num_layers: 19\nhidden_size: 2048\n", "", False),
     ],
 )
-def test_a_published_run_does_not_start_on_built_in_text(tmp_path: Path, text: str, more: str, refused: bool) -> None:
-    line = ["--config", write(tmp_path, text), *more.split()]
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_published_run_does_not_start_on_built_in_text(
+    tmp_path: Path, text: str, more: str, refused: bool, files: int
+) -> None:
+    (tmp_path / "empty.yaml").write_text("", encoding="utf-8")
+    line = ["--config", write(tmp_path, text), *["--config", f"{tmp_path}/empty.yaml"] * (files - 1), *more.split()]
     place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     complaints: list[str] = []
     try:
@@ -312,6 +319,8 @@ def test_megatron_prefix_is_recognised(tmp_path: Path) -> None:
         builder.end_document()
         builder.finalize()
     for path in ("corpus", "corpus.bin", "corpus.idx"):
+        mixed = [f"--data-path=0.7 {tmp_path}/{path} 0.3 {tmp_path}/corpus"]
+        assert f"write a list: [0.7, {tmp_path}/{path}, 0.3," in rules(mixed)["file-missing"]
         assert (
             accept(f"--data-path 0.7 {tmp_path}/{path} .3 {tmp_path}/corpus").data.data_path[1] == f"{tmp_path}/{path}"
         )

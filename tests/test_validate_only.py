@@ -31,6 +31,12 @@ MISTAKES = [
     # line, words of the complaint; an ERNIE line begins with pretrain_ernie.py
     ("--multi-latent-attention", "[not-built-multi-latent-attention]"),
     ("--data-path no.jsonl", "[file-missing] --data-path no.jsonl does not exist"),
+    ("--data-path texts/wrong.jsonl --eval-data-path mock", "[data-alone]"),
+    ("--data-path mock --eval-data-path a.jsonl", "[data-alone]"),
+    ("--load=", "[value] --load is an empty text. Leave it out"),
+    ("--data-source hf --hf-dataset=", "--hf-dataset is an empty text"),
+    (f"--save {'a' * 300}", f"{'a' * 300}: File name too long."),
+    (f"--data-path no.jsonl --load-hf {'a' * 300}", "File name too long"),
     ("--data-path data/corpus", "Did you mean data/corpus_text_document?"),
     ("--data-path data", "a folder of indexed files", "Write --data-path data/corpus_text_document"),
     ("--data-path half", "half.idx is there, half.bin is not"),
@@ -53,7 +59,7 @@ MISTAKES = [
     ("--tokenizer-model gpt2", "--tokenizer-model gpt2 does not exist", "hf download gpt2 --local-dir gpt2"),
     ("--tokenizer-model a.jsonl", "[tokenizer] --tokenizer-model a.jsonl cannot be read", "not a sentencepiece model"),
     ("--tokenizer-model words --vocab-size 8", "the tokenizer words has 10 ids, more than the 8 rows"),
-    ("--tokenizer-model words --load run", "the tokenizer words has 10 ids, more than the 9 rows"),
+    ("--tokenizer-model words --load run", "10 ids, more than the 9 rows", "Give the tokenizer that it was trained"),
     ("pretrain_ernie.py --tokenizer-model words", "words has no mask token, which is needed here"),
     (
         f"{ERNIE3} --triples-file triples.tsv",
@@ -65,6 +71,8 @@ MISTAKES = [
     ("--load run --train-iters 6 --lr 1", "[checkpoint-schedule]", "--lr is", "--override-opt-param-scheduler"),
     ("--load foreign", "[checkpoint-foreign]", "Megatron-LM", "--load-hf"),
     ("--load run --ckpt-step 7", "no checkpoint of --ckpt-step 7", "It has those of 6"),
+    ("--load broken --ckpt-step 5", "broken holds no checkpoint", "It holds only a save that was not finished"),
+    ("--load downloaded", "downloaded holds no checkpoint", "did you mean --load-hf downloaded?"),
     ("--save run", "[checkpoint] --save run holds checkpoints of another run, up to iteration 6"),
     ("--load-hf model", "--load-hf model has a config.json and no weights"),
     ("--load-hf half_model", "--load-hf half_model lacks model-2.safetensors, which its model.safetensors.index.json"),
@@ -87,13 +95,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:20])
     footer = b"\x15\x00body"
     (place / "columns.parquet").write_bytes(b"PAR1" + footer + struct.pack("<I", len(footer)) + b"PAR1")
-    for name in ("data", "texts", "saved", "words", "foreign", "model", "half_model"):
+    for name in ("data", "texts", "saved", "words", "foreign", "model", "half_model", "broken", "downloaded"):
         (place / name).mkdir()
     (place / "texts/wrong.jsonl").write_text('{"body": "a"}\n', encoding="utf-8")
     (place / "saved/dataset_info.json").write_text('{"features": {"body": {}}}', encoding="utf-8")
     (place / "words/vocab.json").write_text(json.dumps({f"w{i}": i for i in range(10)}), encoding="utf-8")
     (place / "foreign/latest_checkpointed_iteration.txt").write_text("5", encoding="utf-8")
     (place / "foreign/iter_0000005").mkdir()
+    (place / "broken/iter_0000001.tmp-0123456789ab").mkdir()
+    for name in ("config.json", "metadata.json"):
+        (place / "downloaded" / name).write_text("{}", encoding="utf-8")
     (place / "model/config.json").write_text("{}", encoding="utf-8")
     (place / "half_model/config.json").write_text("{}", encoding="utf-8")
     (place / "half_model/model-1.safetensors").touch()
@@ -105,6 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _indexed(place / "half", [5])
     (place / "half.bin").unlink()
     _checkpoint(place / "run")
+    _checkpoint(place / "converted")
+    (place / "converted/iter_0000006/scalars.json").write_text('{"schedule": {}}', encoding="utf-8")
     return place
 
 
@@ -170,6 +183,11 @@ def test_a_whole_configuration_is_accepted_without_torch_and_remarks_come_last(f
     row = next(row for row in done.stdout.splitlines() if row.startswith("  --vocab-size"))
     assert row.split() == ["--vocab-size", "9", "derived"]
     assert "old name" in done.stdout.splitlines()[-1]
+
+
+def test_a_checkpoint_without_a_schedule_is_weights_alone(folder: Path) -> None:
+    line = f"--load converted {STEPS} --data-path a.jsonl --validate-only"
+    assert start(folder, "pretrain_moe.py", line).returncode == 0
 
 
 def test_the_machine_is_not_asked_for_by_validate_only(folder: Path) -> None:

@@ -20,6 +20,7 @@ from megapar.planning.plan import Plan
 from megapar.planning.text import describe
 from megapar.training.sizes import facts_of, make_sizes
 
+ODD_WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a\u0085b", "\u2028", "c")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c")
 
 
@@ -173,6 +174,10 @@ def test_a_checkpoint_keeps_its_rows(tmp_path: Path, model: bytes) -> None:
     _write(tmp_path / "run", "latest", "iter_0000005\n")
     load = ("--load", str(tmp_path / "run"), "--tokenizer-model", str(path))
     assert _config(*load).model.vocab_size == 777
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.model").write_text("IQ== 0\n", encoding="utf-8")
+    assert _config(*load[:2], "--tokenizer-model", str(other)).model.vocab_size == 777
     assert _config(*load, "--ckpt-step", "5", "--finetune").model.vocab_size == 777
     assert _config(*load, "--vocab-size", "800").model.vocab_size == 800  # which the checkpoint refuses
     first = ("--load", str(tmp_path / "new"), "--save", str(tmp_path / "new"), "--tokenizer-model", str(path))

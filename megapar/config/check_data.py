@@ -84,6 +84,9 @@ def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
 
 def missing(name: str, path: str) -> Complaint:
     """A file or folder that is not there, with what is there in its place. name: of the flag."""
+    if name.endswith("data_path") and _is_mixture(path):
+        fix = f"In a file write a list: [{', '.join(path.split())}]; on the line leave the quotes out."
+        return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
     fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())
     is_file = path.endswith((".model", ".json", ".txt"))
     if name in ("load_hf", "tokenizer_model") and re.fullmatch(_HUB_NAME, path) and not is_file:
@@ -103,6 +106,15 @@ def _items(paths: Any) -> list[str]:
         return [item for _, item in blend_of(paths or ())]
     except ValueError:  # a rule row speaks of it
         return []
+
+
+def _is_mixture(text: str) -> bool:
+    """Whether one text is weights and paths in turn."""
+    try:
+        parts = blend_of(text.split())
+    except ValueError:
+        return False
+    return bool(parts) and parts[0][0] is not None
 
 
 def _prefix(path: str) -> str | None:

@@ -101,7 +101,7 @@ def _skipped(path: Path) -> str:
         return "a folder"
     if not path.is_file():
         return "no file"
-    if path.name.lower().startswith(_ABOUT_DATA):
+    if path.name.lower().split(".")[0] in _ABOUT_DATA and kind not in (*JSONL, PARQUET):
         return "about the data"
     if path.stat().st_size == 0:
         return "empty"

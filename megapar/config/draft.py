@@ -12,7 +12,12 @@ from megapar.errors import Complaint
 
 def is_given(origin: str | None) -> bool:
     """Whether a value with this origin was asked for, on the line or in a file."""
-    return origin is not None and origin.partition(" ")[0] in ("file", "flag")
+    return is_from_file(origin) or origin == "flag"
+
+
+def is_from_file(origin: str | None) -> bool:
+    """Whether a value with this origin is from a file, be it the only one or one of several."""
+    return origin is not None and origin.partition(" ")[0] == "file"
 
 
 @dataclass

@@ -37,16 +37,10 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("tokenizer_model"):
         no_tokenizer = list(_tokenizer(Path(values["tokenizer_model"])))
         yield from no_tokenizer or check_vocabulary(values)
-    if values.get("load") and Path(values["load"]).is_file():
-        yield Complaint("file", f"--load {values['load']} is a file.", "It takes a checkpoint folder.")
-    elif values.get("load") and (foreign := foreign_checkpoint(Path(values["load"]))):
-        yield Complaint("checkpoint-foreign", f"--load {values['load']} is {foreign}.", FIX)
-    elif values.get("load") and not _saves_where_it_loads(values):
-        yield from _checkpoint(Path(values["load"]))
+    if values.get("load"):
+        yield from _loaded(values)
     if values.get("load_hf"):
         yield from _published(Path(values["load_hf"]))
-    if values.get("load") and values.get("ckpt_step") is not None:
-        yield from _step(Path(values["load"]), values["ckpt_step"])
     for name in ("save", "save_hf", "tensorboard_dir"):
         if values.get(name):
             yield from _folder(name, Path(values[name]))
@@ -59,6 +53,20 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint(
             "file", f"--save-hf {values['save_hf']} is where --load-hf takes its weights from.", "Give another folder."
         )
+
+
+def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    path = Path(values["load"])
+    if path.is_file():
+        yield Complaint("file", f"--load {path} is a file.", "It takes a checkpoint folder.")
+        return
+    if foreign := foreign_checkpoint(path):
+        yield Complaint("checkpoint-foreign", f"--load {path} is {foreign}.", FIX)
+        return
+    none = [] if _saves_where_it_loads(values) else list(_checkpoint(path))
+    yield from none
+    if not none and values.get("ckpt_step") is not None:
+        yield from _step(path, values["ckpt_step"])
 
 
 def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
@@ -87,8 +95,10 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
         fix = f"It is one checkpoint itself: give the folder that holds it, --load {path.absolute().parent}."
     elif (path / "config.json").exists():
         fix = f"It holds a Hugging Face model: did you mean --load-hf {path}?"
-    elif any(path.glob("iter_*")):
+    elif any(".tmp-" not in one.name for one in path.glob("iter_*")):
         fix = "What it holds is another program's: bring it into Hugging Face's form there, and give it by --load-hf."
+    elif any(path.glob("iter_*")):
+        fix = "It holds only a save that was not finished: start without --load."
     yield Complaint("checkpoint-missing", f"--load {path} holds no checkpoint (no iter_*/{LAYOUT}).", fix)
 
 

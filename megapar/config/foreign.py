@@ -17,7 +17,7 @@ _FORMS = (
     ("a checkpoint of Megatron-LM, a file per rank", (_RANK_FILE, f"*/{_RANK_FILE}")),
     (
         "a distributed checkpoint of Megatron-LM",
-        ("common.pt", "*/common.pt", "metadata.json", "*/metadata.json", "*.distcp", "*/*.distcp"),
+        ("common.pt", "*/common.pt", "*.distcp", "*/*.distcp"),
     ),
     ("a checkpoint folder of Megatron-LM", ("latest_checkpointed_iteration.txt",)),
 )

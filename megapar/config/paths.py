@@ -18,6 +18,8 @@ def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
     """A flag's path, or its tuple of them, with ``expand``. Raises BadValue with the flag's name."""
     try:
         if isinstance(value, tuple):
+            if not value and any(flag.defaults.values()):
+                raise BadValue("value", "is an empty list.", "Leave it out, or name a path.")
             return tuple(expand(one, environ) for one in value)
         return expand(value, environ)
     except BadValue as error:
@@ -27,8 +29,16 @@ def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
 def expand(path: str, environ: Mapping[str, str]) -> str:
     """``~``, ``$NAME`` and ``${NAME}`` by ``environ``, else by this process's environment.
 
-    A path that is there under its very name stays. Raises BadValue for a variable that is not set.
+    A path that is there under its very name stays. Raises BadValue for a variable that is not set, and where nothing
+    is left.
     """
+    found = _expand(path, environ)
+    if not found:
+        raise BadValue("value", f"is an empty text{f' ({path})' if path else ''}.", "Leave it out, or name a path.")
+    return found
+
+
+def _expand(path: str, environ: Mapping[str, str]) -> str:
     known = {**os.environ, **environ}
     missing = [name for pair in _VARIABLE.findall(path) for name in pair if name and name not in known]
     if missing and not Path(path).exists():

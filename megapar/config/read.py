@@ -11,7 +11,7 @@ from typing import Any
 from megapar.config.about import KEYS, About, other_script, spelled, take
 from megapar.config.blocks import Leaf, Pairs, Strange, leaves
 from megapar.config.config import FLAGS
-from megapar.config.draft import Draft, is_given
+from megapar.config.draft import Draft, is_from_file, is_given
 from megapar.config.flag import SCRIPTS, SWITCH, Flag
 from megapar.config.flag import normal as normal
 from megapar.config.help import default_text
@@ -283,6 +283,10 @@ def _load_pairs(text: str) -> Pairs:
         """Whole numbers stay texts, which the flags read: to YAML 3:4 is 184, and 010 is 8."""
 
     def pairs_of(node: yaml.MappingNode) -> Pairs:
+        merged = next((key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"), None)
+        if merged is not None:
+            problem = "merge keys (<<) are not read, write the keys out"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=merged.start_mark)
         return Pairs(
             (
                 str(loader.construct_object(k, deep=True)),
@@ -310,7 +314,7 @@ def _load_pairs(text: str) -> Pairs:
 def let_mock_data_win(draft: Draft) -> None:
     """A file's --split is of the data it was written for: --data-path mock on the line has nothing to split."""
     mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
-    if mock and draft.origins.get("split") == "file":
+    if mock and is_from_file(draft.origins.get("split")):
         draft.values.pop("split", None)
         draft.origins.pop("split")
 

@@ -103,7 +103,10 @@ class Data:
         path=True,
     )
     eval_data_path: tuple[str, ...] = flag(
-        (), "held-out data for evaluation, as --data-path", aliases=("valid-data-path",), path=True
+        (),
+        "held-out data for evaluation, as --data-path; mock only beside mock",
+        aliases=("valid-data-path",),
+        path=True,
     )
     split: str | None = flag(None, "shares of training, held-out and unused documents, such as 969,30,1 (default 95,5)")
     text_field: str = flag(

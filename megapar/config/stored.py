@@ -44,4 +44,4 @@ def stored_schedule(folder: Path) -> dict[str, Any] | None:
         found = _plain(scalars.get("schedule"))
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
-    return found if isinstance(found, dict) else None
+    return (found or None) if isinstance(found, dict) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megapar.config.draft import is_from_file
 from megapar.errors import Complaint
 
 LONG_RUN = 1000
@@ -40,7 +41,7 @@ def _is_published(values: Mapping[str, Any], origins: Mapping[str, str]) -> bool
     """A configuration that names its ranks, or a model that is too large for the built-in text."""
     ranks = values.get("world_size") or 1
     matrices = 12 * (values.get("num_layers") or 0) * (values.get("hidden_size") or 0) ** 2
-    return (origins.get("world_size") == "file" and ranks > 1) or matrices >= LARGE_MODEL
+    return (is_from_file(origins.get("world_size")) and ranks > 1) or matrices >= LARGE_MODEL
 
 
 def _saving(values: Mapping[str, Any]) -> list[Complaint]:

@@ -76,12 +76,13 @@ def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint("tokenizer", f"--tokenizer-model {path} cannot be read: {error}.", fix)
         return
     if found is None:
-        if values.get("asked", {}).get("vocab_size") is None:
+        if values.get("asked", {}).get("vocab_size") is None and derived_rows(values).source.startswith("assumed"):
             message = f"--tokenizer-model {path} does not say in its files how many ids it has."
             yield Complaint("vocabulary", message, "Give --vocab-size.")
         return
     if "vocab_size" in values and found.size > values["vocab_size"]:
-        yield too_large(path, found.size, values["vocab_size"])
+        fixed = bool(values.get("load_hf")) or bool(values.get("load") and _stored(values) is not None)
+        yield too_large(path, found.size, values["vocab_size"], fixed=fixed)
     if values.get("kind") == "ernie" and not found.mask:
         message = f"--tokenizer-model {path} has no mask token, which is needed here."
         fix = "Give one that has, or leave it out to have a tokenizer trained on the text."

@@ -195,11 +195,14 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
         shift += 7
 
 
-def too_large(name: str | None, size: int, rows: int) -> Complaint:
-    """A tokenizer with more ids than the embedding has rows. name: of its file; None: it was trained here."""
+def too_large(name: str | None, size: int, rows: int, *, fixed: bool = False) -> Complaint:
+    """A tokenizer with more ids than the embedding has rows.
+
+    name: of its file; None: it was trained here. fixed: the rows are of weights that are loaded.
+    """
     return Complaint(
         "vocabulary",
         f"the tokenizer {name or 'trained here'} has {size} ids, more than the {rows} rows of the embedding "
         f"(--vocab-size {rows}).",
-        f"Give --vocab-size {size} or more.",
+        "Give the tokenizer that it was trained with." if fixed else f"Give --vocab-size {size} or more.",
     )

@@ -83,7 +83,9 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
     said_of = about(asked.config)
     model, flags = _model(asked.model, flags, said_of.script)
     kind, more = MODELS[model]
-    line = [*(part for path in asked.config for part in ("--config", path)), *more, *flags]
+    # A plan looks at no file, whatever a pasted line asks for.
+    files = [part for path in asked.config for part in ("--config", path)]
+    line = [*files, *more, *flags, "--no-validate-only"]
     world = asked.world_size or resolved_values(kind, line, {}).get("world_size", 1)
     from megapar.planning.assume import assumed
     from megapar.planning.devices import device_kind

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megapar.config.draft import is_given
 from megapar.config.report import refusal
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.units import GIBIBYTE
@@ -176,7 +177,7 @@ def _plan(facts: Mapping[str, Any]) -> Any:
     asked = {
         name: tuple(entry["value"]) if isinstance(entry["value"], list) else entry["value"]
         for name, entry in facts["configuration"].items()
-        if entry["origin"] in ("file", "flag") and name not in ("load", "load_hf", "profile", "world_size")
+        if is_given(entry["origin"]) and name not in ("load", "load_hf", "profile", "world_size")
     }
     line = [*line_of(asked), "--rules-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]

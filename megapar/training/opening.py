@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megapar import __version__
 from megapar.arguments import FLAGS, GROUPS, Config
+from megapar.config.draft import is_given
 from megapar.config.flag import Flag
 from megapar.config.help import written
 from megapar.core.world import World
@@ -76,7 +77,7 @@ def _flags(config: Config) -> Iterator[str]:
 
 
 def _differs(config: Config, flag: Flag, value: object) -> bool:
-    return config.origins[flag.name] in ("file", "flag") and value != flag.defaults[config.kind]
+    return is_given(config.origins[flag.name]) and value != flag.defaults[config.kind]
 
 
 def _line(flag: Flag, value: object) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.config.from_hf import published_folder
 from megapar.config.stored import stored_facts, stored_schedule
 from megapar.core.checkpoint.facts import differences
 from megapar.core.sharding.cut import Described, local_box
@@ -155,7 +154,7 @@ def _check_saved(config: Config, sizes: Sizes) -> None:
     if (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
         return
     folder, facts = found
-    alone = saved.finetune or published_folder(None, saved.load) is not None
+    alone = saved.finetune or stored_schedule(folder) is None
     complaints = []
     if apart := differences(facts, fitted(facts, facts_of(sizes), alone=alone).facts):
         message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {apart}."

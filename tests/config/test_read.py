@@ -144,6 +144,27 @@ def test_of_several_files_the_later_wins_and_the_line_over_all(tmp_path: Path) -
     assert [config.origins[name] for name in names] == [f"file {first}", f"file {second}", "flag", "default"]
 
 
+def test_the_split_of_one_of_several_files_gives_way_to_mock_data(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("split: 969,30,1\n", encoding="utf-8")
+    second.write_text("num_layers: 3\n", encoding="utf-8")
+    line = ["--config", str(first), "--config", str(second), "--data-path", "mock"]
+    assert parse("moe", line, {}).data.split is None
+
+
+@pytest.mark.parametrize("spelling", ["--CONFIG", "--Config"])
+def test_a_file_is_read_in_any_spelling_of_its_flag(spelling: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("num_layers: 3\n", encoding="utf-8")
+    for line in ([spelling, str(path)], [f"{spelling}={path}"]):
+        assert parse("moe", line, {}).model.num_layers == 3
+
+
+def test_merge_keys_are_told_with_their_line(tmp_path: Path) -> None:
+    said = complaints(tmp_path, "model: &a {num_layers: 2}\nmoe:\n  <<: *a\n")
+    assert "line 3, column 3: merge keys (<<) are not read, write the keys out: '  <<: *a'" in said
+
+
 def test_paths_are_expanded(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     environ = {"HOME": str(tmp_path), "DATA": str(tmp_path)}

@@ -188,6 +188,7 @@ def test_without_a_package_for_zstandard_it_is_asked_for(tmp_path: Path, monkeyp
 def test_a_folder_says_what_it_skips(tmp_path: Path) -> None:
     for name, text in (
         ("README.md", "about\n"),
+        ("citations.jsonl", '{"text": "cited"}\n'),
         ("a.jsonl", '{"text": "one"}\n'),
         ("copy.jsonl", '{"text": "one"}\n'),
         ("b.jsonl", '{"text": "two"}\n'),
@@ -203,9 +204,10 @@ def test_a_folder_says_what_it_skips(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
     said: list[str] = []
-    assert list(all_documents(open_sources([str(tmp_path)], say=said.append))) == ["one", "two", "three", "four"]
+    found = list(all_documents(open_sources([str(tmp_path)], say=said.append)))
+    assert found == ["one", "two", "cited", "three", "four"]
     (line,) = said
-    assert line.startswith(f"{tmp_path}: 4 of 12 entries are read, skipped: README.md (about the data), ")
+    assert line.startswith(f"{tmp_path}: 5 of 13 entries are read, skipped: README.md (about the data), ")
     for word in (
         "corpus.bin (indexed tokens",
         "table.csv (a table)",

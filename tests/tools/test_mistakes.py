@@ -15,6 +15,7 @@ from megapar.config.hints import ELSEWHERE, near_path
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
 from megapar.tools.main import main
+from megapar.training.learning_rate import make_learning_rate
 from megapar.training.sizes import facts_of, make_sizes, outline
 
 YAML = {
@@ -263,6 +264,8 @@ def test_a_checkpoint_that_the_trainer_would_take_is_not_refused(
     facts = facts_of(make_sizes(config)) | stored
     head = f'{{"sha256": "",\n"version": 1,\n"model": {json.dumps(facts, sort_keys=True)},\n'
     Path("run/checkpoints/iter_0000005/layout.json").write_text(head)
+    schedule = make_learning_rate(config).to_dict()  # without one it would be of weights alone
+    Path("run/checkpoints/iter_0000005/scalars.json").write_text(json.dumps({"schedule": schedule}))
     if accepted:
         assert "parameters" in outline(config)
     else:

@@ -36,6 +36,10 @@ def test_costs_of_chunks_move_the_bubble(capsys: pytest.CaptureFixture[str]) -> 
     assert all("formula" not in line for line in shares)
 
 
+def test_what_a_line_asks_of_its_files_is_left_out() -> None:
+    assert main(["plan", "pretrain_moe.py", *FOUR[:2], "--validate-only"]) == 0
+
+
 def test_one_stage_has_nothing_to_draw(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("pretrain_moe.py") == 0
     assert "no bubble" in capsys.readouterr().out

@@ -89,6 +89,13 @@ def test_the_plan_beside_a_run_is_of_its_device(finished: Path) -> None:
         assert kind in plan.kind.name
 
 
+def test_the_plan_beside_a_run_has_the_flags_of_several_files(finished: Path) -> None:
+    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+    for entry in facts["configuration"].values():
+        entry["origin"] = entry["origin"].replace("flag", "file a.yaml")
+    assert _plan(facts).config.grid.ep == 2
+
+
 def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp_path: Path) -> None:
     shutil.copy(finished / "metrics.jsonl", tmp_path / "m.jsonl")
     with (tmp_path / "m.jsonl").open("a") as file:

@@ -68,6 +68,13 @@ def test_versions_hosts_flags_and_data_are_told() -> None:
     assert re.search(r"^tokenizer:  trained on this data, \d+ ids( of 300 rows)?, fingerprint [0-9a-f]{32}$", told[-1])
 
 
+def test_flags_of_several_files_are_told() -> None:
+    Path("more.yaml").write_text("weight_decay: 0.25\n", encoding="utf-8")
+    text = "\n".join(said("moe", "--config run.yaml --config more.yaml --data-path a.jsonl --vocab-size 300"))
+    assert "--seed 7" in text
+    assert "--weight-decay 0.25" in text
+
+
 def test_epochs_follow_from_the_samples() -> None:
     told = said("moe", "--data-path a.jsonl --vocab-size 300 --train-iters 50 --seq-length 16")
     found = next(line for line in told if line.startswith("this run:"))
