@@ -80,7 +80,7 @@ def _offline(datasets: Any) -> Iterator[None]:
             module.HF_HUB_OFFLINE = value
 
 
-class _Blocks:
+class _RowPieces:
     """Pieces from the rows of a dataset, tokenised block by block.
 
     Some 4,096 neighbouring rows are a block. Every block gives the same number of pieces, learned from rows spread over
@@ -129,7 +129,7 @@ class _Blocks:
         return [checked_text(text, {field: text}, f"{self._name}, row {number}", field) for number, text in named]
 
 
-class RowWindows(_Blocks):
+class RowWindows(_RowPieces):
     """A decoder's pieces: the documents of a block, joined by the end token, cut in windows of ``length`` + 1 ids that
     share one.
     """
@@ -169,7 +169,7 @@ class _Spanned(NamedTuple):
     rows: np.ndarray
 
 
-class RowSpans(_Blocks):
+class RowSpans(_RowPieces):
     """ERNIE's pieces: every row cut in spans as ``ernie.Spans`` cuts the documents of a store.
 
     Several tasks go through the blocks in orders of their own, so a block for each is kept.
@@ -255,7 +255,7 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-P = TypeVar("P", bound=_Blocks)
+P = TypeVar("P", bound=_RowPieces)
 
 
 def both_sides(name: str, field: str, split: Split, make: Callable[[Any, int, int], P]) -> tuple[P, P | None]:
