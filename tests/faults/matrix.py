@@ -1,449 +1,146 @@
 """Every fault by real processes: ``python -m tests.faults.matrix`` prints the table of docs/reliability.md.
 
---kills N     random kills in one job (20)
---only TEXT   cases whose name has it
---table FILE  where the table goes besides
+A case is named KIND or KIND, DETAIL; the table has a line for each kind.
+
+--kills N        random kills in one job (20)
+--seed N         of their moments (20)
+--only TEXT      cases whose name has it
+--one-per-kind   the first case of each kind, with two random kills
+--jobs N         cases at a time (1)
+--state FILE     outcomes so far; the same command again goes on behind them
+--table FILE     where the table goes besides
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import shutil
+import importlib
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 
-from megapar.core.checkpoint import folder as folders
-from tests.faults.job import ROOT, Ended, Fault, run_job, run_nodes
+from tests.faults import cases_checkpoints
+from tests.faults.outcome import Outcome
 
-SHARDING = ("--sharding-degree", "2")
-MP = ("--mp-degree", "2")
-DP = ("--sharding-degree", "1", "--hybrid-dp")
-FOUR = ("--mp-degree", "2", "--sharding-degree", "2")
-NONE = Fault("none", attempts=())
-INTERVAL = 2
+Case = Callable[[Path], Outcome]
+HEADS = ("fault", "tried", "survived", "most lost steps", "lost samples", "largest loss error", "seconds to next step")
 
 
-@dataclass
-class Outcome:
-    """Of one case. tried: faults. survived: of them those after which the run went on or was refused by name.
+def all_cases(kills: int, seed: int) -> Iterator[tuple[str, Case]]:
+    """Name and function of every case of every file of cases."""
+    yield from cases_checkpoints.cases(kills, seed)
+    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
+        if path.stem != "cases_checkpoints":
+            yield from importlib.import_module(f"tests.faults.{path.stem}").cases()
 
-    lost_steps: of each. lost_samples: at most, of what the uninterrupted run had read at an iteration. worst: largest
-    relative difference of a loss to it. seconds: from each fault to the next step.
-    """
 
-    tried: int
-    survived: int
-    lost_steps: list[int] = field(default_factory=list)
-    lost_samples: int = 0
-    worst: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-    note: str = ""
+def kind_of(name: str) -> str:
+    """What is before the first comma."""
+    return name.partition(",")[0]
 
 
-_WANTED: dict[tuple[int, tuple[str, ...]], dict[int, float]] = {}
-BATCH = 8
+def first_of_each(cases: Sequence[tuple[str, Case]]) -> list[tuple[str, Case]]:
+    """One case for each kind."""
+    firsts = {kind_of(name): (name, case) for name, case in reversed(cases)}
+    return [firsts[kind] for kind in dict.fromkeys(kind_of(name) for name, _ in cases)]
 
 
-def uninterrupted(world_size: int, *flags: str) -> dict[int, float]:
-    """The losses of the run that nothing happens to."""
-    key = (world_size, flags)
-    if key not in _WANTED:
-        with tempfile.TemporaryDirectory() as folder:
-            ended = run_job(Path(folder), world_size, NONE, *flags)
-            assert ended.status == 0, ended.output
-            _WANTED[key] = ended.losses
-    return _WANTED[key]
+def attempt(case: Case, folder: Path) -> Outcome:
+    """Run a case; one that hangs or breaks was not survived."""
+    try:
+        return case(folder)
+    except subprocess.TimeoutExpired as late:
+        return Outcome(1, 0, note=f"it hung: {(late.output or b'')[-2000:]!r}")
+    except Exception:  # of one case: the others are still to be run
+        return Outcome(1, 0, note=traceback.format_exc())
 
 
-def compared(ended: Ended, want: dict[int, float], tolerance: float = 0.0) -> Outcome:
-    """The outcome of a job that was to go on to the end."""
-    same = ended.status == 0 and ended.losses.keys() == want.keys()
-    worst = max((abs(ended.losses[i] - want[i]) / abs(want[i]) for i in want), default=0.0) if same else 1.0
-    tried = max(1, len(ended.strikes))
-    lost = max((abs(samples - BATCH * i) for i, samples in ended.samples.items()), default=0) if same else 0
-    good = same and worst <= tolerance and not lost
-    note = "" if good else ended.output[-2000:]
-    return Outcome(tried, tried if good else 0, ended.lost_steps, lost, worst, ended.seconds_to_next_step, note)
-
-
-def died(kind: str, rank: int, world_size: int, *flags: str, iteration: int = 4) -> Callable[[Path], Outcome]:
-    """A case in which a rank dies once and the launcher starts all of them again."""
-
-    def case(folder: Path) -> Outcome:
-        want = uninterrupted(world_size, *flags)
-        return compared(run_job(folder, world_size, Fault(kind, rank, iteration), *flags, restarts=1), want)
-
-    return case
-
-
-def random_kills(kind: str, count: int, seconds: float) -> Callable[[Path], Outcome]:
-    """One long job, killed again and again; moments are drawn from so many seconds."""
-
-    def case(folder: Path) -> Outcome:
-        steps = str(40 + 25 * count)
-        flags = (*SHARDING, "--train-iters", steps, "--lr-decay-iters", steps)
-        fault = Fault(kind, attempts=tuple(range(count)), seed=20, seconds=seconds)
-        ended = run_job(folder, 2, fault, *flags, restarts=count + 2)
-        outcome = compared(ended, uninterrupted(2, *flags))
-        if len(ended.strikes) < count:
-            outcome.note += f"the job ended after {len(ended.strikes)} of {count} kills"
-        phases = [strike["what"] for strike in ended.strikes if strike["what"]]
-        if phases:
-            print("  kills by phase:", dict(sorted(Counter(phases).items())), flush=True)
-        return outcome
-
-    return case
-
-
-def node_lost(another: bool) -> Callable[[Path], Outcome]:
-    """One of two nodes of two ranks is killed in a step; another comes, or the run goes on without."""
-
-    def case(folder: Path) -> Outcome:
-        flags = ("--mp-degree", "2", "--sharding-degree", "-1")
-        ended = run_nodes(folder, 2, 4, *flags, another=another)
-        outcome = compared(ended, uninterrupted(4, *flags), 0.0 if another else 1e-10)
-        if not another and "2 of 4 ranks are there: sharding 2 -> 1" not in ended.output.partition("resumed")[2]:
-            outcome.survived, outcome.note = 0, "the layout was not told: " + ended.output[-2000:]
-        return outcome
-
-    return case
-
-
-def bad_once(folder: Path) -> Outcome:
-    """NaN on one rank that does not come again: the step is run again, and its second result is right."""
-    ended = run_job(folder, 2, Fault("NaN once", 1, 4), *SHARDING)
-    outcome = compared(ended, uninterrupted(2, *SHARDING))
-    outcome.lost_steps = [0]
-    if "a rank computed wrongly" not in ended.output:
-        outcome.survived, outcome.note = 0, "nothing was told: " + ended.output[-1500:]
-    return outcome
-
-
-def bad_for_good(folder: Path) -> Outcome:
-    """NaN on one rank in every step: nothing of it is applied, and the run ends with module, rank and samples."""
-    ended = run_job(folder, 2, Fault("NaN always", 1, 4), *SHARDING, "--bad-step-limit", "1")
-    told = "first bad: the output of layers.1.mlp_norm on rank 1; samples 32-39"
-    want = {i: loss for i, loss in uninterrupted(2, *SHARDING).items() if i <= 3}
-    same = {i: ended.losses.get(i) for i in want} == want
-    noted = (folder / "c" / "bad-batch-0000005.json").exists()
-    good = ended.status == 1 and told in ended.output and same and noted
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2500:])
-
-
-def diverged(layout: Sequence[str]) -> Callable[[Path], Outcome]:
-    """One element of a replica changes: the guard names parameter and rank, and a restart goes on from before it."""
-
-    def case(folder: Path) -> Outcome:
-        flags = (*layout, "--replica-check-interval", "1")
-        ended = run_job(folder, 2, Fault("divergence", 1, 3), *flags, restarts=1)
-        outcome = compared(ended, uninterrupted(2, *layout))
-        if "iteration 3: replicas of parameters differ: " not in ended.output:
-            outcome.survived, outcome.note = 0, "it was not named: " + ended.output[-1500:]
-        return outcome
-
-    return case
-
-
-def stopped(kind: str) -> Callable[[Path], Outcome]:
-    """A signal, after which the job saves, ends well and is started again by hand."""
-
-    def case(folder: Path) -> Outcome:
-        first = run_job(folder, 2, Fault(kind, 1, 3), *SHARDING)
-        if first.status != 0 or max(first.losses) != 3:
-            return Outcome(1, 0, note=first.output[-2000:])
-        outcome = compared(run_job(folder, 2, NONE, *SHARDING), uninterrupted(2, *SHARDING))
-        outcome.lost_steps = [0]
-        return outcome
-
-    return case
-
-
-def still(folder: Path) -> Outcome:
-    """SIGSTOP of one rank: the watchdog ends the step, the launcher starts all again."""
-    ended = run_job(folder, 2, Fault("SIGSTOP", 1, 4), *SHARDING, "--step-timeout-seconds", "3", restarts=1)
-    outcome = compared(ended, uninterrupted(2, *SHARDING))
-    if "late: rank 1 does not answer" not in ended.output:
-        outcome.survived, outcome.note = 0, "the late rank was not named"
-    return outcome
-
-
-def local(kind: str = "kill in step") -> Callable[[Path], Outcome]:
-    """A kill with local checkpoints every step, and none on disk."""
-
-    def case(folder: Path) -> Outcome:
-        flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
-        flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"))
-        ended = run_job(folder, 2, Fault(kind, 1, 5), *flags, restarts=1)
-        outcome = compared(ended, uninterrupted(2, *SHARDING))
-        if "taking the local checkpoint" not in ended.output:
-            outcome.survived, outcome.note = 0, "no local checkpoint was taken: " + ended.output[-1500:]
-        return outcome
-
-    return case
-
-
-def moved(*flags: str) -> Callable[[Path], Outcome]:
-    """Killed on one layout, continued by hand on another."""
-
-    def case(folder: Path) -> Outcome:
-        first = run_job(folder, 2, Fault("kill in step", 0, 4), *SHARDING)
-        if first.status == 0:
-            return Outcome(1, 0, note="the job went on")
-        world_size = 4 if flags == FOUR else 2 if flags else 1
-        outcome = compared(run_job(folder, world_size, NONE, *flags), uninterrupted(2, *SHARDING), 1e-10)
-        outcome.lost_steps = [1]
-        return outcome
-
-    return case
-
-
-def damaged(harm: Callable[[Path, Path], None]) -> Callable[[Path], Outcome]:
-    """A finished run's newest checkpoint is damaged: the one before it is taken and the steps are done again.
-
-    harm: gets the root and the newest checkpoint.
-    """
-
-    def case(folder: Path) -> Outcome:
-        want = uninterrupted(1)
-        run_job(folder, 1, NONE)
-        root = folder / "c"
-        harm(root, folders.iteration_folder(root, 6))
-        ended = run_job(folder, 1, NONE)
-        outcome = compared(ended, want)
-        outcome.lost_steps = [6 - (ended.starts[1]["first"] - 1)] if len(ended.starts) > 1 else [0]
-        if "WARNING" not in ended.output:
-            outcome.survived, outcome.note = 0, "nothing was told: " + ended.output[-1000:]
-        return outcome
-
-    return case
-
-
-def flip(path: Path) -> None:
-    """One bit at a random place of the file."""
-    content = bytearray(path.read_bytes())
-    content[random.Random(path.name).randrange(len(content))] ^= 1 << random.Random(path.name).randrange(8)
-    path.write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    """A truncation at a random place."""
-    os.truncate(path, random.Random(path.name).randrange(path.stat().st_size))
-
-
-def a_shard(newest: Path) -> Path:
-    """The file of tensors."""
-    return next(newest.glob("shard-*"))
-
-
-def refused(status: int, told: str, *flags: str, world_size: int = 2) -> Callable[[Path], Outcome]:
-    """A run that must not start, with a named error and nothing changed."""
-
-    def case(folder: Path) -> Outcome:
-        ended = run_job(folder, world_size, NONE, *flags)
-        good = ended.status == status and told in ended.output and not ended.losses
-        return Outcome(1, int(good), note="" if good else ended.output[-2000:])
-
-    return case
-
-
-def bad_data(suffix: str, harm: Callable[[Path], None]) -> Callable[[Path], Outcome]:
-    """A damaged .idx or .bin beside its sound partner, by the run and by ``data check``."""
-
-    def case(folder: Path) -> Outcome:
-        folder.mkdir(parents=True)
-        text, prefix, model = folder / "text.jsonl", str(folder / "data"), str(folder / "t.model")
-        text.write_text("".join(f'{{"text": "one two three four five six seven {i}"}}\n' for i in range(2000)))
-        made = data("train-tokenizer", "--input", str(text), "--vocab-size", "101", "--output", model)
-        made += data("prepare", "--input", str(text), "--tokenizer-model", model, "--output", prefix)
-        file = Path(prefix + suffix)
-        if not file.exists():
-            return Outcome(1, 0, note=made[-1500:])
-        harm(file)
-        ended = run_job(folder, 1, NONE, "--data-path", prefix)
-        checked = data("check", prefix, "--vocab-size", "101")
-        named = f"{folder / 'data'}." in ended.output and "DataError" in ended.output and not ended.losses
-        good = ended.status == 1 and named and "Traceback" not in ended.output + checked and "data." in checked
-        return Outcome(1, int(good), note="" if good else ended.output[-1500:] + checked[-500:])
-
-    return case
-
-
-def data(*line: str) -> str:
-    """What ``megapar data`` says."""
-    command = [sys.executable, "-m", "megapar.tools.main", "data", *line]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
-    return done.stdout + done.stderr
-
-
-def foreign(*names: str) -> Callable[[Path], Outcome]:
-    """Files of the newest local checkpoint are damaged before the restart takes it: the one before it is taken."""
-
-    def case(folder: Path) -> Outcome:
-        flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
-        flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"))
-        ended = run_job(folder, 2, Fault("damage local", 1, 5, name=names[0], harm=names[1]), *flags, restarts=1)
-        outcome = compared(ended, uninterrupted(2, *SHARDING))
-        if "taking the local checkpoint of iteration 3" not in ended.output:
-            outcome.survived, outcome.note = 0, "not the one before it: " + ended.output[-1500:]
-        return outcome
-
-    return case
-
-
-def full_disk(size: str, fault: Fault, told: str) -> Callable[[Path], Outcome]:
-    """A tmpfs with room for one checkpoint: the others are not written, training goes on, the first stays sound."""
-
-    def case(folder: Path) -> Outcome:
-        root = folder / "c"
-        root.mkdir(parents=True)
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(root)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            return Outcome(0, 0, note="no right to mount a tmpfs here")
-        try:
-            ended = run_job(folder, 1, fault)
-            kept = sorted(path.name for path in root.iterdir())
-            other = ("--save", str(folder / "other"), "--save-interval", "0", "--exit-interval", "3")
-            sound = run_job(folder, 1, NONE, *other)
-            # The final checkpoint is the only one that must not fail: the run has done its steps, and says so by 1.
-            good = ended.losses == uninterrupted(1) and ended.status == 1 and ended.output.count(told) >= 2
-            good = good and kept == ["iter_0000002", "latest"] and "resumed at iteration 2" in sound.output
-            return Outcome(
-                1, int(good), [0], note="" if good else f"{kept} {ended.output[-2500:]}{sound.output[-500:]}"
-            )
-        finally:
-            subprocess.run(["umount", str(root)], check=False)
-
-    return case
-
-
-def read_only(folder: Path) -> Outcome:
-    """A target that takes no file is told before the first step, which nobody would want to lose."""
-    ended = run_job(folder, 1, NONE, "--save", "/sys/megapar", "--load", "/sys/megapar")
-    good = not ended.losses and ended.status == 1 and "--save /sys/megapar cannot be written" in ended.output
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2000:])
-
-
-def cases(kills: int) -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
-    """Name and function of every case."""
-    for layout, flags in (("sharding 2", SHARDING), ("mp 2", MP), ("stage 3", (*SHARDING, "--sharding-stage", "3"))):
-        yield f"kill -9 in a step, {layout}", died("kill in step", 1, 2, *flags)
-    yield "kill -9 in a step, 4 ranks", died("kill in step", 3, 4, *FOUR)
-    phases = (("in shard", 1), ("in shard", 0), ("in scalars", 0), ("in manifest", 0), ("before rename", 0))
-    for phase, rank in (*phases, ("after rename", 0), ("in latest", 0)):
-        yield f"kill -9 in a save: {phase}, rank {rank}", died(f"kill {phase}", rank, 2, *SHARDING)
-    yield "kill -9 at random moments", random_kills("kill at random", kills, 1.0)
-    yield "kill -9 at random moments of every phase", random_kills("kill in a phase at random", kills, 0.005)
-    yield "kill -9 with local checkpoints only", local()
-    yield "one of two nodes killed, no other comes", node_lost(False)
-    yield "one of two nodes killed, another comes", node_lost(True)
-    yield "SIGTERM", stopped("SIGTERM")
-    yield "SIGUSR1", stopped("SIGUSR1")
-    yield "SIGSTOP", still
-    yield "killed, continued on mp 2", moved(*MP)
-    yield "killed, continued on one process", moved()
-    yield "killed, continued on 4 ranks, mp 2 x sharding 2", moved(*FOUR)
-    yield from damages()
-    yield "NaN on one rank, once", bad_once
-    yield "NaN on one rank, for good", bad_for_good
-    yield "divergence of a replica, mp 2", diverged(MP)
-    yield "divergence of a replica, dp 2", diverged(DP)
-    yield "disk full, seen before the save", full_disk("2m", NONE, "no room under")
-    yield "disk full, seen while writing", full_disk("1m", Fault("no space check"), "No space left on device")
-    yield "read-only target", read_only
-    yield "wrong world size", refused(2, "world-size", "--sharding-degree", "3")
-
-
-def damages() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
-    """Files that are not what was written."""
-    for name, harm in (("bit flip", flip), ("truncation", cut)):
-        yield f"{name} in a shard", damaged(lambda root, newest, harm=harm: harm(a_shard(newest)))
-        for file in ("layout.json", "scalars.json"):
-            yield f"{name} in {file}", damaged(lambda root, newest, harm=harm, file=file: harm(newest / file))
-        for file in ("safetensors", "json"):
-            yield f"{name} in a local checkpoint's .{file}", foreign(file, name)
-    yield "latest is empty", damaged(lambda root, newest: _lost(root, newest, ""))
-    yield "latest is garbage", damaged(lambda root, newest: _lost(root, newest, "\0\1garbage"))
-    yield "latest names a missing folder", damaged(lambda root, newest: shutil.rmtree(newest))
-    yield "truncated .idx", bad_data(".idx", cut)
-    yield "corrupt .idx", bad_data(".idx", spoil_index)
-    yield "truncated .bin", bad_data(".bin", cut)
-
-
-def spoil_index(path: Path) -> None:
-    """Another length of the first sequence."""
-    content = bytearray(path.read_bytes())
-    content[34] ^= 4
-    path.write_bytes(content)
-
-
-def _lost(root: Path, newest: Path, latest: str) -> None:
-    shutil.rmtree(newest)
-    (root / "latest").write_text(latest)
-
-
-def row(name: str, outcome: Outcome) -> str:
+def row(name: str, outcomes: Sequence[Outcome]) -> str:
     """A line of the table."""
-    lost = max(outcome.lost_steps, default=0)
-    seconds = f"{statistics.median(outcome.seconds):.1f}" if outcome.seconds else ""
-    counts = f"{outcome.tried} | {outcome.survived} | {lost} | {outcome.lost_samples}"
-    return f"| {name} | {counts} | {outcome.worst:.1g} | {seconds} |"
+    tried, survived = sum(o.tried for o in outcomes), sum(o.survived for o in outcomes)
+    lost = max((steps for o in outcomes for steps in o.lost_steps), default=0)
+    samples = max((o.lost_samples for o in outcomes), default=0)
+    worst = max((o.worst for o in outcomes), default=0.0)
+    seconds = [second for o in outcomes for second in o.seconds]
+    median = f"{statistics.median(seconds):.1f}" if seconds else ""
+    return f"| {name} | {tried} | {survived} | {lost} | {samples} | {worst:.1g} | {median} |"
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    """A line for each kind and one for all, and how long it took from a fault to the next step."""
+    kinds: dict[str, list[Outcome]] = {}
+    for name, outcome in outcomes.items():
+        kinds.setdefault(kind_of(name), []).append(outcome)
+    rows = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
+    rows += [row(kind, found) for kind, found in kinds.items()]
+    rows.append(row(f"**all {len(kinds)} kinds**", list(outcomes.values())))
+    seconds = [second for outcome in outcomes.values() for second in outcome.seconds]
+    if seconds:
+        median = statistics.median(seconds)
+        rows += ["", f"From a fault to the next step: median {median:.1f} s, most {max(seconds):.1f} s."]
+    return "\n".join(rows)
+
+
+def read_state(path: Path | None) -> dict[str, Outcome]:
+    """Outcomes of cases that were run before and survived; the others are run again."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {line["name"]: Outcome(**line["outcome"]) for line in lines}
+    return {name: outcome for name, outcome in found.items() if outcome.survived == outcome.tried}
+
+
+def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--one-per-kind", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--state", type=Path)
+    parser.add_argument("--table", type=Path)
+    return parser.parse_args(argv)
 
 
 def main() -> int:
     """Run what is asked for; 1 where a fault was not survived."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--table", type=Path)
-    options = parser.parse_args()
-    heads = (
-        "fault",
-        "tried",
-        "survived",
-        "most lost steps",
-        "lost samples",
-        "largest loss error",
-        "seconds to next step",
-    )
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    everything: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as root:
-        for number, (name, case) in enumerate(cases(options.kills)):
-            if options.only in name:
-                start = time.monotonic()
-                try:
-                    outcome = case(Path(root) / str(number))
-                except subprocess.TimeoutExpired as late:
-                    outcome = Outcome(1, 0, note=f"it hung: {(late.output or b'')[-2000:]!r}")
-                everything.append(outcome)
-                rows.append(row(name, outcome))
-                print(f"{rows[-1]} {time.monotonic() - start:.0f} s", flush=True)
-                if outcome.survived < outcome.tried or outcome.note:
-                    print(outcome.note, flush=True)
-    seconds = [second for outcome in everything for second in outcome.seconds]
-    tried, survived = sum(o.tried for o in everything), sum(o.survived for o in everything)
-    lost_steps = max(max(o.lost_steps, default=0) for o in everything)
-    lost_samples = max(o.lost_samples for o in everything)
-    rows.append(f"| **all** | {tried} | {survived} | {lost_steps} | {lost_samples} | | |")
-    text = "\n".join(rows)
-    if seconds:
-        text += (
-            f"\n\nFrom a fault to the next step: median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s."
-        )
-    print(text)
+    options = options_of()
+    cases = list(all_cases(2 if options.one_per_kind else options.kills, options.seed))
+    if options.one_per_kind:
+        cases = first_of_each(cases)
+    cases = [(name, case) for name, case in cases if options.only in name]
+    before = read_state(options.state)
+    outcomes = {name: before[name] for name, _ in cases if name in before}
+    print(f"seed {options.seed}, {len(cases)} cases, {len(outcomes)} of them done before", flush=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(options.jobs) as pool:
+        begun = {}
+        for number, (name, case) in enumerate(cases):
+            if name not in outcomes:
+                begun[pool.submit(attempt, case, Path(root) / str(number))] = name
+        for done in as_completed(begun):
+            name, outcome = begun[done], done.result()
+            outcomes[name] = outcome
+            print(f"{row(name, [outcome])} at {time.monotonic() - start:.0f} s", flush=True)
+            if outcome.survived < outcome.tried or outcome.note:
+                print(outcome.note, flush=True)
+            if options.state:
+                with options.state.open("a") as state:
+                    state.write(json.dumps({"name": name, "outcome": asdict(outcome)}) + "\n")
+    text = table({name: outcomes[name] for name, _ in cases})
+    print(f"{text}\n{time.monotonic() - start:.0f} s")
     if options.table:
         options.table.write_text(text + "\n")
-    return 0 if survived == tried else 1
+    return int(any(outcome.survived < outcome.tried for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.job import FP64, Ended, Fault, run_job, run_nodes
-from tests.faults.matrix import uninterrupted
+from tests.faults.outcome import uninterrupted
 from tests.support.training import run
 
 LAYOUT = ("--sharding-degree", "2")
