@@ -56,7 +56,9 @@ from megapar.training.work import Feed, Work
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. records: of every iteration, in order. evaluation: the last one's means, if there was one."""
+    """How a run ended. records: of every iteration, in order, where they were to be kept. evaluation: the last one's
+    means, if there was one.
+    """
 
     iteration: int
     records: tuple[Record, ...]
@@ -96,12 +98,15 @@ def train(
     rendezvous_url: str | None = None,
     stop_signal: StopSignal | None = None,
     planned: Planned | None = None,
+    *,
+    keep_records: bool = False,
 ) -> Outcome:
     """Train as the configuration says.
 
     rendezvous_url: where several ranks meet, by default as torchrun sets the environment. stop_signal: what asks this
     rank to stop, which all then do together; until they have met, a signal ends the process. planned: says what a plan
-    expects of memory, where there is none left. Raises MegaparError.
+    expects of memory, where there is none left. keep_records: of every iteration, for the outcome; kilobytes each, on
+    every rank, so that only short runs want it. Raises MegaparError.
     """
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
@@ -113,7 +118,7 @@ def train(
     if stop_signal is not None:
         stop_signal.install()
     try:
-        trainer = Trainer(config, world, corpus, stop_signal)
+        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records)
         outcome = trainer.run()
     except torch.OutOfMemoryError as error:
         failure = out_of_memory(config, device, error, planned)
@@ -130,7 +135,15 @@ def train(
 class Trainer:
     """One run on this rank: everything built, the loop and the step."""
 
-    def __init__(self, config: Config, world: World, corpus: Corpus, stop_signal: StopSignal | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        corpus: Corpus,
+        stop_signal: StopSignal | None = None,
+        *,
+        keep_records: bool = False,
+    ) -> None:
         self.config = config
         self.world = world
         self.data = world.axis("data")
@@ -171,7 +184,7 @@ class Trainer:
         )
         self._pending: _Pending | None = None
         self._stragglers = Stragglers(config.reliability.straggler_factor)
-        self._records: list[Record] = []
+        self._records: list[Record] | None = [] if keep_records else None
         self._evaluation: dict[str, float] | None = None
 
     # The loop
@@ -199,7 +212,7 @@ class Trainer:
             self.monitor.close()
         self._tell_end(exported)
         checkpoint = self.checkpoints.folder
-        return Outcome(self.progress.iteration, tuple(self._records), self._evaluation, checkpoint, exported)
+        return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, checkpoint, exported)
 
     @property
     def _done(self) -> bool:
@@ -239,7 +252,8 @@ class Trainer:
     def _flush(self) -> None:
         self._settle()
         records = self.monitor.flush()
-        self._records += records
+        if self._records is not None:
+            self._records += records
         pace = records[-1].pace if records else None
         if pace is not None and (warning := self._stragglers.hear(pace, len(records))):
             self._say(warning)

@@ -11,8 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.support.objects import object_bytes
+from megapar.arguments import parse
+from megapar.trainer import Trainer, train
+from megapar.training import numbers
 from tests.support.ranks import RanksFailed
-from tests.support.training import run
+from tests.support.training import COMMON, SMALL, last_wins, run
 
 FP64 = ("--dtype", "fp64")
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
@@ -207,3 +211,21 @@ def test_an_export_of_a_vocabulary_that_is_cut_unevenly_twice(tmp_path: Path) ->
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     with pytest.raises(RanksFailed, match=r"TrainingError: iteration [0-9]+: gradient norm (nan|inf)"):
         run(1, "moe", "--lr", "1e30", "--clip-grad", "0", "--dtype", "fp32")
+
+
+def test_nothing_of_a_step_is_kept_for_the_life_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[int, int] = {}
+    step = Trainer.step
+
+    def counted(self: Trainer) -> object:
+        done = step(self)
+        if self.progress.iteration in (20, 60):  # behind what is made once
+            held[self.progress.iteration] = object_bytes()
+        return done
+
+    monkeypatch.setattr(Trainer, "step", counted)
+    monkeypatch.setattr(numbers, "WINDOW", 10)  # full before the first count
+    flags = last_wins((*SMALL["moe"], *COMMON), ("--train-iters", "61", "--log-interval", "10"))
+    outcome = train(parse("moe", flags, {}))
+    assert outcome.records == ()
+    assert held[60] - held[20] < 40 * 48  # two floats of every step; a record has thousands of bytes

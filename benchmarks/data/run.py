@@ -131,7 +131,7 @@ def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
     flags = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--train-iters", str(iterations)]
     flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0", "--ep-degree", "1"]
     config = parse("moe", flags, {})
-    outcome = train(config, f"file://{folder / 'meet'}")
+    outcome = train(config, f"file://{folder / 'meet'}", keep_records=True)
     trained = statistics.median(record.tokens_per_second for record in outcome.records[2:])
     corpus = make_corpus(config)
     batch, length = config.training.global_batch_size, config.model.seq_length

@@ -34,9 +34,11 @@ SHORTEST = 100  # steps of a start, below which there is nothing to compare
 EARLY, LATE = (0.1, 0.3), (0.8, 1.0)  # parts of a run, or of its last start, that are compared
 # Kills lie in the first part of a run, so that what the last start holds is seen over most of the steps.
 KILLS_UNTIL = 0.375
+COUNTED = (0.5, 0.99)  # of the steps, at which Python's objects are counted
 # Late over early. steps_over_work: seconds of a step, over those of the fixed work. Memory has in it what an allocator
 # keeps; files may not grow.
-LIMITS = {"steps_over_work": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0}
+# object_bytes_per_step: no ratio, but of two floats; a kept record has thousands.
+LIMITS = {"steps_over_work": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0, "object_bytes_per_step": 48}
 WORK = bytes(8 << 20)
 EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"
 LAYOUTS = {
@@ -62,7 +64,8 @@ class Held:
 class Run:
     """status: of the launcher. records: of the metrics, the last of an iteration. kills: the iterations before each.
 
-    work: (iteration, seconds of a core that the fixed work took then).
+    work: (iteration, seconds of a core that the fixed work took then). objects: (iteration, bytes of Python objects on
+    rank 0), of the last start.
     """
 
     status: int
@@ -70,6 +73,7 @@ class Run:
     held: list[Held]
     kills: list[int] = field(default_factory=list)
     work: list[tuple[int, float]] = field(default_factory=list)
+    objects: list[tuple[int, int]] = field(default_factory=list)
 
 
 def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
@@ -79,7 +83,7 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
     line += [
         "--max-restarts",
         str(len(kills)),
-        "pretrain_moe.py",
+        "benchmarks/long_run/counted.py",
         "--config",
         "configs/quickstart.yaml",
         *LAYOUTS[name],
@@ -87,7 +91,8 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
     line += ["--train-iters", str(steps), "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
     line += ["--log-interval", "1", "--eval-interval", "500", "--eval-iters", "8", "--metrics-jsonl", str(metrics)]
     line += ["--save", str(folder / "c"), "--load", str(folder / "c"), "--save-interval", "100", "--keep", "2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    counted = {"at": [round(part * steps) for part in COUNTED], "file": str(folder / "objects.jsonl")}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "BENCHMARK_COUNT_AT": json.dumps(counted)}
     done = Run(1, {}, [])
     waiting = list(kills)
     with (
@@ -105,6 +110,7 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
                 done.kills.append(iteration)
                 waiting.pop(0)
     done.status, done.records = job.returncode, _records(metrics)
+    done.objects = [(i, int(line["bytes"])) for i, line in _records(folder / "objects.jsonl").items()]
     if done.status:
         print((folder / "log").read_text()[-3000:], file=sys.stderr)
     return done
@@ -158,6 +164,8 @@ def growth(done: Run, steps: int) -> dict[str, float]:
     start = min(held.iteration for held in own)
     for name in ("resident_bytes", "files", "threads"):
         found[name] = _late_over_early([(held.iteration, getattr(held, name)) for held in own], start, steps)
+    (first, before), (last, after) = done.objects
+    found["object_bytes_per_step"] = (after - before) / (last - first)
     return found
 
 
@@ -216,7 +224,8 @@ def main() -> int:
         )
     heads = ("run", "steps", "first 20 losses", "last 100", "kills")
     ratios = ("late / early: seconds of a step", "of fixed work", "steps / work", "memory", "files", "threads")
-    print_table((*heads, *ratios), rows)
+    objects = "bytes of objects a step"
+    print_table((*heads, *ratios, objects), rows)
     bad = any(done.status or len(done.records) != options.steps for done in runs.values())
     for name in runs:
         for what, value in found[name]["late_over_early"].items():

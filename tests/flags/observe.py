@@ -103,7 +103,7 @@ def _observe(rank: int, world_size: int, rendezvous: str, kind: str, flags: list
         for manager in (_launches(seen), _host_calls(seen), _trainer(seen)):
             stack.enter_context(manager)
         try:
-            outcome = train(config, f"file://{rendezvous}")
+            outcome = train(config, f"file://{rendezvous}", keep_records=True)
             seen.steps = [_untimed(record.to_dict()) for record in outcome.records]
         except MegaparError as error:
             seen.error = str(error)

@@ -223,7 +223,7 @@ def train_without(
         _folder() as folder,
     ):
         config = parse(kind, ["--train-iters", "2", *flags], place)
-        outcome = train(config, f"file://{rendezvous}")
+        outcome = train(config, f"file://{rendezvous}", keep_records=True)
         if outcome.exported is not None:
             AutoModelForCausalLM.from_pretrained(outcome.exported)
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

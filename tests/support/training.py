@@ -38,7 +38,7 @@ def run(world_size: int, kind: str, *flags: str) -> Outcome:
 def _train(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str]) -> Outcome:
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place):
-        return train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}")
+        return train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
 
 
 def last_wins(base: Sequence[str], flags: Sequence[str]) -> list[str]:

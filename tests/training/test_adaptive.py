@@ -79,7 +79,7 @@ def run(rank: int, world_size: int, rendezvous: str, megabytes: float | None) ->
         patch.object(Adaptive, "end_step", noted),
     ):
         line = [*FLAGS, "--mp-degree", str(world_size), "--train-iters", "5", *more]
-        outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}")
+        outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
     return [record.loss for record in outcome.records], chosen
 
 

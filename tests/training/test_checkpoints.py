@@ -32,7 +32,7 @@ def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
     """One process, in this one, so that what it calls can be replaced."""
     line = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), *flags))
     with patch.dict(os.environ, environ):
-        return train(parse("moe", line, {}))
+        return train(parse("moe", line, {}), keep_records=True)
 
 
 def losses(outcome: Outcome) -> dict[int, float]:

@@ -303,7 +303,7 @@ def _run(kind: str, flags: list[str], tmp_path: Path, iterations: int = 2) -> Ou
     batch = "--micro-batch-size 1 --global-batch-size 2 --seq-length 16 --data-path mock --eval-interval 0"
     steps = f"--train-iters {iterations} --lr-decay-iters 2 --lr 1e-9"
     config = parse(kind, [*flags, *batch.split(), *steps.split()], {})
-    return train(config, f"file://{tmp_path / 'meet'}")
+    return train(config, f"file://{tmp_path / 'meet'}", keep_records=True)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "ErnieForMaskedLM"])

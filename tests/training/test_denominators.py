@@ -20,7 +20,7 @@ def test_padding_is_no_token(tmp_path: Path) -> None:
         "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-experts 0 --vocab-size 64 --micro-batch-size 2 "
         "--global-batch-size 8 --train-iters 2 --lr-decay-iters 2"
     )
-    outcome = train(parse("moe", flags.split(), {}), f"file://{tmp_path / 'meet'}")
+    outcome = train(parse("moe", flags.split(), {}), f"file://{tmp_path / 'meet'}", keep_records=True)
     first, last = outcome.records
     assert 0 < first.consumed_tokens < 8 * 32 - 8
     assert first.consumed_tokens < last.consumed_tokens < 16 * 32 - 16

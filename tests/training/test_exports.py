@@ -57,7 +57,7 @@ def small(flags: str) -> str:
 def run(flags: str, tmp_path: Path, iterations: int = 1, kind: str = "moe", data: str = "mock") -> Outcome:
     sizes = small(flags) if kind == "moe" and "--load-hf" not in flags and "/made" not in flags else ""
     line = f"{sizes} {BATCH} --train-iters {iterations} --lr 1e-3 --data-path {data} {flags}"
-    return train(parse(kind, line.split(), {}), f"file://{tmp_path / 'meet'}")
+    return train(parse(kind, line.split(), {}), f"file://{tmp_path / 'meet'}", keep_records=True)
 
 
 def logits(folder: Path) -> torch.Tensor:

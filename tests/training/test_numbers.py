@@ -63,7 +63,9 @@ def spoiled(
         patch.object(Trainer, "run", run_spoiled(steps, times, bad_rank, factor)),
         patch.object(Judge, "_may_be_late", lambda self, config: late),
     ):
-        return list(train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}").records), told
+        return list(
+            train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records
+        ), told
 
 
 def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) -> Any:

@@ -60,7 +60,7 @@ def trained(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -
         patch.object(trainer, "pick", lambda *_: Ahead()),
         patch.object(trainer.Trainer, "step", counted),
     ):
-        outcome = trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}")
+        outcome = trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
     return list(zip(outcome.records, seen, strict=True))
 
 
@@ -87,4 +87,6 @@ def test_the_host_s_own_clock_times_every_step():
 def plain(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> list[Record]:
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place):
-        return list(trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}").records)
+        return list(
+            trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records
+        )
