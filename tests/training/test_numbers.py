@@ -232,8 +232,8 @@ def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], n
             tensor = view.tensor if view is not None else dict(trainer.job.model.named_buffers())[name]
             tensor.view(-1)[0] += 1e-12
         if step == 0:
-            trainer._check_replicas()
-    trainer._check_replicas()
+            trainer._check(saved=True)
+    trainer._check(saved=True)
 
 
 BIASED = ("--num-experts", "4", "--moe-router-bias-update-rate", "0.01")
