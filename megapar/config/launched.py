@@ -17,3 +17,12 @@ def job_id(environ: Mapping[str, str]) -> str:
     """The name of the launch that this process belongs to, which restarts keep; "" where it has none."""
     name = environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name  # torchrun's name for all that were given none
+
+
+STOP_TIMEOUT = "MEGAPAR_STOP_TIMEOUT"
+"""Seconds that ranks get to save and end once they are asked to; --stop-timeout of their launcher."""
+
+
+def stop_timeout(environ: Mapping[str, str]) -> float:
+    """The same where nobody says otherwise: 300 s."""
+    return float(environ.get(STOP_TIMEOUT) or 300.0)
