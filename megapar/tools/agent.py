@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megapar.config.launched import ROUND
+from megapar.core.parent import be_launcher
 from megapar.errors import DistributedError
 from megapar.tools.stopper import Stopper
 from megapar.tools.waiting import Waiting, limit_of, nodes_of
@@ -161,7 +162,7 @@ class _Agent(LocalElasticAgent):
     """torch's, which gives ranks 30 s to follow a dead one whatever ``shutdown_timeout`` says: nearly all of a restart
     where they wait for it in a collective, or are stopped, and end by no signal but the last.
 
-    The stopper hears of what it does.
+    The stopper hears of what it does, and ranks know whom they are to end with.
     """
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, grace: int, stopper: Stopper) -> None:
@@ -182,6 +183,7 @@ class _Agent(LocalElasticAgent):
             super()._exit_barrier()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        be_launcher(os.environ, self._worker_group.spec.rdzv_handler.get_run_id())
         with self._stopper.starting():
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = self._pcontext

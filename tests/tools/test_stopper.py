@@ -124,6 +124,18 @@ def test_who_insists_and_who_is_late_is_killed(monkeypatch: pytest.MonkeyPatch) 
     assert (sent, ended) == ([signal.SIGTERM, *[signal.SIGKILL] * 3], [1])
 
 
+def test_ranks_are_gone_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    body = f"from megapar.core.parent import end_with_launcher\nend_with_launcher()\n{RANK}"
+    job = start(tmp_path, body=body)
+    ranks = children(job.pid)
+    job.send_signal(signal.SIGKILL)
+    job.wait(PATIENCE_SECONDS)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_waiting_for_nodes_ends_at_once(tmp_path: Path, number: signal.Signals, nodes: str) -> None:
