@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+
+from megapar.errors import DistributedError
 
 ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
 """How often the ranks of this job have met before; the same on all of them."""
@@ -24,5 +27,12 @@ STOP_TIMEOUT = "MEGAPAR_STOP_TIMEOUT"
 
 
 def stop_timeout(environ: Mapping[str, str]) -> float:
-    """The same where nobody says otherwise: 300 s."""
-    return float(environ.get(STOP_TIMEOUT) or 300.0)
+    """The same; 300 where nobody says otherwise. Raises DistributedError."""
+    said = environ.get(STOP_TIMEOUT) or "300"
+    try:
+        found = float(said)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise DistributedError(f"{STOP_TIMEOUT} must be a number of seconds from 0 on, got {said}")
+    return found

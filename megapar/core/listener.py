@@ -29,6 +29,9 @@ TYPED = (signal.SIGINT, signal.SIGQUIT)
 
 AGAIN_SECONDS = 5.0  # a group of processes is told by several at once; who means it waits for longer
 
+_END = 0  # no signal's number
+_LONGEST_WAIT_SECONDS = 3600.0  # at a time: the kernel takes no number of any size
+
 
 class Listener:
     """Hears signals from ``install`` to ``close``. A signal that the process was started to ignore stays ignored.
@@ -73,9 +76,11 @@ class Listener:
         _OPEN.discard(self)
         reader, writer = self._ends
         self._ends = None
-        os.close(writer)  # the end of what the thread reads
-        if self._thread is not None and self._thread is not threading.current_thread():
+        with contextlib.suppress(BlockingIOError):
+            os.write(writer, bytes([_END]))
+        if self._thread is not None:
             self._thread.join()
+        os.close(writer)
         os.close(reader)
 
     def _come(self, number: int, frame: FrameType | None) -> None:
@@ -84,14 +89,14 @@ class Listener:
     def _run(self, reader: int) -> None:
         while True:
             due = self._due()
-            wait = None if due is None else max(0.0, due - time.monotonic())
+            wait = None if due is None else min(max(0.0, due - time.monotonic()), _LONGEST_WAIT_SECONDS)
             if not select.select([reader], [], [], wait)[0]:
-                self._hear(0)
+                if due is not None and time.monotonic() >= due:
+                    self._hear(0)
                 continue
-            numbers = os.read(reader, 64)
-            if not numbers:
-                return
-            for number in numbers:
+            for number in os.read(reader, 64):
+                if number == _END:
+                    return
                 if number in self._before:
                     self._hear(number)
 

@@ -23,7 +23,7 @@ from megapar.config.launched import STOP_TIMEOUT
 from megapar.core.listener import tell
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
-from megapar.tools.parser import Parser, count
+from megapar.tools.parser import Parser, count, seconds
 from megapar.tools.stopper import Stopped, Stopper
 from megapar.tools.waiting import Waiting
 
@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
     add(
         "--stop-timeout",
-        type=float,
+        type=seconds,
         default=300.0,
         metavar="SECONDS",
         help="time the ranks get to save after a signal before they are killed (default: 300)",

@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from megapar.config.launched import stop_timeout
+from megapar.errors import DistributedError
 from tests.support.process import STICK, finish, read_until, start
 
 RANK = (
@@ -72,3 +74,10 @@ def test_a_rank_that_saves_is_not_ended_by_its_own_time_out() -> None:
         process.wait(0.3)
     out, _ = process.communicate("\n", timeout=60)
     assert (process.returncode, out) == (0, "15\n")
+
+
+def test_a_time_out_that_is_no_number_is_refused() -> None:
+    assert stop_timeout({}) == 300.0
+    for said in ("soon", "nan", "-1", "inf"):
+        with pytest.raises(DistributedError, match=f"MEGAPAR_STOP_TIMEOUT must be .* got {said}"):
+            stop_timeout({"MEGAPAR_STOP_TIMEOUT": said})
