@@ -3,10 +3,13 @@
 import signal
 
 from megapar.arguments import parse_or_exit
+from megapar.core.parent import end_with_launcher
 from megapar.training.sizes import outline
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C simply ends it until training, which stops and saves
+    end_with_launcher()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C simply ends it until training, which stops and saves
     config = parse_or_exit("moe", outline=outline)
 
     from megapar.planning.held import planned_memory

@@ -26,6 +26,7 @@ from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Event
 from megapar.core.device.pick import pick
 from megapar.core.optimizer import clip
+from megapar.core.parent import end_with_launcher
 from megapar.core.world import World
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
@@ -76,6 +77,7 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     """
     status = 0
     rank = int(os.environ.get("RANK", "0"))
+    end_with_launcher()
     try:
         train(config, stop_signal=StopSignal(), planned=planned)
     except MegaparError as error:

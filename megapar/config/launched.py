@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+
+from megapar.errors import DistributedError
 
 ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
 """How often the ranks of this job have met before; the same on all of them."""
@@ -17,3 +20,19 @@ def job_id(environ: Mapping[str, str]) -> str:
     """The name of the launch that this process belongs to, which restarts keep; "" where it has none."""
     name = environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name  # torchrun's name for all that were given none
+
+
+STOP_TIMEOUT = "MEGAPAR_STOP_TIMEOUT"
+"""Seconds that ranks get to save and end once they are asked to; --stop-timeout of their launcher."""
+
+
+def stop_timeout(environ: Mapping[str, str]) -> float:
+    """The same; 300 where nobody says otherwise. Raises DistributedError."""
+    said = environ.get(STOP_TIMEOUT) or "300"
+    try:
+        found = float(said)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise DistributedError(f"{STOP_TIMEOUT} must be a number of seconds from 0 on, got {said}")
+    return found

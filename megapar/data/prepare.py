@@ -15,8 +15,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
-import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapar.config.data_files import first_line
 from megapar.config.record import text_of_line
+from megapar.core.parent import end_with
 from megapar.data.cache import digest
 from megapar.data.chunks import Chunk, chunks_of, describe
 from megapar.data.indexed import IndexedDatasetBuilder, smallest_dtype, without_suffix
@@ -214,14 +213,8 @@ _worker: dict[str, Any] = {}
 def _start(job: _Job, tokenizer: Tokenizer | None) -> None:
     """Have a tokenizer in the process. An interrupt is the parent's matter; its death is everybody's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with(os.getppid())
     _worker.update(job=job, tokenizer=load_tokenizer(job.tokenizer) if tokenizer is None else tokenizer)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _work(number: int, chunk: Chunk) -> Done:

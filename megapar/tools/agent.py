@@ -21,13 +21,16 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megapar.config.launched import ROUND
+from megapar.core.parent import be_launcher
 from megapar.errors import DistributedError
+from megapar.tools.stopper import Stopper
+from megapar.tools.waiting import Waiting, limit_of, nodes_of
 
 LOOPBACK = "127.0.0.1"
 _FAILURES = "torch.distributed.elastic.multiprocessing.api"
@@ -124,15 +127,22 @@ def _towards(address: str, port: int) -> str:
 
 
 def make_agent(
-    meeting: Meeting, arguments: Sequence[str], nproc: int, max_restarts: int, grace: int, log_dir: str = ""
+    meeting: Meeting,
+    arguments: Sequence[str],
+    nproc: int,
+    max_restarts: int,
+    grace: int,
+    log_dir: str = "",
+    stopper: Stopper | None = None,
 ) -> Any:
     """An agent that will run ``python ARGUMENTS`` on ``nproc`` ranks of this node.
 
     grace: seconds that ranks get to end after SIGTERM before a restart or the end of a failed job. log_dir: with one,
-    output also goes to files per rank there, and lines carry the rank.
+    output also goes to files per rank there, and lines carry the rank. stopper: hears of what the agent does.
     """
-    # The agent would end at once on a signal and forget how its ranks ended: the launcher passes signals on instead.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP"
+    # The agent would end at once on a signal and forget how its ranks ended: the stopper has them all. No name is
+    # the name of no signal; an empty list is taken for torch's own.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"
     logging.getLogger(_FAILURES).addFilter(_is_not_said_here)
     spec = WorkerSpec(
         role="rank",
@@ -145,16 +155,37 @@ def make_agent(
         local_addr=meeting.address,
     )
     logs = DefaultLogsSpecs(log_dir=log_dir or None, tee=Std.ALL if log_dir else Std.NONE)
-    return _Agent(spec, logs_specs=logs, shutdown_timeout=grace)
+    return _Agent(spec, logs, grace, stopper or Stopper(grace))
 
 
 class _Agent(LocalElasticAgent):
     """torch's, which gives ranks 30 s to follow a dead one whatever ``shutdown_timeout`` says: nearly all of a restart
     where they wait for it in a collective, or are stopped, and end by no signal but the last.
+
+    The stopper hears of what it does, and ranks know whom they are to end with.
     """
 
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, grace: int, stopper: Stopper) -> None:
+        super().__init__(spec, logs_specs=logs, shutdown_timeout=grace)
+        self._stopper = stopper
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        handler = worker_group.spec.rdzv_handler
+        limit = limit_of(handler)
+        try:
+            with self._stopper.idle("waiting for nodes"), Waiting(lambda: nodes_of(handler), limit):
+                super()._rendezvous(worker_group)
+        except RendezvousTimeoutError as error:
+            raise DistributedError(f"gave up waiting for {nodes_of(handler)}, after {limit:g} s") from error
+
+    def _exit_barrier(self) -> None:
+        with self._stopper.leaving():
+            super()._exit_barrier()
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        be_launcher(os.environ, self._worker_group.spec.rdzv_handler.get_run_id())
+        with self._stopper.starting():
+            started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = self._pcontext
         assert ranks is not None
         close, grace = ranks.close, self._shutdown_timeout
@@ -169,8 +200,10 @@ class _Agent(LocalElasticAgent):
 
 
 def _is_not_said_here(record: logging.LogRecord) -> bool:
-    """Not how a rank ended and that the others are ended then: it has said why, and the launcher says the rest."""
-    return not record.getMessage().startswith(("failed (exitcode:", "Sending process"))
+    """Not how a rank ended and that the others are ended then: it has said why, and the launcher says the rest. Nor
+    that no signal is handled there.
+    """
+    return not record.getMessage().startswith(("failed (exitcode:", "Sending process", "Failed to register signal"))
 
 
 def no_more_restarts(agent: Any) -> None:

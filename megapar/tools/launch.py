@@ -10,20 +10,22 @@ import math
 import os
 import signal
 import sys
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
 from megapar.config.hints import near_path
+from megapar.config.launched import STOP_TIMEOUT
+from megapar.core.listener import tell
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
-from megapar.tools.parser import Parser, count
+from megapar.tools.parser import Parser, count, seconds
+from megapar.tools.stopper import Stopped, Stopper
+from megapar.tools.waiting import Waiting
 
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
@@ -77,23 +79,37 @@ def main(argv: Sequence[str]) -> int:
     launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
     for line in _fewer_nodes(launch):
         print(f"megapar launch: {line}", file=sys.stderr)
+    stopper = Stopper(launch.stop_timeout)
+    stopper.install()
     try:
-        place = _meet(launch)
+        return _start(launch, stopper, preflight=options.preflight)
     except MegaparError as error:
-        print(f"megapar launch: {error}", file=sys.stderr)
+        tell(f"megapar launch: {error}")
         return error.exit_status
+    except Stopped as stopped:
+        tell(f"megapar launch: {stopped}")
+        return 1
+    finally:
+        stopper.close()
+
+
+def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
+    """Meet the other nodes and run; the job's status. Raises MegaparError, and Stopped where no ranks were there."""
+    with stopper.idle("meeting the other nodes"), Waiting(lambda: f"{launch.rdzv_endpoint} to answer"):
+        place = _meet(launch)
+    os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
     for name, value in (launch.environment | _interfaces(place)).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
-    if options.preflight:
+    if preflight:
         measure = ("-m", "megapar.tools.preflight")
         name = f"{launch.rdzv_id}-preflight"
         before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
-        status = run(before, place)
+        status = run(before, place, stopper)
         if status:
             print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
             return status
-    return run(launch, place)
+    return run(launch, place, stopper)
 
 
 def _meet(launch: Launch) -> Place | None:
@@ -123,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="megapar launch",
         description="Check the configuration once, then start the ranks of this node.",
-        epilog="Exit status: 0 done (also after SIGTERM once the checkpoint is safe), 2 refused, 1 anything else.",
+        epilog="Exit status: 0 done (also after a signal, once the checkpoint is safe), 2 refused, 1 anything else.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -151,10 +167,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
     add(
         "--stop-timeout",
-        type=float,
+        type=seconds,
         default=300.0,
         metavar="SECONDS",
-        help="time the ranks get to save after SIGTERM before they are killed (default: 300)",
+        help="time the ranks get to save after a signal before they are killed (default: 300)",
     )
     add("script", help="pretrain_moe.py, pretrain_ernie.py, or a script of your own")
     add("flags", nargs=argparse.REMAINDER, help="the script's flags")
@@ -223,7 +239,7 @@ def _fewer_nodes(launch: Launch) -> Iterator[str]:
             yield f"on {nodes} nodes the run would end: {error}"
 
 
-def run(launch: Launch, place: Place | None) -> int:
+def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
     """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
     from megapar.tools.agent import Meeting, make_agent, no_more_restarts
 
@@ -238,14 +254,17 @@ def run(launch: Launch, place: Place | None) -> int:
         settings=launch.rdzv_conf,
     )
     grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))
-    agent = make_agent(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir)
-    stopper = Stopper(launch.stop_timeout, lambda: no_more_restarts(agent))
-    stopper.install()
+    agent = make_agent(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir, stopper)
+    stopper.when_asked = lambda: no_more_restarts(agent)
+    alone = False
     try:
         result = agent.run()
+    except Stopped:
+        alone = launch.min_nodes < launch.nnodes  # others go on, or wait for one another, without this node
+        raise
     finally:
-        stopper.close()
-        agent._worker_group.spec.rdzv_handler.shutdown()
+        if not alone:
+            agent._worker_group.spec.rdzv_handler.shutdown()
     return _status(result.failures) if result.is_failed() else 0
 
 
@@ -259,66 +278,3 @@ def _status(failures: Mapping[int, Any]) -> int:
         how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"status {failure.exitcode}"
         print(f"megapar launch: rank {rank} ended with {how}", file=sys.stderr)
     return 1
-
-
-class Stopper:
-    """Passes SIGTERM and SIGINT on to the ranks, which save and end; the second signal or the time-out kills them.
-
-    when_asked: called at the first signal, before it is passed on.
-    """
-
-    def __init__(self, timeout_seconds: float, when_asked: Callable[[], None] = lambda: None) -> None:
-        self.timeout_seconds = timeout_seconds
-        self._when_asked = when_asked
-        self._asked = False
-        self._timer: threading.Timer | None = None
-
-    def install(self) -> None:
-        """Handle the signals of this process from now on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            self._kill()
-            return
-        self._asked = True
-        self._when_asked()
-        _signal_children(signal.SIGTERM)
-        self._timer = threading.Timer(self.timeout_seconds, self._kill)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _kill(self) -> None:
-        _signal_children(signal.SIGKILL)
-
-    def close(self) -> None:
-        """Forget the time-out: the ranks have ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-
-def _signal_children(number: signal.Signals) -> None:
-    """Send a signal to the ranks: each leads a session of its own, unlike other children of this process."""
-    for pid in _children(os.getpid()):
-        try:
-            if os.getsid(pid) == pid:
-                os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-def _children(parent: int) -> list[int]:
-    """Direct children by /proc; ranks are started by the agent, which does not show their numbers."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # The second field is the command in parentheses, which may hold anything; the state and parent follow it.
-            state_and_parent = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(state_and_parent[1]) == parent:
-            found.append(int(entry.name))
-    return found

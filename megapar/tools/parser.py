@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -33,3 +34,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time from 0 on, as argparse wants it said."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
+    return value

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megapar.core import messages
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
+from megapar.core.parent import end_with_launcher
 
 TOLERANCE = 0.8
 GEMM = {"cpu": 384}
@@ -27,6 +28,7 @@ BUFFER = {"cpu": 1 << 20}
 
 def main() -> int:
     """0 measured."""
+    end_with_launcher()
     device = pick("auto", int(os.environ.get("LOCAL_RANK", "0")))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))

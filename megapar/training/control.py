@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-import signal
+import faulthandler
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from megapar.config.launched import stop_timeout
+from megapar.core.listener import Insistence, Listener, name_of, tell
 
 
 class StopSignal:
-    """The first SIGTERM, SIGINT or SIGUSR1 asks to stop; from then on each of them ends the process at once."""
+    """The first SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGQUIT asks to stop, which ``received`` then says.
 
-    def __init__(self) -> None:
+    A second SIGINT or SIGQUIT, 5 s or more after the first, ends the process at once; others change nothing. A main
+    thread that does not come back from C code ends with the process after ``--stop-timeout``, as its launcher has it.
+    end: what then ends the process.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, end: Callable[[int], object] = os._exit) -> None:
         self.received = 0
+        self._timeout_seconds = stop_timeout(environ)
+        self._rank = environ.get("RANK", "0")
+        self._end = end
+        self._insistence = Insistence()
+        self._deadline: float | None = None
+        self._back = False
+        self._listener = Listener(self._hear, self._notice, lambda: self._deadline)
 
     def install(self) -> None:
-        """Handle the signals of this process, from its main thread."""
-        for number in SIGNALS:
-            signal.signal(number, self._ask)
+        """Hear the signals of this process, from its main thread."""
+        self._listener.install()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)  # by the system: a rank that hangs runs no handler
+    def close(self) -> None:
+        """Hear no more, from the main thread."""
+        self._listener.close()
+
+    def _notice(self, number: int) -> None:
+        self.received = self.received or number
+        self._back = True
+
+    def _hear(self, number: int) -> None:
+        now = time.monotonic()
+        if not number:
+            self._deadline = None
+            if not self._back:
+                self._give_up()
+        elif self._insistence.hear(number, now):
+            tell(f"rank {self._rank}: {name_of(number)} again: ends at once, unsaved since its last checkpoint")
+            self._end(1)
+        elif self._deadline is None and not self._back:
+            self.received = self.received or number
+            self._deadline = now + self._timeout_seconds
+
+    def _give_up(self) -> None:
+        asked = f"asked to stop by {name_of(self.received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
+        tell(f"rank {self._rank}: {asked}, and stuck since; ends, where it stands:")
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        self._end(1)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from megapar.arguments import parse_or_exit
 from megapar.config.launched import starts_before
 from megapar.core.checkpoint import folder, shard_file, storage
-from megapar.tools.launch import _children
+from megapar.tools.stopper import children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
 
@@ -49,7 +49,7 @@ def strike(number: int = signal.SIGKILL, what: str = "") -> None:
 def strike_node() -> None:
     """Kill this node: the launcher, its other ranks, and this one."""
     note()
-    launcher, ranks = os.getppid(), _children(os.getppid())
+    launcher, ranks = os.getppid(), children(os.getppid())
     os.kill(launcher, signal.SIGKILL)
     for rank in ranks:
         if rank != os.getpid():

@@ -12,26 +12,41 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.support.process import SIGNALS
 from tests.support.ranks import forked
 
 STREAMS = ("stdout", "stderr")
 
 
 class Command:
-    """``megapar ARGV`` that has been started. folder: takes what it and its children write."""
+    """``megapar ARGV`` that has been started. folder: takes what it and its children write. ignored: signals, as by
+    nohup; the others are not, whatever this process was started with.
+    """
 
-    def __init__(self, argv: Sequence[str], folder: Path, environ: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str],
+        cwd: Path,
+        ignored: Sequence[signal.Signals] = (),
+    ) -> None:
         self._argv = list(argv)
         self._paths = [folder / name for name in STREAMS]
         self._process = forked().Process(
-            target=_perform, args=(self._argv, dict(environ), cwd, self._paths), daemon=True
+            target=_perform, args=(self._argv, dict(environ), cwd, self._paths, tuple(ignored)), daemon=True
         )
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Of the command itself."""
+        assert self._process.pid
+        return self._process.pid
+
     def send_signal(self, number: signal.Signals) -> None:
         """As ``subprocess.Popen`` has it."""
-        assert self._process.pid
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, seconds: float) -> subprocess.CompletedProcess[str]:
         """What it came to; killed, and subprocess.TimeoutExpired, where that takes too long."""
@@ -46,7 +61,13 @@ class Command:
         return subprocess.CompletedProcess(self._argv, status, out, err)
 
 
-def _perform(argv: list[str], environ: dict[str, str], cwd: Path, paths: list[Path]) -> None:
+def _perform(
+    argv: list[str], environ: dict[str, str], cwd: Path, paths: list[Path], ignored: tuple[signal.Signals, ...]
+) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python starts
     for number, path in enumerate(paths, 1):
         with path.open("wb") as stream:
             os.dup2(stream.fileno(), number)

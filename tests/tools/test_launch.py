@@ -158,7 +158,13 @@ def test_validate_only_knows_the_ranks_of_all_nodes() -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["--nproc-per-node", "0", "job.py"], ["no-such-script.py"], ["--nnodes", "2", "pretrain_moe.py"]],
+    [
+        [],
+        ["--nproc-per-node", "0", "job.py"],
+        ["--stop-timeout", "nan", "job.py"],
+        ["no-such-script.py"],
+        ["--nnodes", "2", "pretrain_moe.py"],
+    ],
 )
 def test_bad_launcher_options_are_refused(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

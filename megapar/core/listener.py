@@ -1,0 +1,168 @@
+"""Signals heard by a thread, so that a process whose main thread is stuck in C code hears them too.
+
+Python runs its handlers in the main thread, once that is back from C. The system's own handler writes the signal's
+number to a pipe at once, and a thread reads it:
+
+    signal -> C handler -> pipe -> thread: ``hear``                  always
+                        -> main thread: ``noticed``                  when it is back in Python
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+"""What asks a run to stop: people (INT, QUIT), terminals that go away (HUP), schedulers (TERM, USR1)."""
+
+TYPED = (signal.SIGINT, signal.SIGQUIT)
+"""What people type, and nobody repeats by himself."""
+
+AGAIN_SECONDS = 5.0  # a group of processes is told by several at once; who means it waits for longer
+
+_END = 0  # no signal's number
+_LONGEST_WAIT_SECONDS = 3600.0  # at a time: the kernel takes no number of any size
+
+
+class Listener:
+    """Hears signals from ``install`` to ``close``. A signal that the process was started to ignore stays ignored.
+
+    hear: called on the thread of this object with each signal's number. noticed: called with it on the main thread,
+    when that is back in Python; may raise there. due: when ``hear`` wants to be called with 0 if nothing comes until
+    then, by time.monotonic(); None: never.
+    """
+
+    def __init__(
+        self,
+        hear: Callable[[int], None],
+        noticed: Callable[[int], None] = lambda number: None,
+        due: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._hear = hear
+        self._noticed = noticed
+        self._due = due
+        self._before: dict[int, Any] = {}
+        self._ends: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+
+    def install(self, numbers: Sequence[int] = STOPS) -> None:
+        """Begin to hear, from the main thread of the process."""
+        reader, writer = self._ends = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._come)
+        _OPEN.add(self)
+        self._thread = threading.Thread(target=self._run, args=(reader,), name="megapar-signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hear no more: the handlers from before are back. From the main thread."""
+        if self._ends is None:
+            return
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _OPEN.discard(self)
+        reader, writer = self._ends
+        self._ends = None
+        with contextlib.suppress(BlockingIOError):
+            os.write(writer, bytes([_END]))
+        if self._thread is not None:
+            self._thread.join()
+        os.close(writer)
+        os.close(reader)
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        self._noticed(number)
+
+    def _run(self, reader: int) -> None:
+        while True:
+            due = self._due()
+            wait = None if due is None else min(max(0.0, due - time.monotonic()), _LONGEST_WAIT_SECONDS)
+            if not select.select([reader], [], [], wait)[0]:
+                if due is not None and time.monotonic() >= due:
+                    self._hear(0)
+                continue
+            for number in os.read(reader, 64):
+                if number == _END:
+                    return
+                if number in self._before:
+                    self._hear(number)
+
+    def _leave_in_child(self) -> None:
+        """A forked child is not this process: its signals are its own, and must not go down the parent's pipe."""
+        signal.set_wakeup_fd(-1)
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+        for end in self._ends or ():
+            os.close(end)
+        self._ends = None
+
+
+_OPEN: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+# A child that gets a signal before it is told apart would send it down its parent's pipe: none comes until then.
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    if _OPEN:
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+
+
+def _after_fork() -> None:
+    before = _masks.__dict__.pop("before", None)
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _after_fork_in_child() -> None:
+    for listener in list(_OPEN):
+        listener._leave_in_child()
+    _OPEN.clear()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+class Insistence:
+    """Whether somebody insists: a second SIGINT or SIGQUIT, 5 s or more after the first.
+
+    TERM, HUP and USR1 never do, however often they come: grace periods are the schedulers' to keep.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def hear(self, number: int, now: float) -> bool:
+        """A signal came at ``now``, in seconds of time.monotonic()."""
+        if number not in TYPED:
+            return False
+        if self._first is None:
+            self._first = now
+        return now - self._first >= AGAIN_SECONDS
+
+
+def name_of(number: int) -> str:
+    """SIGTERM for 15."""
+    return signal.Signals(number).name
+
+
+def tell(text: str) -> None:
+    """Say it to standard error, where there still is one: a terminal that went away sent the signal."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

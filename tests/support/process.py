@@ -1,0 +1,69 @@
+"""Small Python programs as processes: what signals and deaths do to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 60
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+
+# ``stick()`` never comes back from C code, whatever signals come: a mutex that is locked already. It says "stuck" when
+# the kernel has the main thread waiting for it.
+STICK = """
+import ctypes, os, threading
+def stick():
+    mutex = ctypes.create_string_buffer(64)
+    def look():
+        while hex(ctypes.addressof(mutex)) not in open(f'/proc/self/task/{os.getpid()}/syscall').read(): pass
+        print('stuck', flush=True)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    threading.Thread(target=look, daemon=True).start()
+    lock(mutex)
+"""
+
+
+def start(
+    program: str, ignored: Sequence[signal.Signals] = (), environ: dict[str, str] | None = None, **options: object
+) -> subprocess.Popen[str]:
+    """Run it; every signal has its usual effect there but those that are ignored. Output is in ``stdout``."""
+    return subprocess.Popen(
+        [*started(ignored), sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def started(ignored: Sequence[signal.Signals] = ()) -> list[str]:
+    """A prefix for a command line: no signal is ignored there but these, whatever this process was started with."""
+    prefix = "import os, signal, sys\n"
+    prefix += f"for n in {[int(n) for n in SIGNALS]}:\n"
+    prefix += f"    signal.signal(n, signal.SIG_IGN if n in {[int(n) for n in ignored]} else signal.SIG_DFL)\n"
+    return [sys.executable, "-Sc", prefix + "os.execvp(sys.argv[1], sys.argv[1:])"]
+
+
+def read_until(process: subprocess.Popen[str], line: str) -> None:
+    """Wait for a line of its output."""
+    assert process.stdout is not None
+    seen = []
+    for said in process.stdout:
+        seen.append(said)
+        if said.strip() == line:
+            return
+    raise AssertionError(f"it never said {line!r}, but {''.join(seen)}")
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its status and what it said since."""
+    out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    return process.returncode, out
