@@ -17,3 +17,9 @@ def job_id(environ: Mapping[str, str]) -> str:
     """The name of the launch that this process belongs to, which restarts keep; "" where it has none."""
     name = environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name  # torchrun's name for all that were given none
+
+
+def failure_file(environ: Mapping[str, str]) -> str | None:
+    """Where a rank says what ended it: beside the file in which torch's agent looks for the same; None without one."""
+    file = environ.get("TORCHELASTIC_ERROR_FILE")
+    return f"{file}.megapar" if file else None

@@ -24,6 +24,7 @@ from megapar.config.hints import near_path
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
 from megapar.tools.parser import Parser, count
+from megapar.training.streams import make_patient
 
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
@@ -75,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     config = _validate(script, launch, options.node_rank)
     wanted = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
+    make_patient()
     for line in _fewer_nodes(launch):
         print(f"megapar launch: {line}", file=sys.stderr)
     try:
