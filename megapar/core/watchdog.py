@@ -116,7 +116,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(self._pause):
-            if self._held:
+            if self._held and self.iteration:  # a library may take its time with a corpus
                 # Where even this thread is not let run (somebody holds the interpreter), C code ends the process.
                 faulthandler.dump_traceback_later(self._held, exit=True)
             overdue = self.sections.overdue()
@@ -137,15 +137,18 @@ class Watchdog:
         own, reports, overdue = self._gather("", "alarm", overdue)
         if self._closed.is_set():
             return
+        # The disk of the log or of the records may be what hangs.
+        ending = threading.Thread(target=self._last_words, args=(own, reports, overdue), daemon=True)
+        ending.start()
+        ending.join(2 * GRACE_SECONDS)
+        self._end(STATUS)
+
+    def _last_words(self, own: Report, reports: Mapping[int, Report], overdue: Overdue) -> None:
         self._say(own, reports, overdue, f"ended by the watchdog; {standing.place(own, overdue.name)}")
         if record := flight_record():
-            # The disk may be what hangs.
-            keeping = threading.Thread(target=self._keep, args=(record,), daemon=True)
-            keeping.start()
-            keeping.join(GRACE_SECONDS)
+            self._keep(record)
         with suppress(Exception):
             sys.stderr.flush()
-        self._end(STATUS)
 
     def _warn(self, overdue: Overdue | None) -> None:
         """Tell of what takes unusually long, with the stacks of ranks that are late; the run goes on."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megapar.config.launched import failure_file
 from megapar.errors import DataError, DistributedError
 
-_OF_OTHERS = (DistributedError, dist.DistError, ConnectionError, TimeoutError, KeyboardInterrupt, SystemExit)
-_OF_GROUPS = ("gloo", "NCCL", "HCCL", "nccl", "hccl", "ProcessGroup", "onnection", "imed out")
+# Another rank's, or of a machine that may be well again when the ranks are started anew.
+_OF_OTHERS = (DistributedError, dist.DistError, OSError, KeyboardInterrupt, SystemExit)
+_OF_LIBRARIES = ("gloo", "NCCL", "HCCL", "nccl", "hccl", "ProcessGroup", "onnection", "imed out", "CUDA", "NPU")
 
 
 def note(
@@ -38,7 +39,7 @@ def note(
         "step": following[0],
         "saved": saved,
         "own": not isinstance(error, _OF_OTHERS)
-        and not (isinstance(error, RuntimeError) and any(name in text for name in _OF_GROUPS)),
+        and not (isinstance(error, RuntimeError) and any(name in text for name in _OF_LIBRARIES)),
         "samples": getattr(error, "samples", following[1] if isinstance(error, DataError) else ""),
         "at": time.time(),
     }

@@ -37,11 +37,13 @@ def test_what_a_rank_notes_is_what_the_launcher_reads(tmp_path: Path) -> None:
     [
         DistributedError("ranks [1] are silent"),
         ConnectionResetError(),
+        OSError(5, "Input/output error"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
         KeyboardInterrupt(),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"),
     ],
 )
-def test_what_another_rank_has_caused_is_nobody_s_own(tmp_path: Path, error: BaseException) -> None:
+def test_what_another_rank_or_the_machine_has_caused_is_nobody_s_own(tmp_path: Path, error: BaseException) -> None:
     assert noted(tmp_path, error) is None
 
 
