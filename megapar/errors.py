@@ -59,4 +59,12 @@ class DistributedError(MegaparError):
 
 
 class TrainingError(MegaparError):
-    """Training cannot go on, for example because the loss is not finite."""
+    """Training cannot go on, for example because replicas differ."""
+
+
+class NotFiniteError(TrainingError):
+    """Losses or gradients are not finite. samples: that they come from, A-B, where that is known."""
+
+    def __init__(self, message: str, samples: str = "") -> None:
+        super().__init__(message)
+        self.samples = samples

@@ -27,6 +27,7 @@ from megapar.core.device.base import Event
 from megapar.core.device.pick import pick
 from megapar.core.optimizer import clip
 from megapar.core.parent import end_with_launcher
+from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
@@ -34,7 +35,7 @@ from megapar.data.kept_tokenizer import keep
 from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.model.decoder import Decoder
-from megapar.training import build, degree, export, local_saves, opening, report, state
+from megapar.training import build, degree, export, failure, local_saves, opening, report, state
 from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
@@ -52,6 +53,8 @@ from megapar.training.record import Record
 from megapar.training.resume import resume
 from megapar.training.said import is_first_to_say
 from megapar.training.stragglers import Stragglers
+from megapar.training.streams import make_patient
+from megapar.training.watch import make_watch, meet
 from megapar.training.work import Feed, Work
 
 
@@ -75,17 +78,20 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
 
     Several ranks leave without the interpreter's own shutdown, in which gloo's threads at times abort a finished run.
     """
+    make_patient()
     status = 0
     rank = int(os.environ.get("RANK", "0"))
     end_with_launcher()
     try:
         train(config, stop_signal=StopSignal(), planned=planned)
     except MegaparError as error:
+        failure.note(error, os.environ)
         where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         status = error.exit_status
         if is_first_to_say(str(error), os.environ):
             sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
-    except BaseException:
+    except BaseException as error:
+        failure.note(error, os.environ)
         status = 1
         import traceback
 
@@ -110,24 +116,32 @@ def train(
     expects of memory, where there is none left. keep_records: of every iteration, for the outcome; kilobytes each, on
     every rank, so that only short runs want it. Raises MegaparError.
     """
+    watch = make_watch(config)
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
     check_device(config, device)
     if config.training.deterministic:
         device.repeat_results()
-    corpus = build.make_corpus(config)
-    world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
+    watch.start()
+    try:
+        corpus = build.make_corpus(config)
+        world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
+    except BaseException:
+        watch.close()
+        raise
     if stop_signal is not None:
         stop_signal.install()
     try:
-        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records)
+        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch)
         outcome = trainer.run()
     except torch.OutOfMemoryError as error:
         failure = out_of_memory(config, device, error, planned)
+        watch.close()
         world.abandon()
         raise failure from error
     except BaseException:
         # The other ranks may be gone: nobody waits for anybody on this way out.
+        watch.close()
         world.abandon()
         raise
     world.close()
@@ -145,9 +159,12 @@ class Trainer:
         stop_signal: StopSignal | None = None,
         *,
         keep_records: bool = False,
+        watch: Watchdog | None = None,
     ) -> None:
         self.config = config
         self.world = world
+        self.watch = watch or make_watch(config)
+        meet(self.watch, world)
         self.data = world.axis("data")
         self.corpus = corpus
         self.job = make_job(config, world)
@@ -157,15 +174,16 @@ class Trainer:
         self.progress = state.Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
         self.control = build.make_control(config, stop_signal, leader=world.rank == 0)
-        self.checkpoints = Checkpoints(config.checkpoint, self.job)
+        self.checkpoints = Checkpoints(config.checkpoint, self.job, self.watch.section)
         if config.checkpoint.save_hf and drops_tokens(self.job.sizes):
             self._notes += (export.UNDROPPED,)
         if config.checkpoint.save and world.rank == 0:
             self._notes += keep(corpus.tokenizer, Path(config.checkpoint.save))
-        self.local_saves = local_saves.make(config, self.job, job_id(os.environ))
+        self.local_saves = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
         self.numbers = build.make_numbers(config)
-        self._load()
+        with self.watch.section("load"):
+            self._load()
         self.collate = build.make_collate(config, world, corpus)
         self.loader = Loader(
             Skipping(corpus.train, self._skipped) if self._skipped else corpus.train,
@@ -195,7 +213,7 @@ class Trainer:
     def run(self) -> Outcome:
         """Train to ``--train-iters`` or until asked to stop, evaluating and saving on the way and at the end."""
         self._greet()
-        companions = make_companions(self.config, self.job)
+        companions = make_companions(self.config, self.job, self.watch)
         try:
             if self._done:
                 self._tell_nothing_left()
@@ -208,6 +226,10 @@ class Trainer:
                 self._after_step()
             self._flush()
             exported = self._finish()
+        except BaseException as error:
+            saved = self.checkpoints.folder is not None
+            failure.note(error, os.environ, self.feed.following(self.progress), saved=saved)
+            raise
         finally:
             for companion in companions:
                 companion.close()
@@ -254,7 +276,9 @@ class Trainer:
 
     def _flush(self) -> None:
         self._settle()
-        records = self.monitor.flush()
+        self.monitor.failed_saves = self.checkpoints.failures.in_a_row
+        with self.watch.section("log", f"after step {self.progress.iteration}"):
+            records = self.monitor.flush()
         if self._records is not None:
             self._records += records
         pace = records[-1].pace if records else None
@@ -413,7 +437,7 @@ class Trainer:
         self._settle()
         self.job.sharding.wait()
         sent = dict(self.world.ledger)
-        with self.monitor.paused():
+        with self.monitor.paused(), self.watch.section("evaluation", f"after step {self.progress.iteration}"):
             self._evaluation = evaluate(
                 self.job.model,
                 heldout,
@@ -454,7 +478,7 @@ class Trainer:
     def _save(self, *, final: bool) -> None:
         self._check(saved=True)
         self._flush()  # what a resumed run does not do again has to be in its log and its history of losses
-        with self.monitor.paused():
+        with self.monitor.paused(), self.watch.section("save", f"of iteration {self.progress.iteration}"):
             self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()
 

@@ -36,3 +36,9 @@ def stop_timeout(environ: Mapping[str, str]) -> float:
     if not 0 <= found < math.inf:
         raise DistributedError(f"{STOP_TIMEOUT} must be a number of seconds from 0 on, got {said}")
     return found
+
+
+def failure_file(environ: Mapping[str, str]) -> str | None:
+    """Where a rank says what ended it: beside the file in which torch's agent looks for the same; None without one."""
+    file = environ.get("TORCHELASTIC_ERROR_FILE")
+    return f"{file}.megapar" if file else None

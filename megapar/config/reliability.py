@@ -24,9 +24,16 @@ class Reliability:
     )
     step_timeout_seconds: float = flag(
         600.0,
-        "a step that takes longer hangs: the late ranks are named and the run ends; 0: off",
+        "a step that takes longer hangs: the late ranks are named and the run ends; 0: it is only told",
         unit="seconds",
         low=0,
+    )
+    section_timeouts: tuple[str, ...] = flag(
+        (),
+        "NAME=SECONDS: the same for start-up, load, first-step, step, evaluation, save, log; without one they are "
+        "told, and go on, after 10 minutes or 10 times the longest so far",
+        unit="seconds",
+        comma=True,
     )
     local_checkpoint_interval: int = flag(
         0,

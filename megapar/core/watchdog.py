@@ -1,126 +1,176 @@
-"""Ends a run that hangs, and says which ranks it waits for, in which collective, and where in the code they stand.
+"""Ends a run that hangs, and says which ranks it waits for, in which collective or file, and where in the code.
 
-    every rank    thread: step too long, or an alarm in the store -> puts its report into the store
+    every rank    thread: a section too long, or an alarm in the store -> puts its report into the store
                           -> a few seconds later reads all reports; the lowest rank that answered prints -> exit 1
 
-A rank waits for another one when it has launched more collectives on an axis of both. Late are those that somebody
-waits for and that wait for nobody; a rank that puts no report there is stopped, dead, or off the network.
+A section whose limit nobody has given is told in the same way, with the stacks of the late ranks, and goes on.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
-import linecache
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megapar.core import standing
 from megapar.core.journal import Journal
+from megapar.core.sections import FIRST, STEP, Overdue, Sections
+from megapar.core.standing import Report
 from megapar.core.torch_names import flight_record
 
 STATUS = 1
 GRACE_SECONDS = 3.0
-SHOWN = 4
-Report = Mapping[str, Any]
+HELD_SECONDS = 30.0  # how much longer than a step the interpreter may be held by one thread
 
 
 class Watchdog:
-    """Watches the steps of one rank from a thread.
+    """Watches what one rank does from a thread.
 
-    store: a connection that nobody else uses; None where there is one rank. axes: name -> its ranks, of those with
-    several. records: folder for what torch's flight recorder knows of each collective (always on under NCCL,
-    TORCH_FR_BUFFER_SIZE on gloo). tell and end: where the report goes, and what then ends the process.
+    sections: with their limits. named: where the limit of a section is from, for people. records: folder for what
+    torch's flight recorder knows of each collective (always on under NCCL, TORCH_FR_BUFFER_SIZE on gloo). tell and
+    end: where the report goes, and what then ends the process.
     """
 
     def __init__(
         self,
-        timeout_seconds: float,
-        rank: int,
-        world_size: int,
-        store: dist.Store | None,
-        journal: Journal,
-        axes: Mapping[str, Sequence[int]],
+        sections: Sections,
         *,
+        rank: int = 0,
+        named: Callable[[str], str] = lambda name: "",
         records: Path | None = None,
         tell: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self.timeout_seconds = timeout_seconds
+        self.sections = sections
+        self.iteration = 0
         self._rank = rank
-        self._world_size = world_size
-        self._store = store
-        self._journal = journal
-        self._axes = {name: list(ranks) for name, ranks in axes.items()}
+        self._world_size = 1
+        self._store: dist.Store | None = None
+        self._journal = Journal()
+        self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
+        self._named = named
         self._records = records
         self._tell = tell
         self._end = end
-        self._since: float | None = None
-        self._iteration = 0
+        self._stepped = False
+        self._warnings = 0
         self._watched = threading.get_ident()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="megapar-watchdog", daemon=True)
+        self._thread: threading.Thread | None = None
+        limits = sections.limits
+        self._pause = min(1.0, min(limits.values()) / 10) if limits else 1.0
+        self._held = limits[STEP] + HELD_SECONDS if STEP in limits else 0.0
+
+    def meet(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        journal: Journal,
+        axes: Callable[[], Mapping[str, Sequence[int]]],
+    ) -> None:
+        """From now on ranks tell each other where they stand.
+
+        store: a connection that nobody else uses; None where there is one rank. journal: of this rank's collectives.
+        axes: name -> its ranks, of those with several, as they are when somebody asks.
+        """
+        self._rank, self._world_size, self._journal, self._axes = rank, world_size, journal, axes
+        self._store = store
 
     def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
+        """Begin to watch, once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="megapar-watchdog", daemon=True)
+            self._thread.start()
+
+    def section(self, name: str, detail: str = "") -> AbstractContextManager[None]:
+        """This thread does something that may hang."""
+        return self.sections.inside(name, detail)
 
     def before_step(self, iteration: int) -> None:
         """A step begins on the thread that made this object."""
-        self._iteration, self._since = iteration, time.monotonic()
+        self.sections.end_all()
+        self.iteration = iteration
+        self.sections.begin(STEP if self._stepped else FIRST, str(iteration))
 
     def after_step(self, iteration: int) -> None:
-        """It has ended; what comes until the next one takes the time it takes."""
-        self._since = None
+        """It has ended."""
+        self._stepped = True
+        self.sections.end_all()
 
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(GRACE_SECONDS)  # or it might arm what is taken back here
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        pause = min(1.0, self.timeout_seconds / 10)
-        while not self._closed.wait(pause):
-            # Where even this thread is not let run (somebody holds the interpreter), C code ends the process.
-            faulthandler.dump_traceback_later(self.timeout_seconds + 30, exit=True)
-            since = self._since
-            late = since is not None and time.monotonic() - since > self.timeout_seconds
-            if late or self._alarmed():
-                self._fire()
+        while not self._closed.wait(self._pause):
+            if self._held and self.iteration:  # a library may take its time with a corpus
+                # Where even this thread is not let run (somebody holds the interpreter), C code ends the process.
+                faulthandler.dump_traceback_later(self._held, exit=True)
+            overdue = self.sections.overdue()
+            if (overdue is not None and overdue.ends) or self._asked("alarm"):
+                self._fire(overdue if overdue is not None and overdue.ends else None)
                 return
+            if overdue is not None or self._asked(f"warning/{self._warnings}/asked"):
+                self._warn(overdue)
 
-    def _alarmed(self) -> bool:
+    def _asked(self, key: str) -> bool:
         try:
-            return self._store is not None and self._store.check(["alarm"])
+            return self._store is not None and self._store.check([key])
         except (RuntimeError, dist.DistStoreError):
             return False  # the rank that holds the store is gone; the step will show it
 
-    def _fire(self) -> None:
-        own = self.report()
-        reports = {self._rank: own}
-        # The store may hang with the rank that holds it: it is asked from a thread that need not come back.
-        asking = threading.Thread(target=self._exchange, args=(own, reports), daemon=True)
-        asking.start()
-        asking.join(GRACE_SECONDS + 2)
+    def _fire(self, overdue: Overdue | None) -> None:
+        """End the run. overdue: None where another rank found it."""
+        own, reports, overdue = self._gather("", "alarm", overdue)
         if self._closed.is_set():
             return
-        known = dict(reports)
-        if self._rank == min(known):
-            self._tell(explain(known, self._world_size, self.timeout_seconds))
-        else:
-            self._tell(f"rank {self._rank}: ended by the watchdog; {_place(own)}")
+        # The disk of the log or of the records may be what hangs.
+        ending = threading.Thread(target=self._last_words, args=(own, reports, overdue), daemon=True)
+        ending.start()
+        ending.join(2 * GRACE_SECONDS)
+        self._end(STATUS)
+
+    def _last_words(self, own: Report, reports: Mapping[int, Report], overdue: Overdue) -> None:
+        self._say(own, reports, overdue, f"ended by the watchdog; {standing.place(own, overdue.name)}")
         if record := flight_record():
             self._keep(record)
-        sys.stderr.flush()
-        self._end(STATUS)
+        with suppress(Exception):
+            sys.stderr.flush()
+
+    def _warn(self, overdue: Overdue | None) -> None:
+        """Tell of what takes unusually long, with the stacks of ranks that are late; the run goes on."""
+        prefix = f"warning/{self._warnings}/"
+        self._warnings += 1
+        own, reports, overdue = self._gather(prefix, f"{prefix}asked", overdue)
+        self._say(own, reports, overdue, "")
+        late = standing.late_ranks(reports, self._world_size, overdue.name)
+        if self._rank in late or self._world_size == 1:
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback(all_threads=True)
+
+    def _say(self, own: Report, reports: Mapping[int, Report], overdue: Overdue, otherwise: str) -> None:
+        """The lowest rank that answered explains; others have a line of their own, if any."""
+        with suppress(Exception):  # a closed terminal keeps nobody from ending
+            if self._world_size == 1 or self._store is None:
+                where = standing.place(own, overdue.name)
+                self._tell(f"{standing.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
+            elif self._rank == min(reports):
+                self._tell(standing.explain(reports, self._world_size, overdue, self._named(overdue.name)))
+            elif otherwise:
+                self._tell(f"rank {self._rank}: {otherwise}")
 
     def _keep(self, record: bytes) -> None:
         path = (self._records or Path.cwd()) / f"flight-record-{self._rank:05d}.json"
@@ -133,87 +183,34 @@ class Watchdog:
 
     def report(self) -> dict[str, Any]:
         """Where this rank stands."""
-        now = time.monotonic()
-        last = self._journal.recent[-1] if self._journal.recent else None
-        return {
-            "iteration": self._iteration,
-            "in_step": self._since is not None,
-            "seconds": 0.0 if self._since is None else now - self._since,
-            "counts": dict(self._journal.counts),
-            "axes": self._axes,
-            "last": "" if last is None else f"{last}, launched {now - last.at:.1f} s ago",
-            "recent": [str(launched) for launched in list(self._journal.recent)[-SHOWN:]],
-            "line": _line_of(self._watched),
-        }
+        return standing.report(self.iteration, self.sections, self._journal, self._axes(), self._watched)
 
-    def _exchange(self, own: Report, reports: dict[int, Report]) -> None:
+    def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, dict[int, Report], Overdue]:
+        """(where this rank stands, where all that answered stand, what took too long there). key: asks the others."""
+        own = self.report()
+        own["overdue"] = overdue
+        reports: dict[int, Report] = {self._rank: own}
+        # The store may hang with the rank that holds it: it is asked from a thread that need not come back.
+        asking = threading.Thread(target=self._exchange, args=(prefix, key, own, reports), daemon=True)
+        asking.start()
+        asking.join(GRACE_SECONDS + 2)
+        reports = dict(reports)
+        found = [Overdue(*one["overdue"]) for one in reports.values() if one["overdue"]]
+        # A rank may be asked by one whose report is late: then the longest section of all is what it is about.
+        about = Overdue(own["section"] or STEP, own["detail"], own["seconds"], 0.0, False)
+        return own, reports, max(found, key=lambda one: one.seconds, default=about)
+
+    def _exchange(self, prefix: str, key: str, own: Report, reports: dict[int, Report]) -> None:
         if self._store is None:
             return
         deadline = time.monotonic() + GRACE_SECONDS
         try:
-            self._store.set(f"report/{self._rank}", json.dumps(own))
-            self._store.set("alarm", "1")
+            self._store.set(f"{prefix}report/{self._rank}", json.dumps(own))
+            self._store.set(key, "1")
             while len(reports) < self._world_size and time.monotonic() < deadline:
                 for rank in range(self._world_size):
-                    if rank not in reports and self._store.check([f"report/{rank}"]):
-                        reports[rank] = json.loads(self._store.get(f"report/{rank}"))
+                    if rank not in reports and self._store.check([f"{prefix}report/{rank}"]):
+                        reports[rank] = json.loads(self._store.get(f"{prefix}report/{rank}"))
                 time.sleep(0.05)
         except (RuntimeError, dist.DistStoreError):
             return
-
-
-def _line_of(thread: int) -> str:
-    """The line of Python that a thread is at: the innermost one outside of torch and of the standard library."""
-    frame = sys._current_frames().get(thread)
-    lines = []
-    while frame is not None:
-        path, number, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        lines.append((path, f"{path}:{number} in {name}: {linecache.getline(path, number).strip()}"))
-        frame = frame.f_back
-    outside = [text for path, text in lines if "site-packages" not in path and "/lib/python" not in path]
-    return outside[0] if outside else lines[0][1] if lines else "nowhere"
-
-
-def late_ranks(reports: Mapping[int, Report], world_size: int) -> list[int]:
-    """Ranks that others wait for and that wait for nobody; those without a report are late before all others."""
-    silent = [rank for rank in range(world_size) if rank not in reports]
-    if silent:
-        return silent
-    waits: dict[int, set[int]] = {rank: set() for rank in reports}
-    for rank, report in reports.items():
-        for axis, ranks in report["axes"].items():
-            here = report["counts"].get(axis, 0)
-            waits[rank].update(r for r in ranks if r in reports and reports[r]["counts"].get(axis, 0) < here)
-    waited_for = set().union(*waits.values())
-    return sorted(rank for rank in waited_for if not waits[rank]) or sorted(waited_for)
-
-
-def explain(reports: Mapping[int, Report], world_size: int, timeout_seconds: float) -> str:
-    """The report for people."""
-    slowest = max(reports.values(), key=lambda report: float(report["seconds"]))
-    lines = [
-        f"megapar watchdog: step {slowest['iteration']} has taken {slowest['seconds']:.1f} s, "
-        f"--step-timeout-seconds is {timeout_seconds:g}."
-    ]
-    late = late_ranks(reports, world_size)
-    for rank in late:
-        if rank not in reports:
-            lines.append(f"  late: rank {rank} does not answer: stopped, dead, or off the network")
-        else:
-            lines.append(f"  late: rank {rank} {_place(reports[rank])}")
-            lines.append(f"        its last collectives: {'; '.join(reports[rank]['recent']) or 'none'}")
-    if not late:
-        lines.append("  no rank is behind: all have launched the same collectives; look at the network or the device")
-    same: dict[str, list[int]] = {}
-    for rank, report in sorted(reports.items()):
-        if rank not in late:
-            same.setdefault(_place(report), []).append(rank)
-    for place, ranks in list(same.items())[: 2 * SHOWN]:
-        lines.append(f"  waiting: ranks {', '.join(map(str, ranks[:16]))}{' ...' * (len(ranks) > 16)} {place}")
-    return "\n".join(lines)
-
-
-def _place(report: Report) -> str:
-    where = f"in step {report['iteration']}" if report["in_step"] else f"between steps, after {report['iteration']}"
-    last = f"; last collective: {report['last']}" if report["last"] else ""
-    return f"{where}, at {report['line']}{last}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megapar.rules.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples, spell
+from megapar.rules.sections import SECTIONS, is_section_limits
 
 SOURCE = "training"
 SHARDING = "sharding"
@@ -273,6 +274,15 @@ RULES: tuple[Rule, ...] = (
         "where nothing is loaded",
         passing="--load runs/a --checkpoint-verify size",
         failing="--checkpoint-verify size",
+    ),
+    Rule(
+        id="section-timeouts-form",
+        reads=("section_timeouts",),
+        requires=lambda f: is_section_limits(f.section_timeouts),
+        message=f"--section-timeouts takes NAME=SECONDS, each NAME once, of {', '.join(SECTIONS)}",
+        source="--section-timeouts",
+        passing="--section-timeouts save=600,evaluation=1800",
+        failing="--section-timeouts saving=600",
     ),
     Rule(
         id="skip-samples-ranges",

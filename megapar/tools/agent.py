@@ -12,24 +12,29 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megapar.config.launched import ROUND
+from megapar.config.launched import ROUND, failure_file
 from megapar.core.parent import be_launcher
 from megapar.errors import DistributedError
+from megapar.tools import unkillable
+from megapar.tools.failures import Failure, again, first_failure
 from megapar.tools.stopper import Stopper
+from megapar.tools.unkillable import Dying
 from megapar.tools.waiting import Waiting, limit_of, nodes_of
 
 LOOPBACK = "127.0.0.1"
@@ -160,7 +165,8 @@ def make_agent(
 
 class _Agent(LocalElasticAgent):
     """torch's, which gives ranks 30 s to follow a dead one whatever ``shutdown_timeout`` says: nearly all of a restart
-    where they wait for it in a collective, or are stopped, and end by no signal but the last.
+    where they wait for it in a collective, or are stopped, and end by no signal but the last. Here nothing waits for a
+    rank that no signal ends, and nobody is started again beside it, or where the same failure would end it.
 
     The stopper hears of what it does, and ranks know whom they are to end with.
     """
@@ -168,6 +174,9 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, grace: int, stopper: Stopper) -> None:
         super().__init__(spec, logs_specs=logs, shutdown_timeout=grace)
         self._stopper = stopper
+        self._dying = Dying()
+        self._looked = 0.0
+        self._failure: Failure | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         handler = worker_group.spec.rdzv_handler
@@ -182,15 +191,44 @@ class _Agent(LocalElasticAgent):
         with self._stopper.leaving():
             super()._exit_barrier()
 
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        ranks = self._pcontext
+        assert ranks is not None
+        if result.state == WorkerState.FAILED:
+            files = [ranks.error_files[one.local_rank] for one in result.failures.values()]
+            noted = [failure_file({"TORCHELASTIC_ERROR_FILE": file}) or "" for file in files]
+            before, self._failure = self._failure, first_failure(noted)
+            if self._remaining_restarts and (why := again(before, self._failure)):
+                self._start_no_more(why)
+        elif result.state == WorkerState.HEALTHY and time.monotonic() > self._looked + 1:
+            self._looked = time.monotonic()
+            if stuck := self._dying.stuck(ranks.pids()):
+                self._remaining_restarts = 0  # those that can be ended are, and then it is told
+                failures = {
+                    worker_group.workers[rank].global_rank: ProcessFailure(rank, ranks.pids()[rank], 1, "")
+                    for rank in stuck
+                }
+                return RunResult(WorkerState.FAILED, failures=failures)
+        return result
+
+    def _start_no_more(self, why: str) -> None:
+        self._remaining_restarts = 0
+        print(f"megapar launch: {why}", file=sys.stderr, flush=True)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         be_launcher(os.environ, self._worker_group.spec.rdzv_handler.get_run_id())
         with self._stopper.starting():
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = self._pcontext
-        assert ranks is not None
+        assert isinstance(ranks, SubprocessContext)
         close, grace = ranks.close, self._shutdown_timeout
 
         def within_grace(death_sig: signal.Signals | None = None, timeout: int = grace) -> None:
+            for rank in unkillable.end(ranks.subprocess_handlers, death_sig or signal.SIGTERM, timeout):
+                self._start_no_more(unkillable.describe(worker_group.workers[rank].global_rank, ranks.pids()[rank]))
+                del ranks.subprocess_handlers[rank]  # or torch would wait for it
+                ranks._running_local_ranks.discard(rank)
             close(death_sig, timeout)
 
         # torch's SubprocessContext calls its own close() without a time where a rank has failed, and start_processes,

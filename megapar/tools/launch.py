@@ -26,6 +26,7 @@ from megapar.tools.environment import environment
 from megapar.tools.parser import Parser, count, seconds
 from megapar.tools.stopper import Stopped, Stopper
 from megapar.tools.waiting import Waiting
+from megapar.training.streams import make_patient
 
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
@@ -77,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
     config = _validate(script, launch, options.node_rank)
     wanted = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
+    make_patient()
     for line in _fewer_nodes(launch):
         print(f"megapar launch: {line}", file=sys.stderr)
     stopper = Stopper(launch.stop_timeout)

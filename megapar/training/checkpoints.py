@@ -17,11 +17,12 @@ from megapar.config.run import Checkpoint
 from megapar.core import messages
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
-from megapar.core.checkpoint.background import Background, State, Written
+from megapar.core.checkpoint.background import Background, Section, State, Written, no_copy, unwatched
 from megapar.core.checkpoint.tiling import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError
 from megapar.training import state
 from megapar.training.job import Job
+from megapar.training.save_failures import SaveFailures
 
 Say = Callable[[str], None]
 
@@ -52,20 +53,22 @@ class Source:
 class Checkpoints:
     """Saves and loads for one run; every rank has one and calls the same in the same step.
 
-    say: where rank 0 reports; notes: what there was to say before it could.
+    say: where rank 0 reports; notes: what there was to say before it could. section: what watches a thread that saves.
     """
 
-    def __init__(self, options: Checkpoint, job: Job) -> None:
+    def __init__(self, options: Checkpoint, job: Job, section: Section = unwatched) -> None:
         self._options = options
         self._job = job
         self._group = job.world.axis("world").group
         self._background: Background | None = None
         self._spare: dist.ProcessGroup | None = None
         if options.save and options.async_save and (options.save_interval or options.save_interval_minutes):
-            self._background = Background(job.world.device)
+            self._background = Background(job.world.device, section)
             self._spare = job.world.spare_group("save")
         self._under_way: Path | None = None
         self._saved_at = -1
+        self._unremoved = ""
+        self.failures = SaveFailures()
         self.say: Say | None = None
         self.notes: list[str] = []
         self.folder: Path | None = None
@@ -176,9 +179,12 @@ class Checkpoints:
         def published() -> None:
             folders.publish(root, iteration)
             if self._options.keep:
-                folders.keep_newest(root, iteration, self._options.keep)
+                try:
+                    folders.keep_newest(root, iteration, self._options.keep)
+                except (OSError, CheckpointError) as error:  # this one is safe all the same
+                    self._unremoved = f"WARNING: an older checkpoint could not be removed: {error}"
 
-        def write(shards: State) -> None:
+        def write(shards: State | CheckpointError) -> None:
             group = self._spare if in_background else self._group
             store.save(folder, shards, scalars, layout=layout, group=group, then=published)
 
@@ -191,7 +197,7 @@ class Checkpoints:
         self._under_way = folder
         if in_background:
             assert self._background is not None
-            self._background.begin(shards, write)
+            self._background.begin(shards, write, lambda error: write(no_copy(error)), f"of iteration {iteration}")
             return
         start = time.perf_counter()
         error: BaseException | None = None
@@ -230,13 +236,17 @@ class Checkpoints:
             raise error
 
     def _report(self, written: Written) -> None:
-        if self.say is None or self._under_way is None or written.told:
+        if self._under_way is None or written.told:
             return
         written.told = True
+        name = self._under_way.name
         if written.error is None:
-            self.say(
-                f"checkpoint {self._under_way.name}: training waited {written.stall_seconds:.3f} s, "
-                f"on disk after {written.total_seconds:.3f} s"
-            )
+            waited, total = written.stall_seconds, written.total_seconds
+            said = f"checkpoint {name}: training waited {waited:.3f} s, on disk after {total:.3f} s"
+            lines = [said, self._unremoved, self.failures.saved(name)]
         else:
-            self.say(f"WARNING: {self._under_way.name} was not saved: {written.error}")
+            lines = [self.failures.failed(name, written.error)]
+        self._unremoved = ""
+        for line in lines:
+            if line and self.say is not None:
+                self.say(line)

@@ -8,7 +8,6 @@ from typing import Protocol
 from megapar.arguments import Config
 from megapar.core.collector import Collector
 from megapar.core.watchdog import Watchdog
-from megapar.core.world import World
 from megapar.training.job import Job
 from megapar.training.profile import Profile
 
@@ -29,37 +28,21 @@ class Companion(Protocol):
         ...
 
 
-def make_companions(config: Config, job: Job) -> list[Companion]:
-    """As the flags say; the one that looks most closely at a step is the last to see it begin and the first to see it
-    end.
+def make_companions(config: Config, job: Job, watch: Watchdog) -> list[Companion]:
+    """The watchdog, and others as the flags say.
+
+    The one that looks most closely at a step is the last to see it begin and the first to see it end.
     """
     companions: list[Companion] = []
     if config.training.manual_gc == "on":
         collector = Collector(config.training.manual_gc_interval)
         collector.open()
         companions.append(collector)
-    companions.append(make_watchdog(config, job.world))
+    watch.start()
+    companions.append(watch)
     if config.logging.profile is not None:
         companions.append(_make_profile(config.logging.profile, config, job))
     return companions
-
-
-def make_watchdog(config: Config, world: World) -> Watchdog:
-    """What ends a run that hangs; started unless --step-timeout-seconds is 0."""
-    timeout_seconds = config.reliability.step_timeout_seconds
-    axes = {axis.communicator: axis.ranks for axis in (*world.axes(), *world.queues) if axis.size > 1}
-    watchdog = Watchdog(
-        timeout_seconds,
-        world.rank,
-        world.grid.world_size,
-        world.spare_store("watchdog"),
-        world.ledger.journal,
-        axes,
-        records=Path(config.checkpoint.save) if config.checkpoint.save else None,
-    )
-    if timeout_seconds:
-        watchdog.start()
-    return watchdog
 
 
 def _make_profile(steps: str, config: Config, job: Job) -> Profile:

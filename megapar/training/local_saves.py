@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.core.checkpoint.background import Background
+from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import Found, Local
 from megapar.core.world import World
 from megapar.errors import TrainingError
@@ -22,11 +22,11 @@ SHARED_MEMORY = Path("/dev/shm")
 class LocalSaves:
     """Every rank has one and calls the same in the same step. say: where rank 0 reports."""
 
-    def __init__(self, local: Local, interval: int, job: Job) -> None:
+    def __init__(self, local: Local, interval: int, job: Job, section: Section = unwatched) -> None:
         self._local = local
         self._interval = interval
         self._job = job
-        self._background = Background(job.world.device)
+        self._background = Background(job.world.device, section)
         self.say: Callable[[str], None] | None = None
 
     def due(self, iteration: int) -> bool:
@@ -38,7 +38,12 @@ class LocalSaves:
         self.settle()
         shards = {**state.weights(self._job), **state.moments(self._job)}
         everything = {name: replace(shard, primary=True) for name, shard in shards.items()}
-        self._background.begin(everything, lambda copies: self._local.save(iteration, copies, scalars))
+        self._background.begin(
+            everything,
+            lambda copies: self._local.save(iteration, copies, scalars),
+            lambda error: self._local.save(iteration, no_copy(error), scalars),
+            f"of iteration {iteration} in memory",
+        )
 
     def before_update(self) -> None:
         """The optimizer is about to change what is being copied."""
@@ -68,8 +73,11 @@ class LocalSaves:
         self._local.remove()
 
 
-def make(config: Config, job: Job, job_name: str) -> LocalSaves | None:
-    """As the flags say; None without --local-checkpoint-interval. Raises TrainingError without a launcher's job."""
+def make(config: Config, job: Job, job_name: str, section: Section = unwatched) -> LocalSaves | None:
+    """As the flags say; None without --local-checkpoint-interval. Raises TrainingError without a launcher's job.
+
+    section: what watches the thread that saves.
+    """
     options, world = config.reliability, job.world
     if not options.local_checkpoint_interval:
         return None
@@ -83,7 +91,7 @@ def make(config: Config, job: Job, job_name: str) -> LocalSaves | None:
     group = world.spare_group("local")
     size = world.grid.world_size
     local = Local(root, job_name, world.rank, size, _neighbour(world), facts, group)
-    return LocalSaves(local, options.local_checkpoint_interval, job)
+    return LocalSaves(local, options.local_checkpoint_interval, job, section)
 
 
 def _neighbour(world: World) -> tuple[int, int] | None:

@@ -45,10 +45,12 @@ class JsonLinesLogger:
             self._experts.flush()
 
     def close(self) -> None:
-        """No more lines."""
-        self._file.close()
-        if self._experts is not None:
-            self._experts.close()
+        """No more lines; both files are closed, whatever one of them says."""
+        try:
+            self._file.close()
+        finally:
+            if self._experts is not None:
+                self._experts.close()
 
 
 def _drop_repeated(path: Path, first_iteration: int) -> None:
@@ -60,8 +62,12 @@ def _drop_repeated(path: Path, first_iteration: int) -> None:
     if kept != text:
         path = path.resolve()
         aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        aside.write_text(kept, encoding="utf-8")
-        aside.replace(path)
+        try:
+            aside.write_text(kept, encoding="utf-8")
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
 
 
 def _iteration_of(line: str) -> float:
@@ -106,6 +112,8 @@ class TensorBoardLogger:
             "experts/dropped_tokens": record.dropped_tokens,
             "precision/loss_scale": record.loss_scale,
             "precision/skipped": float(record.skipped),
+            "errors/logging": record.logging_errors,
+            "errors/failed_saves": record.failed_saves,
             **{f"tasks/{name}": value for name, value in record.tasks.items()},
             **{f"evaluation_tasks/{name}": value for name, value in record.eval_tasks.items()},
             **{f"sent_bytes/{name}": amount for name, amount in record.sent_bytes.items()},

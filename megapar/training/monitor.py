@@ -20,7 +20,7 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
 from megapar.core.meter import Waits
-from megapar.errors import TrainingError
+from megapar.errors import NotFiniteError
 from megapar.model.terms import ROUTING
 from megapar.rules.tasks import CLASSES, TASKS
 from megapar.training.denominators import Denominators
@@ -28,6 +28,7 @@ from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record
 from megapar.training.stragglers import Pace
 from megapar.training.stragglers import pace as find_pace
+from megapar.training.streams import stream_failures
 from megapar.training.totals import Totals
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
@@ -89,6 +90,7 @@ class Monitor:
         self._loggers = loggers
         self._flops_per_token = flops_per_token
         self.peak, self.peak_source = peak, peak_source
+        self.failed_saves = 0  # as whoever saves has counted them
         self._steps: list[Step] = []
         self._since = time.perf_counter()
 
@@ -103,7 +105,7 @@ class Monitor:
     def flush(self) -> list[Record]:
         """Reduce what was kept over the data ranks and tell the loggers; the records, on every rank.
 
-        Raises TrainingError where a loss or a norm is not finite, after the loggers have been told.
+        Raises NotFiniteError where a loss or a norm is not finite, after the loggers have been told.
         """
         if not self._steps:
             return []
@@ -126,7 +128,7 @@ class Monitor:
             if record.skipped:
                 continue
             if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
-                raise TrainingError(
+                raise NotFiniteError(
                     f"iteration {record.iteration}: loss {record.loss}, gradient norm {record.grad_norm} "
                     f"after {record.consumed_samples} samples. Lower --lr, or resume from an earlier checkpoint."
                 )
@@ -229,6 +231,8 @@ class Monitor:
             allocation_retries=None if pressure is None else pressure.retries,
             exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
             exposed_seconds=exposed or {},
+            logging_errors=stream_failures() + sum(getattr(logger, "errors", 0) for logger in self._loggers),
+            failed_saves=self.failed_saves,
             pace=pace,
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
             expert_load=_percentiles(row[loads:-1], layers, experts),

@@ -21,7 +21,8 @@ class Record:
     the reporting rank sent in the step. mfu_peak: where the peak that ``mfu`` is a share of comes from, ``table`` (the
     vendor's data sheet) or ``measured`` (a GEMM at start-up). pace: how long ranks worked of their own in the steps
     since the last report. expert_load: percentiles of an expert's share of the routed pairs, times the number of
-    experts, per mixture-of-experts layer.
+    experts, per mixture-of-experts layer. logging_errors: failures so far to write a log, metrics or TensorBoard files.
+    failed_saves: checkpoints in a row, up to now, that could not be written.
     """
 
     iteration: int
@@ -52,6 +53,8 @@ class Record:
     sent_bytes: dict[str, int]
     reserved_unused_bytes: int | None = None
     allocation_retries: int | None = None
+    logging_errors: int = 0
+    failed_saves: int = 0
     pace: Pace | None = None
     eval_loss: float | None = None
     eval_lm_loss: float | None = None

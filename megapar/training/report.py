@@ -22,6 +22,7 @@ from megapar.training.loggers import JsonLinesLogger, PlainTerminal, ProgressTer
 from megapar.training.memory import expert_bound
 from megapar.training.monitor import Monitor
 from megapar.training.objective import Objective
+from megapar.training.patient_logger import PatientLogger
 from megapar.training.record import Logger
 from megapar.training.stages import Sizes
 
@@ -43,9 +44,11 @@ def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int)
     logging, first = config.logging, iteration + 1
     loggers: list[Logger] = [terminal]
     if logging.metrics_jsonl:
-        loggers.append(JsonLinesLogger(Path(logging.metrics_jsonl), first))
+        metrics = Path(logging.metrics_jsonl)
+        loggers.append(PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at), first, terminal.say))
     if logging.tensorboard_dir:
-        loggers.append(TensorBoardLogger(Path(logging.tensorboard_dir), first))
+        board = Path(logging.tensorboard_dir)
+        loggers.append(PatientLogger(str(board), lambda at: TensorBoardLogger(board, at), first, terminal.say))
     return loggers
 
 
@@ -59,7 +62,10 @@ def make_monitor(
         peak, source = peak_flops(world.device, compute_dtype(config, world.device))
         if metrics:
             folder = Path(metrics).absolute().parent
-            facts.write_facts(folder, config, world, peak, source, _num_parameters(job))
+            try:
+                facts.write_facts(folder, config, world, peak, source, _num_parameters(job))
+            except OSError as error:
+                terminal.say(f"WARNING: {folder / facts.NAME} cannot be written: {error}")
     return Monitor(
         *(world.axis("world"), world.axis("data"), world.axis("pp"), world.axis("cp")),
         world.device,

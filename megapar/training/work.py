@@ -64,6 +64,13 @@ class Feed:
             dropout_seed=progress.dropout_seed,
         )
 
+    def following(self, progress: Progress) -> tuple[int, str]:
+        """The step that follows after ``progress`` and its samples, A-B."""
+        batch, first = self._batch_size.at(progress.consumed_samples), progress.consumed_samples
+        if self._progressive is not None:
+            batch = self._progressive.batch_at(progress.iteration)
+        return progress.iteration + 1, f"{first}-{first + batch - 1}"
+
     def _grow(self, progress: Progress) -> tuple[int, int | None]:
         """Samples of this step, and their length where that grows; dropout grows with it."""
         if self._progressive is None:

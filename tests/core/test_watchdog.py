@@ -12,18 +12,25 @@ import torch.distributed as dist
 
 from megapar.core.axis import Axis
 from megapar.core.journal import Journal
-from megapar.core.watchdog import Watchdog, explain, late_ranks
+from megapar.core.sections import Overdue, Sections
+from megapar.core.standing import explain, late_ranks, line_of
+from megapar.core.watchdog import Watchdog
 from megapar.training.stragglers import Pace, Stragglers, summary
 from tests.support.ranks import run_ranks
 
+OVERDUE = Overdue("step", "7", 31.0, 30.0, True)
 AXES = {"mp": {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}, "data": {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}}
 
 
 def report(rank: int, mp: int, data: int) -> dict[str, Any]:
     return {
         "iteration": 7,
-        "in_step": True,
+        "section": "step",
+        "detail": "7",
         "seconds": 31.0,
+        "file": "",
+        "waits": False,
+        "beside": [],
         "counts": {"mp": mp, "data": data},
         "axes": {name: ranks[rank] for name, ranks in AXES.items()},
         "last": f"all_reduce {mp} on mp, launched 30.0 s ago",
@@ -36,7 +43,7 @@ def test_the_late_rank_is_the_one_that_waits_for_nobody() -> None:
     # Rank 3 stands in front of its 10th mp collective; 2 waits for it there, 0 for 2 on data, 1 for 0.
     reports = {0: report(0, 12, 5), 1: report(1, 13, 4), 2: report(2, 10, 4), 3: report(3, 9, 4)}
     assert late_ranks(reports, 4) == [3]
-    told = explain(reports, 4, 30.0)
+    told = explain(reports, 4, OVERDUE, "--step-timeout-seconds is 30")
     assert "step 7 has taken 31.0 s" in told
     assert "late: rank 3 in step 7, at model.py:9 in forward: x = y; last collective: all_reduce 9 on mp" in told
     assert "waiting: ranks 0 " in told
@@ -45,13 +52,15 @@ def test_the_late_rank_is_the_one_that_waits_for_nobody() -> None:
 def test_a_rank_that_does_not_answer_is_late_before_all_others() -> None:
     reports = {rank: report(rank, 12, 5) for rank in (0, 1, 3)}
     assert late_ranks(reports, 4) == [2]
-    assert "rank 2 does not answer: stopped, dead, or off the network" in explain(reports, 4, 30.0)
+    assert "rank 2 does not answer: stopped, dead, or off the network" in explain(
+        reports, 4, OVERDUE, "--step-timeout-seconds is 30"
+    )
 
 
 def test_where_nobody_is_behind_the_network_is_suspected() -> None:
     reports = {rank: report(rank, 12, 5) for rank in range(4)}
     assert late_ranks(reports, 4) == []
-    assert "no rank is behind" in explain(reports, 4, 30.0)
+    assert "no rank is behind" in explain(reports, 4, OVERDUE, "--step-timeout-seconds is 30")
 
 
 def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
@@ -65,20 +74,22 @@ def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
         statuses.append(status)
         ended.set()
 
-    watchdog = Watchdog(0.3, 0, 1, None, journal, {}, tell=told.append, end=end)
+    watchdog = Watchdog(Sections({"first-step": 0.3}), tell=told.append, end=end)
+    watchdog.meet(0, 1, None, journal, dict)
     watchdog.start()
     watchdog.before_step(3)
     assert ended.wait(30)  # the line that hangs
     watchdog.close()
     assert statuses == [1]
-    assert "step 3 has taken" in told[0]
+    assert "first-step 3 has taken" in told[0]
     assert "assert ended.wait(30)  # the line that hangs" in told[0]
     assert "all_reduce 1 on mp" in told[0]
 
 
 def test_steps_in_time_and_what_is_between_them_are_left_alone() -> None:
     ended: list[int] = []
-    watchdog = Watchdog(0.2, 0, 1, None, Journal(), {}, tell=lambda text: None, end=ended.append)
+    limits = {"first-step": 0.2, "step": 0.2}
+    watchdog = Watchdog(Sections(limits), tell=lambda text: None, end=ended.append)
     watchdog.start()
     for step in range(8):
         watchdog.before_step(step)
@@ -97,11 +108,10 @@ def hang(rank: int, world_size: int, rendezvous: str, records: Path) -> tuple[li
     told: list[str] = []
     ended = threading.Event()
     watchdog = Watchdog(
-        *(0.5, rank, world_size, dist.PrefixStore("watchdog", store), axis.ledger.journal, {"data": axis.ranks}),
-        records=records,
-        tell=told.append,
-        end=lambda status: ended.set(),
+        Sections({"first-step": 0.5}), records=records, tell=told.append, end=lambda status: ended.set()
     )
+    connection = dist.PrefixStore("watchdog", store)
+    watchdog.meet(rank, world_size, connection, axis.ledger.journal, lambda: {"data": axis.ranks})
     watchdog.start()
     watchdog.before_step(1)
     axis.note("all_reduce")
@@ -116,10 +126,113 @@ def test_ranks_tell_each_other_where_they_are_through_the_store(tmp_path: Path) 
     results = run_ranks(3, hang, tmp_path, group=False)
     assert all(ended for _, ended in results)
     (told, *_), (late, *_) = results[0][0], results[1][0]
-    assert "late: rank 1 in step 1" in told
+    assert "late: rank 1 in first-step 1" in told
     assert "ended.wait(30)" in told
     assert "waiting: ranks 0, 2 " in told.replace(" ...", "") or "all_gather 2 on data" in told
     assert late.startswith("rank 1: ended by the watchdog")
+
+
+def test_a_rank_that_writes_is_late_and_those_that_wait_for_it_are_not() -> None:
+    """The save goes on beside the steps, in a thread of its own."""
+
+    def saving(rank: int, waits: bool) -> dict[str, Any]:
+        at = {"section": "save", "detail": "of iteration 6", "seconds": 40.0, "line": "file.py:9 in write: x"}
+        return {**report(rank, 12, 5), "beside": [{**at, "file": "" if waits else "/disk/shard", "waits": waits}]}
+
+    overdue = Overdue("save", "of iteration 6", 40.0, 30.0, True)
+    told = explain({0: saving(0, True), 1: saving(1, False)}, 2, overdue, "--section-timeouts has save=30")
+    assert "save of iteration 6 has taken 40.0 s, --section-timeouts has save=30." in told
+    assert "late: rank 1 in save of iteration 6, at file.py:9 in write: x; file /disk/shard" in told
+    assert "waiting: ranks 0 in save of iteration 6" in told
+    assert late_ranks({0: saving(0, False)}, 1, "save") == [0]
+
+
+def test_the_file_that_a_thread_is_at_is_known(tmp_path: Path) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def write(path: Path) -> None:
+        entered.set()
+        while not leave.is_set():
+            pass
+
+    thread = threading.Thread(target=write, args=(tmp_path / "file",), daemon=True)
+    thread.start()
+    assert entered.wait(30)
+    line, file, waits = line_of(thread.ident or 0)
+    leave.set()
+    assert "in write: " in line
+    if not waits:  # a moment inside of the event's own code
+        assert file == str(tmp_path / "file")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_section_without_a_limit_is_told_by_what_it_took_before() -> None:
+    clock, compiled = Clock(), [0]
+    sections = Sections({"save": 5.0}, clock=clock, compiled=lambda: compiled[0])
+    with sections.inside("evaluation"):
+        clock.now += 100
+    sections.begin("evaluation", "after step 4")
+    clock.now += 999
+    assert sections.overdue() is None
+    clock.now += 2
+    assert sections.overdue() == Overdue("evaluation", "after step 4", 1001.0, 1000.0, False)
+    assert sections.overdue() is None
+    clock.now += 1002
+    assert sections.overdue() == Overdue("evaluation", "after step 4", 2003.0, 2002.0, False)
+    with sections.inside("save"):
+        clock.now += 6
+        assert sections.overdue() == Overdue("save", "", 6.0, 5.0, True)
+    assert sections.seconds(sections.open()[0]) == 2003.0  # what lies inside is not counted
+    sections.end_all()
+    assert sections.open() == []
+
+
+def test_a_step_that_compiles_is_a_first_one() -> None:
+    clock, compiled = Clock(), [0]
+    sections = Sections({"step": 5.0}, clock=clock, compiled=lambda: compiled[0])
+    sections.begin("step", "9")
+    compiled[0] += 1
+    clock.now += 60
+    assert sections.overdue() is None
+    clock.now += 600
+    assert sections.overdue() == Overdue("first-step", "9", 660.0, 600.0, False)
+
+
+def slow(rank: int, world_size: int, rendezvous: str) -> list[str]:
+    """Rank 1 is unusually long in an evaluation, which is told once and ends nothing."""
+    store = dist.PrefixStore("watchdog", dist.FileStore(f"{rendezvous}-watchdog", world_size))
+    told: list[str] = []
+    heard = threading.Event()
+    ended: list[int] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        heard.set()
+
+    watchdog = Watchdog(Sections({}, least_seconds=0.5 if rank else 60.0), tell=tell, end=ended.append)
+    watchdog.meet(rank, world_size, store, Journal(), dict)
+    with watchdog.section("evaluation", "after step 3"):
+        watchdog.start()
+        if rank == 0:
+            assert heard.wait(60)
+            store.set("done", "1")
+        store.wait(["done"])
+    watchdog.close()
+    assert ended == []
+    return told
+
+
+def test_what_is_unusually_slow_is_told_by_the_first_rank() -> None:
+    (told,), silent = run_ranks(2, slow, group=False)
+    assert "evaluation after step 3 has taken" in told
+    assert "s would be unusual" in told
+    assert silent == []
 
 
 def test_the_slowest_rank_is_named_against_the_median() -> None:

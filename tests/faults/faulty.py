@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,12 +21,16 @@ from typing import Any
 
 import torch
 
+from megapar import trainer
 from megapar.arguments import parse_or_exit
 from megapar.config.launched import starts_before
 from megapar.core.checkpoint import folder, shard_file, storage
+from megapar.core.device.base import Device
+from megapar.errors import DataError
 from megapar.tools.stopper import children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
+from megapar.training.work import Feed
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -74,10 +79,10 @@ def in_step(number: int) -> None:
     before(Gradients, "make", lambda _, work: work.iteration == SPEC["iteration"], number)
 
 
-def in_save(module: Any, name: str, path_of: Callable[..., Any]) -> None:
+def in_save(module: Any, name: str, path_of: Callable[..., Any], number: int = signal.SIGKILL) -> None:
     """Strike in a phase of the save of the iteration."""
     wanted = f"iter_{SPEC['iteration']:07d}"
-    before(module, name, lambda *args, **_: wanted in str(path_of(*args)))
+    before(module, name, lambda *args, **_: wanted in str(path_of(*args)), number)
 
 
 def node_is_due(trainer: Trainer, *_: Any) -> bool:
@@ -210,6 +215,46 @@ def no_space_check() -> None:
     storage._check_space = lambda *_: None
 
 
+def freeze() -> None:
+    """The disk of the checkpoints answers no more while this rank writes, after the others have."""
+    kept, struck = shard_file._write_tensor, []
+
+    def write(file: Any, tensor: Any) -> int:
+        if not struck and f"iter_{SPEC['iteration']:07d}" in str(file._path):
+            struck.append(1)
+            others = int(os.environ.get("WORLD_SIZE", "1")) - 1
+            while len([path for path in file._path.parent.iterdir() if path.stat().st_size > 1000]) < others:
+                time.sleep(0.01)
+            time.sleep(0.3)  # for what they bring to disk
+            note()
+            subprocess.run(["fsfreeze", "-f", str(file._path.parents[2])], check=True)
+        return kept(file, tensor)
+
+    shard_file._write_tensor = write
+
+
+def fail_in_step(error: Exception) -> None:
+    """An exception in the step, on this rank."""
+    kept = Feed.next
+
+    def following(self: Feed, loader: Any, progress: Any) -> Any:
+        if progress.iteration + 1 == SPEC["iteration"]:
+            note()
+            raise error
+        return kept(self, loader, progress)
+
+    Feed.next = following  # type: ignore[method-assign]
+
+
+def throw(module: Any, name: str, error: BaseException) -> None:
+    """A call of ``module.name`` always fails."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    setattr(module, name, call)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "kill in step": lambda: in_step(signal.SIGKILL),
@@ -230,6 +275,15 @@ FAULTS: dict[str, Callable[[], None]] = {
     "divergence": diverge,
     "damage local": damage_local,
     "no space check": no_space_check,
+    "freeze": freeze,
+    "SIGSTOP in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, _: file._path, signal.SIGSTOP),
+    "SIGSTOP in evaluation": lambda: before(
+        trainer, "evaluate", lambda *_, **__: STEPS[0] == SPEC["iteration"], signal.SIGSTOP
+    ),
+    "bad data": lambda: fail_in_step(DataError("record 7 of a.jsonl is no object")),
+    "bug": lambda: fail_in_step(ValueError("a bug")),
+    "no memory for copies": lambda: throw(Device, "pinned_zeros", MemoryError("no memory")),
+    "no removal": lambda: throw(folder, "keep_newest", OSError(1, "Operation not permitted")),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 

@@ -319,6 +319,7 @@ _FAULT = "acts on a fault, which a sound run has not"
 EXEMPT: Mapping[str, tuple[str, str]] = {
     "distributed_timeout_minutes": (_TIME, "tests/core/test_world.py"),
     "step_timeout_seconds": (_TIME, "tests/core/test_watchdog.py"),
+    "section_timeouts": (_TIME, "tests/core/test_watchdog.py"),
     "straggler_factor": ("compares ranks' seconds", "tests/training/test_pace.py"),
     "on_save_error": (_FAULT, "tests/training/test_checkpoints.py"),
     "spike_sigmas": (_FAULT, "tests/training/test_numbers.py"),

@@ -28,6 +28,7 @@ UNDRAWN: dict[str, str] = {
     **dict.fromkeys(("on_bad_checkpoint", "on_save_error", "override_opt_param_scheduler"), _SAVING),
     **dict.fromkeys(("local_checkpoint_interval", "local_checkpoint_dir"), _SAVING),
     **dict.fromkeys(("exit_interval", "exit_duration_minutes", "step_timeout_seconds", "straggler_factor"), _WATCHING),
+    "section_timeouts": _WATCHING,
     **dict.fromkeys(("distributed_timeout_minutes", "log_interval", "tensorboard_dir", "metrics_jsonl"), _WATCHING),
     "profile": _WATCHING,
     **dict.fromkeys(("bad_step_limit", "spike_sigmas", "spike_skip"), _ORDINARY),

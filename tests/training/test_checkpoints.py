@@ -17,6 +17,7 @@ from megapar.arguments import parse
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file, storage
 from megapar.core.checkpoint.shard_file import HashedFile
+from megapar.core.device.base import Device
 from megapar.errors import CheckpointError, MegaparError
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints import Checkpoints
@@ -161,6 +162,45 @@ def test_a_full_disk_is_reported_and_training_goes_on(
     assert len(failed) == 1
     assert "No space left on device" in failed[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000006", "latest"]
+
+
+def test_a_rank_without_memory_for_the_copy_fails_the_save_and_not_the_run(tmp_path: Path, told: list[str]) -> None:
+    with patch.object(Device, "pinned_zeros", side_effect=MemoryError("no memory")):
+        outcome = run_here(tmp_path / "c")
+    assert outcome.iteration == 6
+    assert [path.name for path in folders.checkpoints(tmp_path / "c").values()] == ["iter_0000006"]
+    assert any("iter_0000002 was not saved: no copy of the state in host memory: MemoryError" in line for line in told)
+    assert any("iter_0000004 was not saved, the 2nd checkpoint in a row" in line for line in told)
+
+
+def test_the_other_ranks_hear_of_a_copy_that_failed(tmp_path: Path) -> None:
+    run_ranks(2, lose_a_copy, tmp_path / "c", group=False)
+    assert list(folders.checkpoints(tmp_path / "c")) == [6]
+
+
+def lose_a_copy(rank: int, world_size: int, rendezvous: str, root: Path) -> None:
+    """Rank 1 has no memory for copies; both ranks train on, and save at the end, for which none is made."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    line = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), "--sharding-degree", "2"))
+    effect = MemoryError("no memory") if rank else None
+    kept = Device.pinned_zeros
+    with (
+        patch.dict(os.environ, place),
+        patch.object(Device, "pinned_zeros", kept if effect is None else lambda *_: throw(effect)),
+    ):
+        assert train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}").iteration == 6
+
+
+def throw(error: Exception) -> None:
+    raise error
+
+
+def test_a_checkpoint_is_saved_although_an_older_one_cannot_be_removed(tmp_path: Path, told: list[str]) -> None:
+    with patch.object(folders, "keep_newest", side_effect=OSError(1, "Operation not permitted")):
+        outcome = run_here(tmp_path / "c", "--keep", "1")
+    assert outcome.checkpoint == tmp_path / "c" / "iter_0000006"
+    assert "WARNING: an older checkpoint could not be removed: [Errno 1] Operation not permitted" in told
+    assert not [line for line in told if "was not saved" in line]
 
 
 def test_a_failed_save_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:

@@ -13,15 +13,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.device.base import Device
+from megapar.errors import CheckpointError
 
 State = Mapping[str, Shard]
+Section = Callable[[str, str], AbstractContextManager[None]]
+
+
+def unwatched(name: str, detail: str) -> AbstractContextManager[None]:
+    """A section that nobody watches."""
+    return nullcontext()
+
+
+def no_copy(error: Exception) -> CheckpointError:
+    """Why a rank has nothing to write, for the others."""
+    return CheckpointError(f"no copy of the state in host memory: {type(error).__name__}: {error}")
 
 
 @dataclass
@@ -38,37 +52,50 @@ class Written:
 
 
 class Background:
-    """At most one save at a time. Host memory for the copy is taken at the first save and kept for the next ones."""
+    """At most one save at a time. Host memory for the copy is taken at the first save and kept for the next ones.
 
-    def __init__(self, device: Device) -> None:
+    section: what the thread that saves is watched by: called with "save" and which one it is.
+    """
+
+    def __init__(self, device: Device, section: Section = unwatched) -> None:
         self._device = device
+        self._section = section
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._written = Written(0.0, 0.0)
 
-    def begin(self, state: State, write: Callable[[State], None]) -> None:
+    def begin(
+        self,
+        state: State,
+        write: Callable[[State], None],
+        failed: Callable[[Exception], None] | None = None,
+        detail: str = "",
+    ) -> None:
         """Copy what this rank may write of ``state``, then call ``write`` with the copies, in a thread.
 
+        failed: is called there instead where they could not be made: other ranks wait for this one. detail: which save.
         Nothing in ``state`` may change until ``settle_copy`` has returned. ``join`` comes before the next ``begin``.
         """
         assert self._thread is None, "a save is still under way"
         start = time.perf_counter()
-        for name, shard in state.items():
-            if shard.primary and (name not in self._buffers or self._buffers[name].shape != shard.tensor.shape):
-                flat = self._device.pinned_zeros(shard.tensor.numel(), shard.tensor.dtype)
-                self._buffers[name] = flat.view(shard.tensor.shape)
+        problem = self._make_room(state)
         stream, behind = self._device.new_stream(), self._device.event()
         self._copied.clear()
         self._written = written = Written(0.0, 0.0)
 
         def run() -> None:
             try:
-                self._device.prepare_thread()
-                copies = self._device.launch(lambda: self._copy(state), stream, behind)
-                self._device.after(stream)
-                self._copied.set()
-                write(copies)
+                with self._section("save", detail):
+                    self._device.prepare_thread()
+                    copies = problem or self._try_copy(state, stream, behind)
+                    self._copied.set()
+                    if not isinstance(copies, Exception):
+                        write(copies)
+                    elif failed is not None:
+                        failed(copies)
+                    else:
+                        raise copies
             except BaseException as error:
                 written.error = error
             finally:
@@ -78,6 +105,26 @@ class Background:
         self._thread = threading.Thread(target=run, name="megapar-save", daemon=True)
         self._thread.start()
         written.stall_seconds += time.perf_counter() - start
+
+    def _make_room(self, state: State) -> Exception | None:
+        """Host memory for the copies; why there is none."""
+        try:
+            for name, shard in state.items():
+                if shard.primary and (name not in self._buffers or self._buffers[name].shape != shard.tensor.shape):
+                    flat = self._device.pinned_zeros(shard.tensor.numel(), shard.tensor.dtype)
+                    self._buffers[name] = flat.view(shard.tensor.shape)
+        except Exception as error:  # MemoryError, RuntimeError or an accelerator's own, as the allocator has it
+            self._buffers.clear()  # half of it is of use to nobody
+            return error
+        return None
+
+    def _try_copy(self, state: State, stream: Any, behind: Any) -> dict[str, Shard] | Exception:
+        try:
+            copies = self._device.launch(lambda: self._copy(state), stream, behind)
+            self._device.after(stream)
+        except Exception as error:
+            return error
+        return copies
 
     def _copy(self, state: State) -> dict[str, Shard]:
         copies = {}

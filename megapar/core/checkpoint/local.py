@@ -88,8 +88,10 @@ class Local:
 
     # Saving
 
-    def save(self, iteration: int, state: Mapping[str, Shard], scalars: Facts) -> None:
+    def save(self, iteration: int, state: Mapping[str, Shard] | CheckpointError, scalars: Facts) -> None:
         """Write this rank's state and copy it to the neighbour; every rank calls it, from one thread.
+
+        state: or why this rank has none to write.
 
         Raises OSError where the memory is full, after the neighbour has been told of it by an empty copy. A checkpoint
         that one rank could not write is removed on all of them, and no older one for it.
@@ -98,6 +100,8 @@ class Local:
         failure: OSError | None = None
         try:
             place.mkdir(exist_ok=True)
+            if isinstance(state, CheckpointError):
+                raise OSError(str(state))
             self._write(place, iteration, state, scalars)
         except OSError as error:
             failure = error

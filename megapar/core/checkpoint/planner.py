@@ -49,10 +49,14 @@ class Declared:
 
 
 class ShardSavePlanner(SavePlanner):
-    """Every primary, not empty box is written once; scalars of all ranks are merged."""
+    """Every primary, not empty box is written once; scalars of all ranks are merged.
 
-    def __init__(self, scalars: Mapping[str, Json]) -> None:
+    failure: why this rank has nothing to write, with which the save fails on all ranks.
+    """
+
+    def __init__(self, scalars: Mapping[str, Json], failure: CheckpointError | None = None) -> None:
         self._scalars = dict(scalars)
+        self._failure = failure
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -62,6 +66,8 @@ class ShardSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """This rank's primary boxes. Raises CheckpointError for what cannot be stored."""
+        if self._failure is not None:
+            raise self._failure
         _check_names(self._state)
         for name, shard in self._state.items():
             if shard.tensor.dtype not in DTYPE_NAMES:

@@ -37,7 +37,7 @@ __all__ = [
 
 def save(
     folder: Path,
-    state: Mapping[str, Shard],
+    state: Mapping[str, Shard] | CheckpointError,
     scalars: Mapping[str, Json],
     *,
     layout: Mapping[str, Mapping[str, Json]],
@@ -46,16 +46,19 @@ def save(
 ) -> None:
     """Write a checkpoint; every rank of ``group`` calls it (None: this process alone).
 
-    state: name -> what this rank holds of it; ranks may hold different names. scalars: JSON values by name; the same
-    on every rank that gives one. layout: {"model": facts that a load compares, "grid": axis sizes for people}.
+    state: name -> what this rank holds of it; ranks may hold different names. An error says why it can give nothing,
+    with which the save fails on all ranks. scalars: JSON values by name; the same on every rank that gives one.
+    layout: {"model": facts that a load compares, "grid": axis sizes for people}.
 
     Written to ``folder``.tmp-... aside, brought to disk, and renamed by one rank when all are done: until this returns
     there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, such as to publish
     it. Raises CheckpointError on every rank if any rank fails; nothing is left but what ``then`` failed on.
     """
     writer = ShardWriter(folder, layout, then)
+    failure = state if isinstance(state, CheckpointError) else None
+    planner, held = ShardSavePlanner(scalars, failure), {} if isinstance(state, CheckpointError) else dict(state)
     try:
-        together.save(f"saving {folder}", state, ShardSavePlanner(scalars), writer, group)
+        together.save(f"saving {folder}", held, planner, writer, group)
     except BaseException:
         if group is None or dist.get_rank(group) == 0:
             remove_aside(folder)

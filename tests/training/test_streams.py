@@ -1,0 +1,74 @@
+"""Standard output that breaks: no call raises, what a full disk refuses comes later, what nobody reads is counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapar.training import streams
+from megapar.training.streams import PatientStream
+
+
+def test_a_reader_that_goes_away_costs_lines_and_nothing_else() -> None:
+    reader, writer = os.pipe()
+    stream = PatientStream(writer)
+    stream.write("one\n")
+    assert os.read(reader, 100) == b"one\n"
+    os.close(reader)
+    assert stream.write("two\nthree\n") == 10
+    stream.flush()
+    print("four", file=stream)
+    assert (stream.failures, stream.dropped) == (1, 3)
+    os.close(writer)
+    stream.close()
+
+
+def test_what_a_full_disk_refuses_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, full = os.write, [True]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return kept(descriptor, data[:3])  # a disk may take a part
+
+    monkeypatch.setattr(streams.os, "write", write)
+    monkeypatch.setattr(streams, "MOST_BYTES", 20)
+    with (tmp_path / "log").open("wb") as file:
+        stream = PatientStream(file.fileno())
+        for number in range(6):
+            stream.write(f"line {number}\n")
+        full[0] = False
+        stream.flush()
+    assert (tmp_path / "log").read_text() == "line 4\nline 5\n"
+    assert (stream.failures, stream.dropped) == (6, 4)
+
+
+def test_a_process_ends_well_whose_reader_is_gone() -> None:
+    body = (
+        "import sys; from megapar.training.streams import make_patient, stream_failures; make_patient()\n"
+        "sys.stdin.read()\n"
+        "for i in range(5): print('line', i)\n"
+        "sys.stdout.flush()\n"
+        "sys.stderr.write(str(stream_failures()))"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", body],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert job.stdout is not None
+    job.stdout.close()
+    assert job.stdin is not None
+    job.stdin.close()
+    assert job.stderr is not None
+    assert job.stderr.read() == b"1"
+    assert job.wait(60) == 0
+    job.stderr.close()
