@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megapar.core import messages
 from megapar.core.axis import Axis
 
 
@@ -36,8 +36,7 @@ class FirstBad:
         """The first one over all ranks, and on which; "" where the forward was clean everywhere."""
         rows: list[Any] = [self.found]
         if world.group is not None:
-            rows = [None] * world.size
-            dist.all_gather_object(rows, self.found, group=world.group)
+            rows = messages.all_gather(rows[0] and [list(rows[0][0]), rows[0][1]], world.group)
         held = {rank: row for rank, row in enumerate(rows) if row is not None}
         if not held:
             return ""

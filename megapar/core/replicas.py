@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core import messages
 from megapar.core.axis import Axis
 from megapar.core.sharding.cut import Described
 from megapar.core.world import World
@@ -72,9 +73,7 @@ def check(copies: Iterable[Copy], world: World, when: str) -> None:
     if everyone.group is not None:
         dist.all_reduce(bad, group=everyone.group)
     if bad.item():
-        texts: list[list[str]] = [found] * everyone.size
-        if everyone.group is not None:
-            dist.all_gather_object(texts, found, group=everyone.group)
+        texts = [found] if everyone.group is None else messages.all_gather(found, everyone.group)
         told = list(dict.fromkeys(text for part in texts for text in part))
         more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
         raise TrainingError(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megapar.core import messages
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 
@@ -39,8 +40,8 @@ def main() -> int:
                 if rank in ranks:
                     found[name] = _bandwidth(device, handle, len(ranks), numel)
             dist.barrier()
-        everyone: list[dict[str, float]] = [{} for _ in range(world)]
-        dist.all_gather_object(everyone, found)
+        assert dist.group.WORLD is not None
+        everyone = messages.all_gather(found, dist.group.WORLD)
     else:
         everyone = [found]
     if rank == 0:

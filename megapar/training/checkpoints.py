@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from megapar.config.launched import job_id, starts_before
 from megapar.config.run import Checkpoint
+from megapar.core import messages
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
 from megapar.core.checkpoint.background import Background, State, Written
+from megapar.core.checkpoint.tiling import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError
 from megapar.training import state
 from megapar.training.job import Job
@@ -82,7 +84,7 @@ class Checkpoints:
         if not options.load:
             return None
         root = Path(options.load)
-        if options.save and root == Path(options.save) and not self._agree(folders.candidates(root))[0]:
+        if options.save and root == Path(options.save) and not self._candidates(root)[0]:
             return None  # the usual script names one folder for both; its first run starts from scratch
         return Source(root, own=False)
 
@@ -110,7 +112,7 @@ class Checkpoints:
         if options.ckpt_step is not None and not source.own:
             folder = folders.find(root, options.ckpt_step)
             return self._resumed(folder, read(folder))
-        found, problem = self._agree(folders.candidates(root))
+        found, problem = self._candidates(root)
         if problem and options.on_bad_checkpoint == "stop":
             raise CheckpointError(problem)
         failures = [problem] if problem else []
@@ -134,7 +136,7 @@ class Checkpoints:
 
     def newest(self, root: Path) -> int:
         """The iteration of the checkpoint that would be tried first under a root; -1 where there is none."""
-        found, _ = self._agree(folders.candidates(root))
+        found, _ = self._candidates(root)
         return int(found[0].name.removeprefix("iter_")) if found else -1
 
     def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
@@ -143,13 +145,15 @@ class Checkpoints:
         self.notes += [f"{folder} has no {what}; it starts anew" for what in loaded.initial]
         return loaded
 
-    def _agree(self, value: Any) -> Any:
+    def _candidates(self, root: Path) -> tuple[list[Path], str]:
+        """The checkpoints that may be tried, best first, and what is wrong with ``latest``, as rank 0 sees them."""
+        found, problem = folders.candidates(root)
+        names, told = self._agree([[path.name for path in found], problem])
+        return [root / name for name in names], told
+
+    def _agree(self, value: Json) -> Any:
         """Rank 0's view, everywhere: a shared disk may show other ranks an older state."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        return value if self._group is None else messages.broadcast(value, self._group)
 
     # Saving
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 import torch
-import torch.distributed as dist
 
 from megapar import __version__
 from megapar.arguments import FLAGS, GROUPS, Config
 from megapar.config.draft import is_given
 from megapar.config.flag import Flag
 from megapar.config.help import written
+from megapar.core import messages
 from megapar.core.world import World
 from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
@@ -35,9 +35,7 @@ def hosts(world: World) -> list[str]:
     own, axis = socket.gethostname(), world.axis("world")
     if axis.group is None:
         return [own]
-    everyone = [""] * axis.size
-    dist.all_gather_object(everyone, own, group=axis.group)
-    return everyone
+    return [str(host) for host in messages.all_gather(own, axis.group)]
 
 
 def opening(config: Config, world: World, corpus: Corpus, names: Sequence[str]) -> Iterator[str]:

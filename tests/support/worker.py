@@ -22,6 +22,10 @@ import torch.distributed as dist
 
 STOP = b"stop"
 RELEASE = b"release"
+OBJECT_COLLECTIVES = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def serve(connection: Connection, rank: int, world_size: int, stacks: Path) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     torch.set_num_threads(1)
+    _refuse_object_collectives()
     gc.freeze()  # what was imported is never garbage: the collection after each call stays cheap
     with stacks.open("w") as sink:
         faulthandler.enable(sink)
@@ -70,6 +75,20 @@ def serve(connection: Connection, rank: int, world_size: int, stacks: Path) -> N
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # interpreter exit can abort inside gloo's threads; nothing is left to do
+
+
+def _refuse_object_collectives() -> None:
+    """Ranks exchange tensors and JSON: whatever unpickles would run what any rank sends."""
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError(f"{name} sends pickles; megapar.core.messages sends JSON")
+
+        return call
+
+    for name in OBJECT_COLLECTIVES:
+        setattr(dist, name, refused(name))
+        setattr(dist.distributed_c10d, name, refused(name))
 
 
 def _serve_one(connection: Connection, message: bytes, rank: int, world_size: int) -> None:

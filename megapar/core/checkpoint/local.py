@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megapar.core import messages
 from megapar.core.checkpoint.layout import FileEntry, seal
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import (
@@ -82,10 +83,8 @@ class Local:
         for path in self._folder.glob("iter_*/rank-*"):
             if path.name >= f"rank-{world_size:05d}":  # of a larger start: nobody would ever write over it
                 _remove(path)
-        name = [uuid.uuid4().hex]
-        if group is not None:
-            dist.broadcast_object_list(name, group=group, group_src=0)
-        self._start = name[0]
+        name = uuid.uuid4().hex
+        self._start = str(name if group is None else messages.broadcast(name, group))
 
     # Saving
 
@@ -187,10 +186,10 @@ class Local:
             for rank in range(self._world_size)
             if (head := self._head(place, rank)) is not None
         }
-        everyone: list[Any] = [held]
+        everyone = [held]
         if self._group is not None:
-            everyone = [None] * self._world_size
-            dist.all_gather_object(everyone, held, group=self._group)
+            told = messages.all_gather([list(one) for one in sorted(held)], self._group)
+            everyone = [{(int(iteration), str(start), int(rank)) for iteration, start, rank in part} for part in told]
         for iteration, start in sorted({one[:2] for part in everyone for one in part}, reverse=True):
             holders = {}
             for rank in range(self._world_size):

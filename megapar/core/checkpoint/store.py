@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
+from megapar.core import messages
+from megapar.core.checkpoint import together
 from megapar.core.checkpoint.folder import checkpoints, find, iteration_folder, latest, publish, remove_aside
 from megapar.core.checkpoint.layout import Layout
+from megapar.core.checkpoint.layout import parse as parse_layout
 from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
 from megapar.core.checkpoint.tiling import Json
-from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError
+from megapar.errors import CheckpointError
 
 __all__ = [
     "Layout",
@@ -54,15 +54,8 @@ def save(
     it. Raises CheckpointError on every rank if any rank fails; nothing is left but what ``then`` failed on.
     """
     writer = ShardWriter(folder, layout, then)
-    planner = ShardSavePlanner(scalars)
     try:
-        _collectively(
-            f"saving {folder}",
-            lambda: dcp.save(
-                dict(state), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
-            ),
-            group,
-        )
+        together.save(f"saving {folder}", state, ShardSavePlanner(scalars), writer, group)
     except BaseException:
         if group is None or dist.get_rank(group) == 0:
             remove_aside(folder)
@@ -90,15 +83,8 @@ def load(
     Raises CheckpointError, on every rank, for a missing, damaged, incomplete or truncated checkpoint and for one of
     another model, shape, dtype or set of names.
     """
-    planner = ShardLoadPlanner(folder, expect_model, ignore)
     reader = ShardReader(folder, verify)
-    _collectively(
-        f"loading {folder}",
-        lambda: dcp.load(
-            dict(targets), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None
-        ),
-        group,
-    )
+    together.load(f"loading {folder}", targets, ShardLoadPlanner(folder, expect_model, ignore), reader, group)
     return reader.scalars
 
 
@@ -109,53 +95,13 @@ def first_read_layout(folder: Path, group: dist.ProcessGroup | None) -> Layout:
     """
     if group is None:
         return read_layout(folder)
-    box: list[Layout | CheckpointError | None] = [None]
+    told: Json = None
     if dist.get_rank(group) == 0:
         try:
-            box = [read_layout(folder)]
+            told = {"layout": read_layout(folder).to_bytes().decode()}
         except CheckpointError as error:
-            box = [error]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    found = box[0]
-    if isinstance(found, CheckpointError):
-        raise found
-    assert found is not None
-    return found
-
-
-def _collectively(what: str, call: Callable[[], object], group: dist.ProcessGroup | None) -> None:
-    """Run a DCP operation; failures of any rank become one CheckpointError with all of them, on every rank."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            call()
-    except CheckpointException as error:
-        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        for failure in failures.values():
-            if not isinstance(failure, Exception):
-                raise failure from None  # an interrupt, not a failure
-        kind = CheckpointError
-        if any(isinstance(failure, CheckpointMismatchError) for failure in failures.values()):
-            kind = CheckpointMismatchError
-        expected = all(isinstance(failure, CheckpointError | OSError) for failure in failures.values())
-        raise kind(_told(what, failures, group)) from (None if expected else error)
-    except RuntimeError as error:  # a rank is gone, and the group with it
-        raise DistributedError(f"{what}: {error}") from error
-
-
-def _told(what: str, failures: Mapping[int, BaseException], group: dist.ProcessGroup | None) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, failure in sorted(failures.items()):
-        known = isinstance(failure, CheckpointError)
-        text = str(failure) if known else f"{what}: {type(failure).__name__}: {failure}"
-        ranks.setdefault(text, []).append(rank)
-    if group is None:
-        return "; ".join(ranks)
-    count = dist.get_world_size(group)
-    return "; ".join(
-        text if len(where) == count else f"{text} (ranks {_short(where)})" for text, where in ranks.items()
-    )
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            told = {"failure": str(error)}
+    told = messages.broadcast(told, group)
+    if "failure" in told:
+        raise CheckpointError(told["failure"])
+    return parse_layout(told["layout"].encode())

@@ -1,0 +1,90 @@
+"""What ranks tell each other in words: JSON as tensors. Whatever arrives is read and never run, as a pickle would be.
+
+Every rank of the group calls the same function. All of them wait: nothing of a step that is trained uses them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.checkpoint.tiling import Json
+from megapar.errors import DistributedError
+
+
+def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
+    """Every rank's value, on every rank, in the order of their ranks. Raises DistributedError."""
+    own = _encoded(value, group)
+    sizes = _sizes(own, group)
+    parts = [own.new_empty(max(sizes)) for _ in sizes]
+    dist.all_gather(parts, _padded(own, max(sizes)), group=group)
+    return [_decoded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
+    """Every rank's value on the group's first rank, None on the others. Raises DistributedError."""
+    own = _encoded(value, group)
+    sizes = _sizes(own, group)
+    parts = [own.new_empty(max(sizes)) for _ in sizes] if dist.get_rank(group) == 0 else None
+    dist.gather(_padded(own, max(sizes)), parts, group=group, group_dst=0)
+    return None if parts is None else [_decoded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast(value: Json, group: dist.ProcessGroup) -> Json:
+    """The value of the group's first rank, on every rank. Raises DistributedError."""
+    first = dist.get_rank(group) == 0
+    device = _device(group)
+    data = _encoded(value, group) if first else torch.empty(0, dtype=torch.uint8, device=device)
+    size = torch.tensor([data.numel()], device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    if not first:
+        data = data.new_empty(int(size.item()))
+    dist.broadcast(data, group=group, group_src=0)
+    return value if first else _decoded(data)
+
+
+def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
+    """This rank's one of the values that the group's first rank gives. Raises DistributedError."""
+    parts = None if values is None else [_encoded(value, group) for value in values]
+    device, rank = _device(group), dist.get_rank(group)
+    count = dist.get_world_size(group)
+    sizes = torch.tensor([part.numel() for part in parts] if parts else [0] * count, device=device)
+    dist.broadcast(sizes, group=group, group_src=0)
+    most = int(sizes.max().item())
+    own = torch.empty(most, dtype=torch.uint8, device=device)
+    padded = None if parts is None else [_padded(part, most) for part in parts]
+    dist.scatter(own, padded, group=group, group_src=0)
+    return _decoded(own[: int(sizes[rank].item())])
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group takes tensors: on the host, if it can."""
+    types = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in types or not types else min(types))
+
+
+def _encoded(value: Json, group: dist.ProcessGroup) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device(group))
+
+
+def _decoded(data: Tensor) -> Json:
+    try:
+        return json.loads(data.cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise DistributedError(f"a rank's message of {data.numel()} bytes is not JSON: {str(error)[:200]}") from error
+
+
+def _sizes(own: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Of every rank's message, in bytes."""
+    size = torch.tensor([own.numel()], device=own.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    return [int(size.item()) for size in sizes]
+
+
+def _padded(data: Tensor, size: int) -> Tensor:
+    return torch.cat([data, data.new_zeros(size - data.numel())]) if data.numel() < size else data
