@@ -19,6 +19,7 @@ from megapar.config.files import check_files
 from megapar.config.flag import KINDS, SCRIPTS, Flag, normal
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
+from megapar.config.kept import take_kept
 from megapar.config.read import (
     let_mock_data_win,
     read_files,
@@ -164,6 +165,7 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     tell_what_is_sharded(draft)
     refuse_foreign(draft)
     take_defaults(draft)
+    take_kept(draft)
     published = take_published(draft)
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])

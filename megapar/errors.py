@@ -53,6 +53,8 @@ class CheckpointError(MegaparError):
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint that is sound, but of another model or schedule: an older one would fit no better."""
 
+    exit_status = 2
+
 
 class DistributedError(MegaparError):
     """A process group could not be made or a rank did not answer."""

@@ -41,8 +41,10 @@ from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
 from megapar.training.evaluate import evaluate
 from megapar.training.export import drops_tokens
+from megapar.training.going_on import go_on
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.guards import make_guards
+from megapar.training.identity import RECORD
 from megapar.training.job import check_device, make_job
 from megapar.training.judge import Judge, Verdict
 from megapar.training.learning_rate import make_learning_rate
@@ -183,7 +185,12 @@ class Trainer:
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
         self.numbers = build.make_numbers(config)
         with self.watch.section("load"):
-            self._load()
+            loaded = self._load()
+        self._identity, self.corpus, told = go_on(
+            config, world, corpus, loaded, self.checkpoints.resumed_from, self._skipped
+        )
+        self._notes += told
+        corpus = self.corpus
         self.collate = build.make_collate(config, world, corpus)
         self.loader = Loader(
             Skipping(corpus.train, self._skipped) if self._skipped else corpus.train,
@@ -457,7 +464,7 @@ class Trainer:
         self.job.meter.take()
         return self._evaluation
 
-    def _load(self) -> None:
+    def _load(self) -> state.Loaded | None:
         checkpoint = self.config.checkpoint
         loaded = resume(
             *(self.config, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale),
@@ -466,7 +473,7 @@ class Trainer:
         if loaded is None:
             if checkpoint.load_hf:
                 self._notes += load_hf(Path(checkpoint.load_hf), self.job)
-            return
+            return None
         self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
         if "spikes" in loaded.scalars:
@@ -474,6 +481,7 @@ class Trainer:
         self._notes += tuple(self.checkpoints.notes)
         if self.progress.iteration == 0:  # --finetune, or a checkpoint of weights alone
             self._notes += (f"weights: {self.checkpoints.resumed_from}; the run starts at iteration 0",)
+        return loaded
 
     def _save(self, *, final: bool) -> None:
         self._check(saved=True)
@@ -487,6 +495,7 @@ class Trainer:
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
         scalars["spikes"] = self.numbers.state()
         scalars["verified"] = dict(self.guards.verified)
+        scalars[RECORD] = self._identity
         scalars["drops_tokens"] = drops_tokens(self.job.sizes)
         return scalars
 

@@ -136,6 +136,11 @@ class Data:
         models=ERNIE,
         path=True,
     )
+    override_data: tuple[str, ...] = flag(
+        (),
+        "what of the data may be another than the checkpoint's: sources, weights, split, seed, seq-length, with commas",
+        comma=True,
+    )
     sentence_reorder_pieces: int = flag(
         3, "parts that sentence_reorder cuts a piece into, at most", unit="parts", low=2, high=6, models=ERNIE
     )

@@ -38,10 +38,15 @@ def _plain(schedule: Any) -> Any:
 
 def stored_schedule(folder: Path) -> dict[str, Any] | None:
     """The learning-rate schedule that a checkpoint was trained on; None where it says none, as converted ones."""
+    found = _plain(stored_scalars(folder).get("schedule"))
+    return (found or None) if isinstance(found, dict) else None
+
+
+def stored_scalars(folder: Path) -> dict[str, Any]:
+    """What ``scalars.json`` of a checkpoint says, unverified; {} where that is not to be had at a glance."""
     try:
         with (folder / SCALARS).open("rb") as file:
-            scalars = json.loads(file.read(MAX_BYTES))
-        found = _plain(scalars.get("schedule"))
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return None
-    return (found or None) if isinstance(found, dict) else None
+            found = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

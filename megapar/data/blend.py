@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megapar.config.record import FIELD
 from megapar.data.indexed import IndexedDataset, is_indexed
@@ -17,6 +17,26 @@ from megapar.rules.data import blend_of
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+class Group(NamedTuple):
+    """One corpus as it was asked for. paths: of text, or the prefix of an ``indexed`` file."""
+
+    weight: Fraction | None
+    paths: tuple[str, ...]
+    indexed: bool
+
+
+def groups_of(paths: Sequence[str]) -> tuple[Group, ...]:
+    """The corpora that ``paths`` names; texts without weights that follow each other are one."""
+    found: list[Group] = []
+    for weight, path in blend_of(paths):
+        indexed = is_indexed(path)
+        if found and weight is None and not indexed and not found[-1].indexed:
+            found[-1] = Group(None, (*found[-1].paths, path), False)
+        else:
+            found.append(Group(weight, (path,), indexed))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -64,24 +84,12 @@ def open_parts(
 
     field, say: see source.open_sources.
     """
-    weighted = blend_of(paths)
-    parts: list[Part] = []
-    texts: list[str] = []
-
-    def close() -> None:
-        if texts:
-            parts.append(Part(None, open_sources(texts, field, say)))
-            texts.clear()
-
-    for weight, path in weighted:
-        if is_indexed(path):
-            close()
-            parts.append(Part(weight, (), _opened(path)))
-        elif weight is not None:
-            parts.append(Part(weight, open_sources([path], field, say)))
-        else:
-            texts.append(path)
-    close()
+    parts = [
+        Part(group.weight, (), _opened(group.paths[0]))
+        if group.indexed
+        else Part(group.weight, open_sources(group.paths, field, say))
+        for group in groups_of(paths)
+    ]
     if not parts:
         raise DataError("no data path was given; --data-path builtin needs no file")
     return tuple(parts)

@@ -19,6 +19,7 @@ from megapar.errors import DataError
 VERSION = 1
 """Raised whenever the documents made here change, so that no cache of older ones is used."""
 
+ABOUT_BYTES = 2_000_000
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 )

@@ -15,6 +15,7 @@ from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
 from megapar.data.cache import digest, made_once
 from megapar.data.contents import Content, contents_of
+from megapar.data.course import Course, Coursed
 from megapar.data.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
 from megapar.data.frame import PAIR_MARKS
 from megapar.data.mixture import Blend
@@ -91,6 +92,12 @@ class Corpus:
     notes: tuple[str, ...] = ()
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
+    _on_course: Callable[[Course], Samples] | None = None
+
+    def on_course(self, course: Course) -> Corpus:
+        """The same with the training samples that follow where a run's data changed on the way."""
+        assert self._on_course is not None
+        return replace(self, train=self._on_course(course))
 
     def unigram_entropy(self) -> Unigram:
         """Counted over all tokens of both sides, end tokens included; of random tokens it is known.
@@ -329,6 +336,22 @@ class _Cut:
         notes: tuple[str, ...] = (),
     ) -> Corpus:
         """Samples of both sides, and all around them."""
+        made = self._corpus(train, heldout, tokenizer, vocab_size, stores, notes)
+
+        def on_course(course: Course) -> Samples:
+            return self._corpus(Coursed(train, course), heldout, tokenizer, vocab_size, stores, notes).train
+
+        return replace(made, _on_course=on_course)
+
+    def _corpus(
+        self,
+        train: Pieces,
+        heldout: Pieces | None,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        stores: Both | None,
+        notes: tuple[str, ...],
+    ) -> Corpus:
         if self.tasks is not None:
             sides = self.tasks.sides(train, heldout, tokenizer, self.seq_length, self.seed, self.split)  # type: ignore[arg-type]
             return Corpus(*sides, tokenizer, vocab_size, partial(collate_tasks, names=self.tasks.names), stores, notes)

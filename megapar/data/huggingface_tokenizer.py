@@ -52,7 +52,7 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._inner.get_vocab()
         if not vocabulary:
             raise DataError(f"{path}: the tokenizer has no tokens")
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._size = max(vocabulary.values()) + 1
 
     @property
@@ -66,7 +66,7 @@ class HuggingFaceTokenizer:
         found: dict[str, int | None] = {}
         for role in _ROLES:
             own = getattr(self._inner, f"{role}_token_id", None)
-            usual = (self._vocabulary.get(name) for name in _USUAL_NAMES[role])
+            usual = (self.vocabulary.get(name) for name in _USUAL_NAMES[role])
             found[role] = own if own is not None else next((i for i in usual if i is not None), None)
         for role, other in (("eos", "sep"), ("sep", "eos"), ("bos", "cls"), ("cls", "bos"), ("pad", "eos")):
             if found[role] is None:
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         special = self.special.ids | set(self._inner.all_special_ids)
         added = getattr(self._inner, "added_tokens_decoder", {})
         special |= {i for i, token in added.items() if getattr(token, "special", False)}
-        return np.array(sorted(i for i in set(self._vocabulary.values()) if i not in special), dtype=np.int64)
+        return np.array(sorted(i for i in set(self.vocabulary.values()) if i not in special), dtype=np.int64)
 
     @cached_property
     def word_marks(self) -> WordMarks:
@@ -89,7 +89,7 @@ class HuggingFaceTokenizer:
         import numpy as np
 
         tokens = [""] * self.size
-        for token, i in self._vocabulary.items():
+        for token, i in self.vocabulary.items():
             tokens[i] = token
         return WordMarks(*(np.array(marks) for marks in zip(*_marks(tokens), strict=True)))
 
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer:
         if backend is not None:
             content = backend.to_str()
         else:
-            content = repr((type(self._inner).__name__, sorted(self._vocabulary.items())))
+            content = repr((type(self._inner).__name__, sorted(self.vocabulary.items())))
         return hashlib.sha256(f"{content}{self.special}".encode()).hexdigest()[:32]
 
     def save_hf(self, folder: str | Path) -> None:

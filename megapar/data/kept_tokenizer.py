@@ -7,12 +7,10 @@ import os
 import shutil
 from pathlib import Path
 
+from megapar.config.kept import FACTS, FOLDER, kept_fingerprint
 from megapar.data.mock import MockTokenizer
 from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, DataError
-
-FOLDER = "tokenizer"
-FACTS = "megapar.json"
 
 
 def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
@@ -25,7 +23,7 @@ def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
         return ()
     folder, fingerprint = root / FOLDER, tokenizer.fingerprint()
     try:
-        there = _fingerprint(folder)
+        there = kept_fingerprint(folder)
         if there == fingerprint:
             return ()
         aside = root / f".{FOLDER}.unfinished-{os.getpid()}"
@@ -58,15 +56,6 @@ def _write(tokenizer: Tokenizer, folder: Path) -> None:
         (folder / "tokenizer.model").write_bytes(model)
     else:
         tokenizer.save_hf(folder)
-
-
-def _fingerprint(folder: Path) -> str | None:
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = facts.get("fingerprint") if isinstance(facts, dict) else None
-    return found if isinstance(found, str) else None
 
 
 def kept(root: Path) -> Tokenizer | None:

@@ -66,8 +66,8 @@ class Blend:
     """
 
     def __init__(self, parts: Sequence[Pieces], weights: Sequence[Fraction] | None = None) -> None:
-        self._parts = tuple(parts)
-        self._weights = weights
+        self.parts = tuple(parts)
+        self.weights = weights
         self._starts = [0, *accumulate(len(part) for part in parts)]
 
     def __len__(self) -> int:
@@ -75,23 +75,23 @@ class Blend:
 
     def __getitem__(self, number: int) -> np.ndarray:
         part = bisect_right(self._starts, number) - 1
-        return self._parts[part][number - self._starts[part]]
+        return self.parts[part][number - self._starts[part]]
 
     def document(self, number: int) -> int:
         """Which document a piece is from, where the parts know; counted by part first."""
         part = bisect_right(self._starts, number) - 1
-        own: int = self._parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
+        own: int = self.parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
         return part << 48 | own
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """See samples.Ordered."""
-        if self._weights is None:
+        if self.weights is None:
             return InOrder(len(self)) if seed is None else Order(len(self), seed, stream)
         orders: list[PieceOrder] = [
             InOrder(len(part)) if seed is None else Order(len(part), seed, f"mixture/{number}/{stream}")
-            for number, part in enumerate(self._parts)
+            for number, part in enumerate(self.parts)
         ]
-        return _MixedOrder(Shares(self._weights), orders, self._starts)
+        return _MixedOrder(Shares(self.weights), orders, self._starts)
 
 
 class _MixedOrder:

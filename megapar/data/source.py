@@ -23,7 +23,8 @@ from megapar.config.data_files import (
 from megapar.config.hints import near_path
 from megapar.config.record import FIELD, JSONL, checked_text, decoded, text_of_line
 from megapar.data import builtin
-from megapar.data.cache import digest, made_once
+from megapar.data.cache import cache_folder, digest, made_once
+from megapar.data.remembered import Unread, remembered
 from megapar.errors import DataError
 
 BUILTIN = "builtin"
@@ -66,8 +67,8 @@ class Source(Protocol):
     def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """The documents, none of them empty; a broken one goes to ``bad``, or raises DataError with file and line."""
 
-    def content_hash(self) -> str:
-        """A hash of the content, whatever the file is called."""
+    def content_hash(self, *, may_read: bool = True) -> str:
+        """A hash of the content, whatever the file is called. may_read: see ``remembered``."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,24 @@ class BuiltinSource:
 
     def file(self) -> JsonlFile:
         """The JSONL file that it is kept in."""
+        return JsonlFile(made_once(self._entry(), _write_builtin))
+
+    @staticmethod
+    def _entry() -> str:
         import sys
 
         version = "{}.{}.{}-{}".format(*sys.version_info[:4])
-        return JsonlFile(made_once(f"text/builtin-{builtin.VERSION}-python-{version}.jsonl", _write_builtin))
+        return f"text/builtin-{builtin.VERSION}-python-{version}.jsonl"
 
     def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
         return self.file().documents(bad)
 
-    def content_hash(self) -> str:
+    def content_hash(self, *, may_read: bool = True) -> str:
         """See Source."""
-        return self.file().content_hash()
+        if not may_read and not (cache_folder() / self._entry()).exists():
+            raise Unread(builtin.ABOUT_BYTES)
+        return self.file().content_hash(may_read=may_read)
 
 
 def _write_builtin(path: Path) -> None:
@@ -107,20 +114,17 @@ class _File:
         """The path."""
         return str(self.path)
 
-    def content_hash(self) -> str:
+    def content_hash(self, *, may_read: bool = True) -> str:
         """SHA-256 of the file's bytes, unpacked, and how it is read; remembered by path, size and time of change."""
-        status = self.path.stat()
         unpacked = ("unpacked",) if is_compressed(self.path) else ()
-        key = digest(str(self.path.resolve()), str(status.st_size), str(status.st_mtime_ns), *unpacked)
+        return digest(*self._read_as(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
 
-        def write(entry: Path) -> None:
-            state = hashlib.sha256()
-            with opened(self.path) as data:
-                while block := data.read(1 << 20):
-                    state.update(block)
-            entry.write_text(state.hexdigest())
-
-        return digest(*self._read_as(), made_once(f"hashes/{key}", write).read_text())
+    def _sha256(self) -> str:
+        state = hashlib.sha256()
+        with opened(self.path) as data:
+            while block := data.read(1 << 20):
+                state.update(block)
+        return state.hexdigest()
 
     def _read_as(self) -> tuple[str, ...]:
         """What makes other documents of the same bytes."""
@@ -232,11 +236,16 @@ _FORMATS: tuple[tuple[tuple[str, ...], type[JsonlFile] | type[ParquetFile]], ...
 
 
 def open_sources(
-    paths: Sequence[str], field: str = FIELD, say: Callable[[str], object] = lambda text: None
+    paths: Sequence[str],
+    field: str = FIELD,
+    say: Callable[[str], object] = lambda text: None,
+    *,
+    may_read: bool = True,
 ) -> tuple[Source, ...]:
     """The sources that ``--data-path`` names, in order; a folder stands for its files, sorted by name.
 
-    field: of records, the one that holds the document. say: is told what is skipped of a folder.
+    field: of records, the one that holds the document. say: is told what is skipped of a folder. may_read: otherwise
+    Unread is raised where whole files would have to be read to tell copies apart.
     Raises DataError where a path is missing, empty, or of a kind that is read otherwise.
     """
     sources: list[Source] = []
@@ -244,7 +253,7 @@ def open_sources(
         if path == BUILTIN:
             sources.append(BuiltinSource())
         elif Path(path).is_dir():
-            sources += _of_folder(Path(path), field, say)
+            sources += _of_folder(Path(path), field, say, may_read)
         else:
             sources.append(_file_source(Path(path), field))
     if not sources:
@@ -252,7 +261,7 @@ def open_sources(
     return tuple(sources)
 
 
-def _of_folder(folder: Path, field: str, say: Callable[[str], object]) -> list[Source]:
+def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[Source]:
     """Its files, each content once: a second copy in a folder is a mistake more often than a wish."""
     found, skipped = listing(folder)
     if not found:
@@ -262,7 +271,7 @@ def _of_folder(folder: Path, field: str, say: Callable[[str], object]) -> list[S
     twins, seen = _may_be_copies(found), dict[str, Path]()
     for file in found:
         source = _file_source(file, field)
-        first = seen.setdefault(source.content_hash(), file) if file in twins else file
+        first = seen.setdefault(source.content_hash(may_read=may_read), file) if file in twins else file
         if first is file:
             sources.append(source)
         else:

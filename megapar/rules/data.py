@@ -10,6 +10,8 @@ from megapar.rules.rule import Facts, Rule
 
 MOE = ("moe",)
 SOURCE = "data"
+OVERRIDES = ("sources", "weights", "split", "seed", "seq-length")
+"""What ``--override-data`` may name."""
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _BOUNDARIES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
@@ -71,6 +73,16 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--data-path 0.7 a.jsonl 0.3 b.jsonl",
         failing="--data-path 0.7 a.jsonl b.jsonl",
+    ),
+    Rule(
+        id="override-data",
+        reads=("override_data",),
+        requires=lambda f: set(f.override_data) <= set(OVERRIDES),
+        message="--override-data names what of the data may change: sources, weights, split, seed, seq-length",
+        fix="Write --override-data sources,weights.",
+        source=SOURCE,
+        passing="--load runs/a --override-data weights",
+        failing="--load runs/a --override-data tokenizer",
     ),
     Rule(
         id="split-weights",

@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _unused(
         "load-unused",
-        ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "override_opt_param_scheduler"),
+        ("ckpt_step", "finetune", "no_load_optim", "no_load_rng", "override_opt_param_scheduler", "override_data"),
         ("load",),
         lambda f: f.load is None,
         "without --load",

@@ -18,6 +18,7 @@ from megapar.model.table import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
 from megapar.rules.tasks import tasks_of
 from megapar.training.fit import fitted
+from megapar.training.identity import another_run
 from megapar.training.learning_rate import another_schedule, make_learning_rate
 from megapar.training.stages import Sizes as Sizes
 from megapar.training.stages import outline as pipeline_outline
@@ -136,23 +137,26 @@ def facts_of(sizes: Sizes) -> dict[str, Any]:
 def outline(config: Config) -> str:
     """What --validate-only adds of the model: its parameters and its segments."""
     sizes = make_sizes(config)
-    _check_saved(config, sizes)
+    not_compared = _check_saved(config, sizes)
     segments = make_segments(config, sizes)
     shown = segments if len(segments) <= 12 else [*segments[:6], *segments[-5:]]
     lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
     if len(shown) < len(segments):
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
     segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
-    return _counts(sizes) + pipeline_outline(config, sizes) + segmented
+    return _counts(sizes) + pipeline_outline(config, sizes) + segmented + not_compared
 
 
-def _check_saved(config: Config, sizes: Sizes) -> None:
-    """Refuse a checkpoint of another model or schedule, before any rank is started."""
+def _check_saved(config: Config, sizes: Sizes) -> str:
+    """Refuse a checkpoint of another model, schedule, tokenizer or data, before any rank is started.
+
+    What could not be compared, as a line for people.
+    """
     saved = config.checkpoint
     if saved.load is None or config.runtime.rules_only:
-        return
+        return ""
     if (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
-        return
+        return ""
     folder, facts = found
     alone = saved.finetune or stored_schedule(folder) is None
     complaints = []
@@ -166,8 +170,10 @@ def _check_saved(config: Config, sizes: Sizes) -> None:
         if other is not None:
             message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."
             complaints.append(Complaint("checkpoint-schedule", message, other[1]))
-    if complaints:
-        raise ConfigError(complaints)
+    others, not_compared = ([], "") if alone else another_run(config, folder)
+    if complaints or others:
+        raise ConfigError([*complaints, *others])
+    return not_compared
 
 
 def _counts(sizes: Sizes) -> str:

@@ -242,7 +242,7 @@ TRAINING = (
 TEXT = {"data_path": ("{text.jsonl}",), "vocab_size": 400}
 WORDS = {**BRANCHED, **TEXT, "ernie_tasks": "knowledge_mlm:1"}
 TOKENS = {**TEXT, "tokenizer_model": "{tokenizer.model}"}
-DAMAGED = {"load": "{damaged}", "train_iters": 6}
+DAMAGED = {"load": "{damaged}", "train_iters": 6, "seed": 5}
 
 DATA = (
     Row("data_path", ("{text.jsonl}",), "steps", {"vocab_size": 400}),
@@ -273,21 +273,23 @@ DATA = (
     ),
 )
 
+RESUMED = {"load": "{checkpoints}", "train_iters": 6, "seed": 5}
 CHECKPOINT = (
     Row("save", "{new}/checkpoints", "files"),
-    Row("load", "{checkpoints}", "steps", {"train_iters": 6}),
+    Row("load", "{checkpoints}", "steps", {"train_iters": 6, "seed": 5}),
     Row("save_interval", 1, "files", {"save": "{new}/checkpoints"}),
-    Row("ckpt_step", 2, "steps", {"load": "{checkpoints}", "train_iters": 6}),
-    Row("finetune", True, "steps", {"load": "{checkpoints}", "train_iters": 6}),
-    Row("no_load_optim", True, "weights", {"load": "{checkpoints}", "train_iters": 6}),
-    Row("no_load_rng", True, "steps", {"load": "{checkpoints}", "train_iters": 6, "hidden_dropout": 0.5}),
+    Row("ckpt_step", 2, "steps", RESUMED),
+    Row("finetune", True, "steps", RESUMED),
+    Row("no_load_optim", True, "weights", RESUMED),
+    Row("no_load_rng", True, "steps", {**RESUMED, "override_data": ("seed",), "seed": 6, "hidden_dropout": 0.5}),
     Row("save_hf", "{new}/model", "files"),
     Row("load_hf", "{published}", "steps"),
     Row("save_interval_minutes", 1e-6, "files", {"save": "{new}/checkpoints", "train_iters": 6}),
     Row("keep", 1, "files", {"save": "{new}/checkpoints", "save_interval": 1}),
     Row("checkpoint_verify", "off", "steps", DAMAGED),
     Row("on_bad_checkpoint", "stop", "error", DAMAGED),
-    Row("override_opt_param_scheduler", True, "error", {"load": "{checkpoints}", "train_iters": 6, "min_lr": 0.001}),
+    Row("override_opt_param_scheduler", True, "error", {**RESUMED, "min_lr": 0.001}),
+    Row("override_data", ("seed",), "error", {**RESUMED, "seed": 6}),
     Row("exit_interval", 1, "steps"),
     Row("exit_duration_minutes", 1e-6, "steps"),
 )

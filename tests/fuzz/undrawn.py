@@ -25,7 +25,7 @@ UNDRAWN: dict[str, str] = {
     **dict.fromkeys(
         ("save_hf", "load_hf", "save_interval_minutes", "async_save", "keep", "checkpoint_verify"), _SAVING
     ),
-    **dict.fromkeys(("on_bad_checkpoint", "on_save_error", "override_opt_param_scheduler"), _SAVING),
+    **dict.fromkeys(("on_bad_checkpoint", "on_save_error", "override_opt_param_scheduler", "override_data"), _SAVING),
     **dict.fromkeys(("local_checkpoint_interval", "local_checkpoint_dir"), _SAVING),
     **dict.fromkeys(("exit_interval", "exit_duration_minutes", "step_timeout_seconds", "straggler_factor"), _WATCHING),
     "section_timeouts": _WATCHING,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megapar.data.course import Coursed
 from megapar.data.frame import Frame
+from megapar.data.mixture import Shares
 from megapar.data.samples import PieceOrder, Samples, order_of
 from megapar.data.store import Split
 from megapar.data.tasks.document_lm import DocumentLm
@@ -83,7 +86,15 @@ class _Side:
     def _order(self, task: Task) -> PieceOrder:
         pieces = self.triples if isinstance(task, KnowledgeText) else self.pieces
         assert pieces is not None
+        if isinstance(pieces, Coursed):
+            return pieces.order(self.seed, f"tasks/{task.name}", self._count_of(task))
         return order_of(pieces, self.seed, f"tasks/{task.name}")  # type: ignore[arg-type]
+
+    def _count_of(self, task: Task) -> Callable[[int], int]:
+        """How many of the run's first samples are of a task."""
+        weights = tasks_of(self.data.mixture)
+        shares, number = Shares([weights[name] for name in self.data.names]), self.data.names.index(task.name)
+        return lambda samples: shares.count(number, samples)
 
     def _task(self, name: str) -> Task:
         pieces, frame, probability = self.pieces, self.frame, self.data.mlm_probability

@@ -1,0 +1,71 @@
+"""What a tokenizer makes of text, as facts that a checkpoint keeps and another tokenizer is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from megapar.data.cache import cache_folder, digest, made_once
+from megapar.data.mock import MockTokenizer
+from megapar.data.tokenizer import NoTokenizer, Tokenizer
+
+Facts = dict[str, Any]
+"""fingerprint: of the files. ids: of every token's id and of some texts' (None: the fingerprint says it). size."""
+
+_PROBES = (
+    "The quick brown fox jumps over the lazy dog. 1234567890 3.14 -42",
+    " leading  spaces\tand\nlines\r\n\n  def f(x):\n    return x[0] # code",
+    "Ünïcödé, Καλημέρα, Привет, 你好世界, こんにちは, 안녕하세요, مرحبا, שלום, नमस्ते 👩‍👩‍👧 ﬁ ½ ＡＢＣ",
+)
+
+
+def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
+    """None where a run has no text, and so no tokenizer that its weights could depend on.
+
+    path: what it was loaded from, to be remembered for ``known_facts``. A library's own form of a tokenizer, of which
+    the fingerprint is made, may change with its version: so there are ids, too.
+    """
+    if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
+        return None
+    ids = None
+    if not isinstance(getattr(tokenizer, "model", None), bytes):
+        ids = digest(*(json.dumps(one) for one in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
+        ids = digest(ids, json.dumps(getattr(tokenizer, "vocabulary", {}), sort_keys=True))
+    facts = {"fingerprint": tokenizer.fingerprint(), "ids": ids, "size": tokenizer.size}
+    if path is not None and ids is not None:
+        made_once(_entry(Path(path)), lambda entry: _write(entry, facts))
+    return facts
+
+
+def known_facts(path: str) -> Facts | None:
+    """The same of a path as --tokenizer-model takes it, without the library that runs it; None where that is needed."""
+    place = Path(path)
+    try:
+        if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
+            place /= "tokenizer.model"
+        if place.is_file() and place.suffix != ".json":
+            return {"fingerprint": hashlib.sha256(place.read_bytes()).hexdigest()[:32], "ids": None, "size": None}
+        entry = cache_folder() / _entry(place)
+        found = json.loads(entry.read_text(encoding="utf-8")) if entry.exists() else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def same_ids(there: Facts, here: Facts) -> bool:
+    """Whether two tokenizers give the same ids."""
+    if there.get("fingerprint") == here.get("fingerprint"):
+        return True
+    return there.get("ids") is not None and there.get("ids") == here.get("ids")
+
+
+def _write(entry: Path, facts: Facts) -> None:
+    entry.write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _entry(path: Path) -> str:
+    """By the content of the files, which are small."""
+    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    return f"tokenizer-facts/{digest(*(part for one in files for part in (one.name, one.read_bytes())))}.json"

@@ -1,0 +1,171 @@
+"""What a run reads, as its checkpoints record it, and where the data of two runs differs. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from megapar.arguments import Config
+from megapar.data.corpus import DEFAULT_SPLIT
+from megapar.data.fingerprint import Fingerprint, fingerprint_of_dataset, fingerprints_of
+from megapar.data.store import Split
+from megapar.errors import DataError
+
+APART = "apart"  # in place of a split: what is held out has files of its own
+
+
+class Apart(NamedTuple):
+    """A difference. field: its name in --override-data. said: for people."""
+
+    field: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Data:
+    """sources: of a mixture, in order. split: shares as --split takes them, or APART. seed: of the order."""
+
+    sources: tuple[Fingerprint, ...]
+    split: str
+    seed: int
+    seq_length: int
+
+    @classmethod
+    def of(cls, config: Config, *, may_read: bool = True) -> Data:
+        """may_read: otherwise a source of which the cache does not know the fingerprint has none. Raises DataError."""
+        data = config.data
+        if data.data_source == "hf":
+            sources: tuple[Fingerprint, ...] = (fingerprint_of_dataset(str(data.hf_dataset), data.text_field),)
+        else:
+            sources = fingerprints_of(data.data_path, data.text_field, may_read=may_read)
+        split = APART if data.eval_data_path else data.split or DEFAULT_SPLIT
+        return cls(sources, split, config.training.seed, config.model.seq_length)
+
+    @property
+    def weights(self) -> tuple[Fraction, ...] | None:
+        """Of the sources; None of a single one."""
+        weights = tuple(one.weight for one in self.sources if one.weight is not None)
+        return weights if len(weights) > 1 else None
+
+    @property
+    def unread(self) -> int:
+        """Bytes that would have to be read to know the sources."""
+        return sum(one.unread for one in self.sources)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        sources = [
+            {"name": one.name, "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
+            for one in self.sources
+        ]
+        return {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Data:
+        """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
+        sources = tuple(
+            Fingerprint(str(one["name"]), str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
+            for one in value["sources"]
+        )
+        split, seed, seq_length = value["split"], value["seed"], value["seq_length"]
+        if not sources or not isinstance(seed, int) or not isinstance(seq_length, int) or seq_length < 1:
+            raise ValueError(f"{len(sources)} sources, seed {seed!r}, sequence length {seq_length!r}")
+        if len(sources) > 1 and any(one.weight is None for one in sources):
+            raise ValueError("a mixture without weights")
+        if split != APART:
+            try:
+                Split.parse(split)
+            except (DataError, AttributeError) as error:
+                raise ValueError(str(error)) from error
+        return cls(sources, split, seed, seq_length)
+
+    def matched(self, later: Data) -> list[int | None]:
+        """Of each source of ``later`` which of these it is; one whose content is not known is taken by its name."""
+        free = list(range(len(self.sources)))
+        found: list[int | None] = []
+        for one in later.sources:
+            same = [
+                number
+                for number in free
+                if one.value == self.sources[number].value
+                or (one.value is None and one.name == self.sources[number].name)
+            ]
+            found.append(same[0] if same else None)
+            if same:
+                free.remove(same[0])
+        return found
+
+    def apart(self, later: Data) -> list[Apart]:
+        """Where the data of a run that goes on is another than this, which it goes on from."""
+        pairs = self.matched(later)
+        found = [*self._sources(later, pairs), *self._weights(later, pairs), *self._split(later, pairs)]
+        if self.seed != later.seed:
+            found.append(Apart("seed", f"--seed is {self.seed} there and {later.seed} here"))
+        if self.seq_length != later.seq_length:
+            said = f"--seq-length is {self.seq_length} there and {later.seq_length} here"
+            found.append(Apart("seq-length", said))
+        return found
+
+    def _sources(self, later: Data, pairs: list[int | None]) -> list[Apart]:
+        gone = [one for number, one in enumerate(self.sources) if number not in pairs]
+        new = [one for one, number in zip(later.sources, pairs, strict=True) if number is None and not one.unread]
+        if not new and (not gone or later.unread):
+            return []
+        names = {one.name for one in gone} & {one.name for one in new}
+        said = [f"{name} has another content here than there" for name in sorted(names)]
+        only = [
+            f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} read {place} only"
+            for one, place in ((gone, "there"), (new, "here"))
+            if (left := [source.name for source in one if source.name not in names])
+        ]
+        return [Apart("sources", ", ".join([*said, *only]))]
+
+    def _weights(self, later: Data, pairs: list[int | None]) -> list[Apart]:
+        """Of the sources that both have: what comes or goes takes its share from all of them alike."""
+        both = [(self.sources[n], one) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
+        shares = [_shares([pair[side].weight for pair in both]) for side in (0, 1)]
+        if shares[0] == shares[1]:
+            return []
+        texts = [", ".join(f"{pair[side].name} {float(pair[side].weight or 1):g}" for pair in both) for side in (0, 1)]
+        return [Apart("weights", f"weights are {texts[0]} there and {texts[1]} here")]
+
+    def _split(self, later: Data, pairs: list[int | None]) -> list[Apart]:
+        cuts = [(self.sources[n].cut, one.cut) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
+        if not any(there or here for there, here in cuts):
+            return []  # random tokens have no documents
+        if _parsed(self.split) != _parsed(later.split):
+            said = f"what is held out is given by {_held_out(self.split)} there and by {_held_out(later.split)} here"
+            return [Apart("split", said)]
+        other = [pair for pair in cuts if pair[0] != pair[1]]
+        if other and self.split != APART:
+            said = f"documents are split by their {other[0][0]} there and by their {other[0][1]} here"
+            return [Apart("split", said)]
+        return []
+
+
+def _shares(weights: list[Fraction | None]) -> list[Fraction]:
+    numbers = [Fraction(1) if weight is None else weight for weight in weights]
+    return [number / sum(numbers) for number in numbers]
+
+
+def _held_out(split: str) -> str:
+    return "--eval-data-path" if split == APART else f"--split {split}"
+
+
+def _parsed(split: str) -> object:
+    return split if split == APART else Split.parse(split)
+
+
+def _text(weight: Fraction | None) -> str | None:
+    return None if weight is None else str(weight)
+
+
+def _fraction(text: Any) -> Fraction | None:
+    if text is None:
+        return None
+    if not isinstance(text, str) or not re.fullmatch(r"[1-9][0-9]{0,99}(/[1-9][0-9]{0,99})?", text):
+        raise ValueError(f"the weight {text!r:.100}")
+    return Fraction(text)

@@ -1,0 +1,65 @@
+"""What a checkpoint keeps of a tokenizer: another one is told from the same one in another form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.data.ids import facts_of, known_facts, same_ids
+from megapar.data.mock import MockTokenizer
+from megapar.data.sentencepiece_tokenizer import train
+from megapar.data.tokenizer import NoTokenizer, load_tokenizer
+
+WORDS = ("river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer in Hugging Face's form."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(("[UNK]", "</s>", *WORDS))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="</s>")
+    fast.save_pretrained(str(tmp_path / "hf"))
+    return tmp_path / "hf"
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    found = facts_of(load_tokenizer(path), str(path))
+    assert found is not None
+    return found
+
+
+def test_the_same_ids_in_another_form_are_the_same_tokenizer(folder: Path, tmp_path: Path, fresh_cache: Path) -> None:
+    assert known_facts(str(folder)) is None  # its library would have to run
+    facts = _facts(folder)
+    assert known_facts(str(folder)) == facts
+    load_tokenizer(folder).save_hf(tmp_path / "again")
+    assert same_ids(facts, {**_facts(tmp_path / "again"), "fingerprint": "of another version of the library"})
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    content = json.loads((other / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    ids["river"], ids["stone"] = ids["stone"], ids["river"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert not same_ids(facts, _facts(other))
+
+
+def test_a_sentencepiece_model_is_known_by_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "t.model"
+    path.write_bytes(train(iter([" ".join(WORDS)] * 40), 60))
+    facts, known = _facts(path), known_facts(str(path))
+    assert known is not None
+    assert same_ids(facts, known)
+    assert not same_ids(facts, {"fingerprint": "another", "ids": None, "size": facts["size"]})
+
+
+def test_without_text_there_is_no_tokenizer_to_compare() -> None:
+    assert facts_of(MockTokenizer(100)) is None
+    assert facts_of(NoTokenizer(100)) is None
