@@ -6,14 +6,16 @@ import signal
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from megapar.tools.agent import Meeting, make_agent, meet_here
 
 
-class Ranks:
+class Ranks(SubprocessContext):
     """Processes that note how they are ended."""
 
     def __init__(self) -> None:
+        self.subprocess_handlers = {}
         self.ended: list[tuple[signal.Signals | None, int]] = []
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
