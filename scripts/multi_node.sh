@@ -4,6 +4,7 @@
 #   HEAD=node0:29500 NODES=4 NODE=0 scripts/multi_node.sh --config X.yaml      on the first
 #   HEAD=node0:29500 NODES=4 NODE=1 scripts/multi_node.sh --config X.yaml      on the second, ...
 #
+# MEGAPAR_SECRET, the same on each, keeps others out of the launchers' meeting (docs/launch.md).
 # JOB names the run where one head serves several. LAUNCH holds further flags of the launcher, such as --preflight.
 set -euo pipefail
 cd "$(dirname "$0")/.."

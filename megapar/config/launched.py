@@ -7,6 +7,9 @@ from collections.abc import Mapping
 ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
 """How often the ranks of this job have met before; the same on all of them."""
 
+RANK_FILE = "MEGAPAR_RANK_FILE"
+"""The file by which the ranks of this start meet, where all of them are on one node; another one for each start."""
+
 
 def starts_before(environ: Mapping[str, str]) -> int:
     """How often ranks of this job were started before: by ``megapar launch``, or by torchrun as this node counts."""

@@ -16,13 +16,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from megapar.config.launched import starts_before
 from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
 from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.meeting import loopback_advice, meet
 from megapar.core.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
@@ -73,15 +73,15 @@ class World:
         """Join the other ranks and make all groups.
 
         rendezvous_url: where ranks meet (``file://PATH``), with RANK and WORLD_SIZE from the environment; by default
-        ``env://`` as torchrun sets it. One process needs neither. Raises DistributedError naming the group and the
-        ranks that did not answer within ``timeout``.
+        as ``megapar launch`` or torchrun sets it. One process needs neither. Raises DistributedError naming the group
+        and the ranks that did not answer within ``timeout``.
         """
         if grid.world_size == 1:
             return cls(grid, 0, device, None, timeout)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if world_size != grid.world_size:
             raise DistributedError(f"the grid has {grid.world_size} ranks, WORLD_SIZE is {world_size}")
-        store = _meet(rendezvous_url, rank, world_size, timeout)
+        store = meet(rendezvous_url, rank, world_size, timeout)
         # torch's agent keeps the store when it starts ranks again; what those that died left must not be found in it.
         store = dist.PrefixStore(f"start-{starts_before(os.environ)}", store)
         store.set_timeout(timeout)
@@ -89,14 +89,20 @@ class World:
         ordered = replace(grid, order=DENSE_AXES)
         launched = [grid.rank(**ordered.dense(number)) for number in range(world_size)]
         rank = launched.index(rank)
-        dist.init_process_group(
-            device.backend,
-            store=dist.PrefixStore("world", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device.device_id,
-        )
+        try:
+            dist.init_process_group(
+                device.backend,
+                store=dist.PrefixStore("world", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device.device_id,
+            )
+        except RuntimeError as error:
+            raise DistributedError(
+                f"the group of all {world_size} ranks could not be made, though all had answered, so look at the "
+                f"network. {str(error).splitlines()[0]}.{loopback_advice()}"
+            ) from error
         return cls(ordered, rank, device, store, timeout, launched)
 
     @classmethod
@@ -244,7 +250,7 @@ class World:
                 )
             numbers = [self.launched[rank] for rank in ranks]
             raise DistributedError(
-                f"group {name} of ranks {numbers} failed its first collective; {who}. {error}"
+                f"group {name} of ranks {numbers} failed its first collective; {who}. {error}{loopback_advice()}"
             ) from error
         return group
 
@@ -257,20 +263,6 @@ class World:
         elif len(ranks) == 2:
             dist.recv(x, ranks[0], group=group)
         self.device.synchronize()
-
-
-def _meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store that all ranks share. Raises DistributedError where it cannot be made or reached."""
-    try:
-        store: dist.Store = next(rendezvous(url or "env://", rank, world_size, timeout=timeout))[0]
-    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
-        where = url or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise DistributedError(
-            f"rank {rank} of {world_size} cannot meet the others at {where}: {str(error).splitlines()[0]}. Is that the "
-            "address of rank 0, and its port free there and open to this node? MASTER_ADDR and MASTER_PORT say it, "
-            "which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
-        ) from error
-    return store
 
 
 def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int, grace: timedelta = GRACE) -> list[int]:

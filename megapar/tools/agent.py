@@ -1,7 +1,8 @@
 """torch's elastic agent as ``megapar launch`` runs it: it listens where the other nodes are, and nowhere else.
 
-torch's own stores listen on every interface. Here one node's job listens on loopback; that of several nodes on the
-address by which a node reaches ``--rdzv-endpoint``, or on ``--local-addr``.
+torch's own stores listen on every interface, and unpickle what anybody writes there. Here the ranks of one node meet by
+a file that nobody else can open; several nodes on the address by which a node reaches ``--rdzv-endpoint``, or on
+``--local-addr``, and tell each other JSON (tools/rendezvous.py).
 """
 
 from __future__ import annotations
@@ -17,27 +18,31 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megapar.config.launched import ROUND
+from megapar.config.launched import RANK_FILE, ROUND
 from megapar.errors import DistributedError
+from megapar.tools.places import RankFiles
+from megapar.tools.rendezvous import JsonBackend, SignedStore
 
 LOOPBACK = "127.0.0.1"
 _FAILURES = "torch.distributed.elastic.multiprocessing.api"
 CONNECT = timedelta(minutes=5)  # nodes of a cluster do not start in the same minute
 
+# What scripts find that expect torchrun's store: their error says what to do.
+NO_PORT = "none: --rdzv-endpoint localhost:0 of megapar launch makes one"
+
 
 @dataclass(frozen=True)
 class Meeting:
     """Where nodes meet. store: that of a ``Place``; None for backends of their own. address: this node's, for the
-    others. endpoint: of those backends. settings: further ones of the backend.
+    others. endpoint: of those backends. settings: further ones of the backend. files, secret: of a ``Place``.
     """
 
     backend: str
@@ -45,28 +50,37 @@ class Meeting:
     min_nodes: int
     max_nodes: int
     address: str | None
-    store: TCPStore | None
+    store: Store | None
     endpoint: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    files: RankFiles | None = None
+    secret: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Place:
     """A store that nodes can meet at. endpoint: of it, for the others. address: this node's, as they reach it.
 
-    hosted: whether the store is in this process.
+    hosted: whether the store is in this process. files: by which the ranks meet; None: by a store with a port, on the
+    address of the first node. secret: by which nodes know each other; None: they do not.
     """
 
-    store: TCPStore
+    store: Store
     endpoint: str
     address: str
     hosted: bool
+    files: RankFiles | None = None
+    secret: bytes | None = field(default=None, repr=False)
 
 
 def meet_here() -> Place:
-    """For a job of this node alone: a free port that only this machine can reach."""
-    store = listening_store(LOOPBACK, 0)
-    return Place(store, f"{LOOPBACK}:{store.port}", LOOPBACK, hosted=True)
+    """For a job of this node alone: nothing listens. Raises DistributedError where its ranks could not meet."""
+    return Place(HashStore(), "", LOOPBACK, hosted=True, files=RankFiles())
+
+
+def meet_by_file(path: str, local_addr: str) -> Place:
+    """For nodes that share a file (``--rdzv-conf store_type=file``)."""
+    return Place(FileStore(path), path, local_addr or _address_of(socket.gethostname()), hosted=False)
 
 
 def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> Place:
@@ -153,6 +167,20 @@ class _Agent(LocalElasticAgent):
     where they wait for it in a collective, or are stopped, and end by no signal but the last.
     """
 
+    def run(self, role: str = "default") -> Any:
+        """As torch's. Raises DistributedError where the nodes cannot agree."""
+        try:
+            return super().run(role)
+        except RendezvousError as error:
+            said = str(error) or "the job has ended on the other nodes, or takes no more of them"
+            raise DistributedError(f"the nodes' rendezvous failed: {said}") from error
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)
+        except (ValueError, LookupError, TypeError) as error:  # JSON of the other nodes' agents, and torch trusts it
+            raise DistributedError(f"what the nodes tell each other cannot be read: {error!r:.200}") from error
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = self._pcontext
@@ -190,13 +218,23 @@ def _handler(meeting: Meeting) -> Any:
     )
     if meeting.store is None:
         return _fresh(get_rendezvous_handler(parameters))
-    handler = create_handler(meeting.store, C10dRendezvousBackend(meeting.store, meeting.id), parameters)
+    secret = meeting.secret
+    handler = create_handler(meeting.store, JsonBackend(meeting.store, meeting.id, secret), parameters)
     # The ranks' own store is made by the handler, on all interfaces if left to itself.
     handler._create_tcp_store_server = listening_store  # type: ignore[method-assign,assignment]
-    return _fresh(handler)
+    if secret is not None:
+        store_of_round = handler._wrap_store
+
+        def signed(store: Store) -> Any:
+            return SignedStore(
+                store_of_round(store), f"round {handler._state_holder.state.round}, {meeting.id}", secret
+            )
+
+        handler._wrap_store = signed  # type: ignore[method-assign]
+    return _fresh(handler, meeting.files)
 
 
-def _fresh(handler: Any) -> Any:
+def _fresh(handler: Any, files: RankFiles | None = None) -> Any:
     """Each rendezvous tells the ranks which one it is, and has a new store for them.
 
     Nodes count their own restarts, which differ where one of them came later; the number of the rendezvous is the same
@@ -208,6 +246,12 @@ def _fresh(handler: Any) -> Any:
 
     def next_rendezvous() -> Any:
         handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        os.environ.pop(RANK_FILE, None)
+        if files is not None:
+            os.environ[RANK_FILE] = str(files.next())
+            # torch makes no store, with its port, where it has one.
+            handler._shared_tcp_store_server = handler
+            handler._bootstrap_store_info = RendezvousStoreInfo(LOOPBACK, NO_PORT)  # type: ignore[arg-type]
         met = meet()
         os.environ[ROUND] = str(handler._state_holder.state.round)
         return met

@@ -23,6 +23,7 @@ from megapar.config.flag import SCRIPTS
 from megapar.config.hints import near_path
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
+from megapar.tools.interfaces import interfaces
 from megapar.tools.parser import Parser, count
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw, not to finish anything
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Launch:
     environment: dict[str, str]
     local_addr: str = ""
     log_dir: str = ""
+    secret_file: str = ""
+    require_secret: bool = False
 
     @property
     def world_size(self) -> int:
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     except MegaparError as error:
         print(f"megapar launch: {error}", file=sys.stderr)
         return error.exit_status
-    for name, value in (launch.environment | _interfaces(place)).items():
+    for name, value in (launch.environment | (interfaces(place.address) if place else {})).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
     if options.preflight:
@@ -97,26 +99,34 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _meet(launch: Launch) -> Place | None:
-    """Where the nodes meet, and what this one listens on; None where a backend of torch's own decides that."""
-    from megapar.tools import agent
+    """Where the nodes meet, and what this one listens on; None where a backend of torch's own decides that.
 
-    if launch.rdzv_backend != "c10d" or launch.rdzv_conf.get("store_type", "tcp") != "tcp":
+    Raises DistributedError, and ConfigError for a secret that is none or is missing.
+    """
+    from megapar.tools import agent, secret
+
+    alone = launch.nnodes == 1
+    known = secret.take(launch.secret_file, os.environ)
+    kind = launch.rdzv_conf.get("store_type", "tcp") if launch.rdzv_backend == "c10d" else "its own"
+    if launch.require_secret and not alone:
+        secret.require(known, launch.rdzv_backend)
+    ours = kind in ("tcp", "file")
+    if not alone and not (known and ours):
+        print(f"megapar launch: {secret.NONE}", file=sys.stderr, flush=True)
+    if not ours:
         return None
     if not launch.rdzv_endpoint:
         return agent.meet_here()
-    said = launch.rdzv_conf.get("is_host", "").lower()
-    hosts = None if not said else said in ("1", "true", "yes", "t", "y")
-    place = agent.meet_at(launch.rdzv_endpoint, launch.local_addr, hosts)
+    if kind == "file":
+        place = agent.meet_by_file(launch.rdzv_endpoint, launch.local_addr or (agent.LOOPBACK if alone else ""))
+    else:
+        said = launch.rdzv_conf.get("is_host", "").lower()
+        hosts = None if not said else said in ("1", "true", "yes", "t", "y")
+        place = agent.meet_at(launch.rdzv_endpoint, launch.local_addr, hosts)
     if place.hosted:
         print(f"megapar launch: nodes meet at {place.endpoint}", file=sys.stderr, flush=True)
-    return place
-
-
-def _interfaces(place: Place | None) -> dict[str, str]:
-    """Variables by which gloo and NCCL listen on loopback, where nothing of the job need be reached from outside."""
-    if place is None or not place.address.startswith("127.") or sys.platform != "linux":
-        return {}
-    return {name: "lo" for name in INTERFACES if name not in os.environ}
+    # Nobody else needs to know that of a node alone.
+    return replace(place, secret=os.urandom(32) if alone else known)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,10 +152,19 @@ def _parser() -> argparse.ArgumentParser:
         "--rdzv-endpoint",
         default="",
         metavar="HOST:PORT",
-        help="where nodes meet, an address of one of them (default: a free local port)",
+        help="where nodes meet, an address of one of them; on one node, localhost:0 gives scripts of your own the "
+        "MASTER_ADDR and MASTER_PORT that torchrun sets (default: one node meets by files, and nothing listens)",
     )
     add("--local-addr", default="", metavar="HOST", help="this node's address (default: as it reaches the endpoint)")
     add("--rdzv-id", default="", help="name of the job, the same on every node (default: megapar, one node: random)")
+    add(
+        "--secret-file",
+        default="",
+        metavar="FILE",
+        help="the job's secret, by which its nodes know each other: a file of mode 0600, the same on every node "
+        "(default: the variable MEGAPAR_SECRET)",
+    )
+    add("--require-secret", action="store_true", help="refuse to start several nodes without a secret")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
     add("--log-dir", default="", metavar="DIR", help="write every rank's output to files there, too, with its prefix")
     add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
@@ -188,6 +207,8 @@ def _launch(options: argparse.Namespace) -> Launch:
         command=(options.script, *options.flags),
         environment={},
         log_dir=options.log_dir,
+        secret_file=options.secret_file,
+        require_secret=options.require_secret,
     )
 
 
@@ -236,6 +257,8 @@ def run(launch: Launch, place: Place | None) -> int:
         store=place.store if place else None,
         endpoint=place.endpoint if place else launch.rdzv_endpoint,
         settings=launch.rdzv_conf,
+        files=place.files if place else None,
+        secret=place.secret if place else None,
     )
     grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))
     agent = make_agent(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir)
@@ -243,6 +266,9 @@ def run(launch: Launch, place: Place | None) -> int:
     stopper.install()
     try:
         result = agent.run()
+    except MegaparError as error:
+        print(f"megapar launch: {error}", file=sys.stderr)
+        return error.exit_status
     finally:
         stopper.close()
         agent._worker_group.spec.rdzv_handler.shutdown()

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ import torch.distributed as dist
 from megapar.core import messages
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
+from megapar.core.meeting import meet
 
 TOLERANCE = 0.8
+TIMEOUT = timedelta(minutes=10)
 GEMM = {"cpu": 384}
 BUFFER = {"cpu": 1 << 20}
 
@@ -32,7 +35,8 @@ def main() -> int:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     found = {"gemm TFLOP/s": _gemm(device)}
     if world > 1:
-        dist.init_process_group(device.backend, device_id=device.device_id)
+        store = meet(None, rank, world, TIMEOUT)
+        dist.init_process_group(device.backend, store=store, rank=rank, world_size=world, device_id=device.device_id)
         numel = BUFFER.get(device.type, 1 << 26)
         for name, groups in _groups(world, local).items():
             handles = [(ranks, dist.new_group(ranks)) for ranks in groups]

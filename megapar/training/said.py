@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megapar.config.launched import starts_before
+from megapar.config.launched import RANK_FILE, starts_before
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torch's agent sets it where its own store outlives the ranks
 _PATIENCE = timedelta(seconds=5)
@@ -23,8 +23,13 @@ def is_first_to_say(text: str, environ: Mapping[str, str]) -> bool:
         return True
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
-        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=_PATIENCE)
+        store = _store(environ)
         return bool(store.add(f"megapar-said-{starts_before(environ)}-{key}", 1) == 1)
     except (KeyError, ValueError, OSError, RuntimeError):  # better twice than never
         return True
+
+
+def _store(environ: Mapping[str, str]) -> dist.Store:
+    if file := environ.get(RANK_FILE):
+        return dist.FileStore(file)
+    return dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=_PATIENCE)

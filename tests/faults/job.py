@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapar.tools.agent import meet_here
+from megapar.tools.agent import meet_at
 from tests.support.training import COMMON, SMALL, last_wins
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def run_nodes(folder: Path, ranks: int, iteration: int, *flags: str, another: bo
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "pretrain_moe.py"  # only the trainers' scripts get another layout
     script.write_text(f"import runpy\nrunpy.run_path({str(ROOT / 'tests/faults/faulty.py')!r}, run_name='__main__')\n")
-    place = meet_here()
+    place = meet_at("localhost:0")
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nnodes", "1:2", "--nproc-per-node", str(ranks)]
     line += ["--max-restarts", "3", "--rdzv-id", "job", "--rdzv-conf", PATIENT, "--rdzv-endpoint", place.endpoint]
     line += [str(script), *flags_of(folder, *flags)]

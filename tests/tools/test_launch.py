@@ -217,26 +217,81 @@ def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
     assert not list(tmp_path.glob("ready*"))
 
 
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+LISTENERS = """
+import glob, torch.distributed as dist
+from datetime import timedelta
+from megapar.core.meeting import meet
+store = meet(None, rank, 2, timedelta(seconds=60))
+dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
+dist.barrier()
+rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]]
+def listens(pid):
+    mine = {os.readlink(p) for p in glob.glob(f'/proc/{pid}/fd/*') if os.path.islink(p)}
+    return sorted({r[1].rpartition(':')[0] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in mine})
+print('launcher listens', listens(os.getppid()), flush=True)
+print('rank listens', listens(os.getpid()), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
-@pytest.mark.parametrize("options", [(), ("--rdzv-endpoint", "localhost:0")])
-def test_what_is_not_told_otherwise_listens_on_loopback_only(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Every listening socket of the launcher and of its rank, by the inodes that they hold."""
-    body = (
-        "import glob, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "mine = {os.readlink(p) for pid in (os.getpid(), os.getppid()) for p in glob.glob(f'/proc/{pid}/fd/*')\n"
-        "        if os.path.islink(p) and os.path.exists(os.path.dirname(p))}\n"
-        "rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]]\n"
-        "heard = [r[1].rpartition(':')[0] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in mine]\n"
-        "print('listens', sorted(set(heard)), flush=True)\n"
-        "os._exit(0)"
+@pytest.mark.parametrize("options", [(), ("--rdzv-endpoint", "localhost:0")], ids=["by file", "by port"])
+def test_one_node_listens_nowhere_but_gloo_on_loopback(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Every listening socket of the launcher and of its ranks, by the inodes that they hold."""
+    done = launch(tmp_path, "--nproc-per-node", "2", *options, script(tmp_path, LISTENERS), TMPDIR=str(tmp_path))
+    heard: dict[str, set[str]] = {"launcher": set(), "rank": set()}
+    for line in done.stdout.splitlines():
+        who, _, addresses = line.partition(" listens ")
+        if who in heard:
+            heard[who] |= set(eval(addresses))  # noqa: S307 (our own child's line)
+    assert done.returncode == 0, done.stderr
+    assert heard["rank"], done.stdout  # or the listing sees nothing
+    assert heard["rank"] <= LOOPBACK
+    assert heard["launcher"] <= (LOOPBACK if options else set())
+    assert bool(heard["launcher"]) == bool(options)
+    assert not list(tmp_path.glob("megapar-launch-*"))
+
+
+def test_a_script_that_wants_torchruns_store_is_told_how_to_get_it(tmp_path: Path) -> None:
+    body = "import torch.distributed as dist\ndist.init_process_group('gloo')"
+    assert (
+        "none: --rdzv-endpoint localhost:0 of megapar launch makes one"
+        in launch(tmp_path, script(tmp_path, body)).stderr
     )
-    done = launch(tmp_path, *options, script(tmp_path, body))
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("listens")]
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    heard = set(eval(line.removeprefix("listens ")))  # noqa: S307 (our own child's line)
-    assert heard, done.stderr
-    assert heard <= loopback
+
+
+def test_nodes_may_meet_by_a_file_that_they_share(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    place = ("--nnodes", "1:2", "--rdzv-endpoint", str(file), "--rdzv-conf", "store_type=file,last_call_timeout=1")
+    done = launch(tmp_path, *place, "--local-addr", "127.0.0.1", script(tmp_path, "sys.exit(0)"))
+    assert done.returncode == 0, done.stderr
+    assert b"megapar.rendezvous.megapar" in file.read_bytes()
+
+
+def test_ranks_do_not_get_the_secret(tmp_path: Path) -> None:
+    body = "print('secret', os.environ.get('MEGAPAR_SECRET'))"
+    done = launch(tmp_path, script(tmp_path, body), MEGAPAR_SECRET="x" * 32)
+    assert "secret None" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "told"),
+    [
+        (("--require-secret",), {}, "--require-secret, but there is none"),
+        (("--require-secret", "--rdzv-backend", "static"), {"MEGAPAR_SECRET": "x" * 32}, "which knows no secret"),
+        (("--secret-file", "no-such-file"), {}, "--secret-file no-such-file cannot be read"),
+        ((), {"MEGAPAR_SECRET": "short"}, "MEGAPAR_SECRET holds 5 bytes"),
+    ],
+)
+def test_secrets_that_are_none_are_refused(
+    tmp_path: Path, options: tuple[str, ...], environment: dict[str, str], told: str
+) -> None:
+    nodes = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", *options)
+    done = launch(tmp_path, *nodes, script(tmp_path, "pass"), **environment)
+    assert done.returncode == 2
+    assert told in done.stderr
 
 
 def test_nodes_meet_at_the_store_of_the_first_one() -> None:

@@ -33,7 +33,7 @@ def tree(tmp_path: Path) -> Path:
 def start(tree: Path, script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
     return subprocess.run(
-        [str(tree / "scripts" / script), *flags],
+        ["bash", str(tree / "scripts" / script), *flags],
         env={**kept, **environ},
         capture_output=True,
         text=True,
@@ -55,6 +55,19 @@ def test_several_machines(tree: Path) -> None:
         "--preflight pretrain_moe.py --lr 1"
     )
     assert "how many machines" in start(tree, "multi_node.sh", HEAD="node0:29500").stderr
+
+
+def test_slurm_gives_every_start_a_secret_of_its_own(tree: Path) -> None:
+    commands = {"scontrol": "echo node0", "srun": 'echo "secret=$MEGAPAR_SECRET"'}
+    for name, line in commands.items():
+        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tree / name).chmod(0o755)
+    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
+    place |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(tree)}
+    said = [start(tree, "slurm.sbatch", **place).stdout.splitlines()[-1] for _ in range(2)]
+    assert all(len(secret) == len("secret=") + 44 for secret in said), said
+    assert said[0] != said[1]
+    assert start(tree, "slurm.sbatch", **place, MEGAPAR_SECRET="own").stdout.splitlines()[-1] == "secret=own"
 
 
 def test_ascend_on_one_machine(tree: Path) -> None:

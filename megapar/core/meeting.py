@@ -1,0 +1,68 @@
+"""The store by which all ranks of a run find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megapar.config.launched import RANK_FILE
+from megapar.errors import DistributedError
+
+_GLOO = "GLOO_SOCKET_IFNAME"
+
+
+def meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store that all ranks share: by a url, else by the launcher's file, else by MASTER_ADDR and MASTER_PORT.
+
+    Raises DistributedError where it cannot be made or reached.
+    """
+    file = "" if url else os.environ.get(RANK_FILE, "")
+    try:
+        if file:
+            return _by_file(Path(file), world_size, timeout)
+        store: dist.Store = next(rendezvous(url or "env://", rank, world_size, timeout=timeout))[0]
+    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+        where = url or file or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        advice = (
+            "Is its folder still there? megapar launch makes one for every start."
+            if file
+            else "Is that the address of rank 0, and its port free there and open to this node? MASTER_ADDR and "
+            "MASTER_PORT say it, which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
+        )
+        raise DistributedError(
+            f"rank {rank} of {world_size} cannot meet the others at {where}: {str(error).splitlines()[0]}. {advice}"
+        ) from error
+    return store
+
+
+def _by_file(path: Path, world_size: int, timeout: timedelta) -> dist.Store:
+    if not path.parent.is_dir():  # torch would wait for it
+        raise FileNotFoundError(f"{path.parent} does not exist")
+    store = dist.FileStore(str(path), world_size)
+    store.set_timeout(timeout)
+    return store
+
+
+def loopback_advice() -> str:
+    """What to set where gloo listens where no other machine reaches it; "" where it does not.
+
+    gloo takes the address of the machine's name, which is a loopback address to many machines themselves.
+    """
+    if os.environ.get(_GLOO) or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= int(os.environ.get("WORLD_SIZE", "1")):
+        return ""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return f" This machine's name, {name}, has no address: set {_GLOO} to the network interface of the nodes."
+    if not address.startswith("127."):
+        return ""
+    return (
+        f" This machine's name, {name}, is {address} to itself, where gloo listens and no other node reaches it: set "
+        f"{_GLOO} to the network interface of the nodes, or give the name its real address in /etc/hosts."
+    )
