@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megapar.config.record import FIELD
 from megapar.data.indexed import IndexedDataset, is_indexed
+from megapar.data.selected import indexed_store, split_stores
 from megapar.data.source import Source, open_sources
 from megapar.data.store import Split, TokenStore, open_store, open_stores
 from megapar.data.tokenizer import Tokenizer
@@ -138,13 +139,12 @@ def _side(stores: Sequence[TokenStore], parts: Sequence[Part]) -> Side:
 def _split(part: Part, split: Split, tokenizer: Tokenizer, skip_bad: bool) -> tuple[TokenStore, TokenStore | None]:
     if part.indexed is None:
         return open_stores(part.sources, None, split, tokenizer, skip_bad=skip_bad)
-    first, last = split.cuts(part.indexed.documents)
-    train = indexed_store(part.indexed, 0, first)
-    heldout = indexed_store(part.indexed, first, last) if split.heldout else None
+    train, heldout = split_stores(part.indexed, split)
     if len(train.tokens) == 0 or (heldout is not None and len(heldout.tokens) == 0):
+        aside = 0 if heldout is None else heldout.documents
         raise DataError(
-            f"{part.name}: {part.indexed.documents} documents are {first} to train on and {last - first} held out, and "
-            "both need some tokens; give --eval-data-path, another --split, or a corpus of more documents"
+            f"{part.name}: {part.indexed.documents} documents are {train.documents} to train on and {aside} held out, "
+            "and both need some tokens; give --eval-data-path, another --split, or a corpus of more documents"
         )
     return train, heldout
 
@@ -153,34 +153,3 @@ def _whole(part: Part, tokenizer: Tokenizer, skip_bad: bool) -> TokenStore:
     if part.indexed is None:
         return open_store(part.sources, tokenizer, skip_bad=skip_bad)
     return indexed_store(part.indexed, 0, part.indexed.documents)
-
-
-def indexed_store(dataset: IndexedDataset, first: int, last: int) -> TokenStore:
-    """Documents first .. last - 1 of an indexed file. Costs the same whatever their number."""
-    offsets = _DocumentOffsets(dataset, first, last)
-    start, end = dataset.document_start(first), dataset.document_start(last)
-    return TokenStore(dataset.tokens[start:end], offsets)
-
-
-class _DocumentOffsets:
-    """[D + 1]: where the documents of a stretch begin, counted from its first token; read from the index."""
-
-    def __init__(self, dataset: IndexedDataset, first: int, last: int) -> None:
-        self._dataset = dataset
-        self._first = first
-        self._length = last - first + 1
-        self._base = dataset.document_start(first)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, places: slice) -> Any:
-        import numpy as np
-
-        start, stop, _ = places.indices(self._length)
-        dataset = self._dataset
-        sequences = np.asarray(dataset.document_indices[self._first + start : self._first + stop])
-        inside = sequences < len(dataset)  # documents at the end of the file begin where its last token ends
-        starts = np.full(len(sequences), len(dataset.tokens), dtype=np.int64)
-        starts[inside] = dataset.pointers[sequences[inside]] // dataset.dtype.itemsize
-        return starts - self._base

@@ -21,6 +21,7 @@ from megapar.config.record import FIELD
 from megapar.data.blend import Group, groups_of
 from megapar.data.cache import digest
 from megapar.data.indexed import without_suffix
+from megapar.data.prepared import hashes_path, index_hash
 from megapar.data.remembered import Unread, remembered
 from megapar.data.source import MOCK, open_sources
 
@@ -66,7 +67,8 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
 
 def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
     names = _names(group.paths)
-    cut = BY_POSITION if group.indexed else BY_TEXT
+    by_text = not group.indexed or hashes_path(group.paths[0]).exists()
+    cut = BY_TEXT if by_text else BY_POSITION
     try:
         value = _indexed(group.paths[0], may_read) if group.indexed else _texts(group.paths, field, may_read)
     except Unread as unread:
@@ -107,20 +109,6 @@ def _indexed(path: str, may_read: bool) -> str:
     if unread:
         raise Unread(unread)
     return digest(*values)
-
-
-def index_hash(prefix: str, *, may_read: bool = True) -> str:
-    """SHA-256 of PREFIX.idx, in hexadecimal; remembered."""
-    index = Path(f"{prefix}.idx")
-
-    def read() -> str:
-        state = hashlib.sha256()
-        with index.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                state.update(block)
-        return state.hexdigest()
-
-    return remembered(index, read, may_read=may_read)
 
 
 def _blocks(tokens: Path) -> str:

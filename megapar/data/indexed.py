@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -265,8 +265,11 @@ class IndexedDatasetBuilder:
         self._files["documents"].write(struct.pack("<q", self._sequences))
         self._documents += 1
 
-    def finalize(self) -> None:
-        """Write the index, bring both files to disk and give them their names. Documents not ended are an error."""
+    def finalize(self, beside: Callable[[Path], None] | None = None) -> None:
+        """Write the index, bring both files to disk and give them their names. Documents not ended are an error.
+
+        beside: gets the path of the finished index before it has its name, to write PREFIX.hashes of it.
+        """
         out = self._files["idx"]
         for kind in self._files:
             self._files[kind].flush()
@@ -287,7 +290,10 @@ class IndexedDatasetBuilder:
             os.fsync(self._files[kind].fileno())
         # Between the two renames there is no index: never one that belongs to other data.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        Path(f"{self.prefix}.hashes").unlink(missing_ok=True)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")
+        if beside is not None:
+            beside(self._paths["idx"])
         os.replace(self._paths["idx"], f"{self.prefix}.idx")
         self.close()
 

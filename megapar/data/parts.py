@@ -1,7 +1,8 @@
 """Finished parts of a work that may be broken off: PREFIX.parts/, held by one run at a time, used by the next one.
 
 key             what is made here; locked by the run that makes it, its worker processes included
-00000000.part   a part: ids of its documents | their lengths, int32 | what it holds, JSON | bytes of the JSON, uint64
+00000000.part   a part: ids of its documents | their lengths, int32 | their texts' hashes, uint64 |
+                what it holds, JSON | bytes of the JSON, uint64
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Part:
         self._aside = self._path.with_suffix(".unfinished")
         self._file = open(self._aside, "wb")  # noqa: SIM115
         self._lengths: list[bytes] = []
+        self._hashes: list[bytes] = []
 
     def __enter__(self) -> Part:
         return self
@@ -99,15 +101,16 @@ class Part:
         self._file.close()
         self._aside.unlink(missing_ok=True)
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Documents. tokens: [T], all of them; lengths: [n], which sum up to T."""
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray) -> None:
+        """Documents. tokens: [T], all of them; lengths: [n], which sum up to T; hashes: [n] uint64."""
         self._file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
         self._lengths.append(lengths.astype("<i4").tobytes())
+        self._hashes.append(hashes.astype("<u8").tobytes())
 
     def finish(self, done: Done) -> None:
         """Say what the part holds, and that it is whole."""
         said = json.dumps({**asdict(done), "bytes": self._file.tell()}).encode()
-        self._file.write(b"".join((*self._lengths, said, _END.pack(len(said)))))
+        self._file.write(b"".join((*self._lengths, *self._hashes, said, _END.pack(len(said)))))
         self._file.close()
         os.replace(self._aside, self._path)
 
@@ -126,8 +129,10 @@ def finished(folder: Path, number: int) -> Done | None:
 
 
 @contextmanager
-def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray]]:
-    """The file of a finished part, from which its ids are read next; [n] int32, the lengths of its documents."""
+def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, np.ndarray]]:
+    """The file of a finished part, from which its ids are read next; [n] int32, the lengths of its documents; [n]
+    uint64, the hashes of their texts.
+    """
     import numpy as np
 
     with open(_path(folder, number), "rb") as file:
@@ -135,8 +140,9 @@ def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray]]:
         assert said is not None, f"part {number} is not finished"
         file.seek(said["bytes"])
         lengths = np.frombuffer(file.read(4 * said["documents"]), dtype="<i4")
+        hashes = np.frombuffer(file.read(8 * said["documents"]), dtype="<u8")
         file.seek(0)
-        yield file, lengths
+        yield file, lengths, hashes
 
 
 def _said(file: IO[bytes]) -> dict[str, Any] | None:
@@ -153,7 +159,7 @@ def _said(file: IO[bytes]) -> dict[str, Any] | None:
         said: dict[str, Any] = json.loads(file.read(length))
     except ValueError:
         return None
-    return said if said["bytes"] + 4 * said["documents"] + length + _END.size == size else None
+    return said if said["bytes"] + 12 * said["documents"] + length + _END.size == size else None
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -31,6 +31,7 @@ from megapar.data.cache import digest
 from megapar.data.chunks import Chunk, chunks_of, describe
 from megapar.data.indexed import IndexedDatasetBuilder, smallest_dtype, without_suffix
 from megapar.data.parts import Done, Part, claimed, claims, finished, opened
+from megapar.data.prepared import HashesWriter, hashes_of
 from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.source import BadRecords, JsonlFile, open_sources
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +40,7 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 2
+VERSION = 3
 _LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to its worker
 _BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
@@ -71,7 +72,7 @@ def prepare(
     progress: Callable[[int, int, Done], None] = lambda done, total, result: None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Done:
-    """Write OUTPUT.bin and OUTPUT.idx, one sequence per document.
+    """Write OUTPUT.bin and OUTPUT.idx, one sequence per document, and OUTPUT.hashes (see prepared.py).
 
     paths: as --data-path (without weights). dataset: a ``datasets`` source, of which ``split`` is read. field: of a
     JSONL record or column. append_end: each document is followed by the end token. skip_bad: broken records are left
@@ -96,8 +97,8 @@ def prepare(
     with claimed(folder, key):
         try:
             results = closing(_run(chunks, job, tokenizer, workers))
-            with IndexedDatasetBuilder(output, job.dtype) as builder, results as each:
-                join, seen = _Join(folder, builder), Done()
+            with IndexedDatasetBuilder(output, job.dtype) as builder, HashesWriter(output) as hashes, results as each:
+                join, seen = _Join(folder, builder, hashes), Done()
                 for finished_chunks, (number, result) in enumerate(each, start=1):
                     join.take(number, result)
                     seen += result
@@ -106,7 +107,7 @@ def prepare(
                     names = ", ".join((*paths, *filter(None, [dataset])))
                     shutil.rmtree(folder)
                     raise DataError(f"{names}: the corpus holds no documents")
-                builder.finalize()
+                builder.finalize(hashes.finish)
         except DataError as error:
             raise _with_what_is_kept(error, folder, len(chunks)) from error
         shutil.rmtree(folder)
@@ -157,9 +158,9 @@ class _Join:
     total: of the parts that are in.
     """
 
-    def __init__(self, folder: Path, builder: IndexedDatasetBuilder) -> None:
+    def __init__(self, folder: Path, builder: IndexedDatasetBuilder, hashes: HashesWriter) -> None:
         self.total = Done()
-        self._folder, self._builder = folder, builder
+        self._folder, self._builder, self._hashes = folder, builder, hashes
         self._next = 0
         self._early: dict[int, Done] = {}
 
@@ -167,8 +168,9 @@ class _Join:
         """One more part is finished."""
         self._early[number] = done
         while (found := self._early.pop(self._next, None)) is not None:
-            with opened(self._folder, self._next) as (ids, lengths):
+            with opened(self._folder, self._next) as (ids, lengths, hashes):
                 self._builder.copy_documents(ids, lengths)
+                self._hashes.add(hashes)
             self.total += found
             self._next += 1
 
@@ -230,7 +232,7 @@ def _encode(number: int, chunk: Chunk, job: _Job, tokenizer: Tokenizer) -> Done:
     with Part(Path(job.folder), number) as part:
         for texts in _batches(chunk.documents(bad)):
             flat, lengths = _tokens(tokenizer, texts, job)
-            part.add(flat, np.array(lengths))
+            part.add(flat, np.array(lengths), hashes_of(texts))
             documents, tokens = documents + len(lengths), tokens + len(flat)
         result = Done(documents, tokens, bad.count, tuple(bad.first))
         part.finish(result)

@@ -31,6 +31,14 @@ class Offsets(Protocol):
     def __getitem__(self, places: slice) -> np.ndarray: ...
 
 
+class Tokens(Protocol):
+    """An array [N] of ids that is read in slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class TokenStore:
     """The documents of one side of a corpus, as ids, each followed by the end token.
@@ -40,7 +48,7 @@ class TokenStore:
     notes: what people should know of it.
     """
 
-    tokens: np.ndarray
+    tokens: Tokens
     offsets: Offsets
     notes: tuple[str, ...] = ()
 
@@ -70,7 +78,7 @@ class Stores(NamedTuple):
 class Split:
     """Which documents are trained on and which are held out: shares of [0, 1), by each text's hash.
 
-    Files of tokens, which have no texts, are cut by the documents' numbers instead.
+    Files of tokens whose texts nobody has hashed are cut by the documents' numbers instead.
 
     train, heldout: shares of the documents; what they leave is used by neither. heldout may be 0.
     """
@@ -99,6 +107,18 @@ class Split:
         if self.heldout == 0:
             return None
         return 1 if place < self.train + self.heldout or self.train + self.heldout > 1 - 1e-9 else None
+
+    def sides(self, places: np.ndarray) -> np.ndarray:
+        """[n] int8: ``side`` of documents by their places in [0, 1), -1 for neither."""
+        import numpy as np
+
+        all_trained = self.heldout == 0 and self.train > 1 - 1e-9
+        rest_held_out = self.train + self.heldout > 1 - 1e-9
+        found = np.full(len(places), -1, dtype=np.int8)
+        if self.heldout:
+            found[(places < self.train + self.heldout) | rest_held_out] = 1
+        found[(places < self.train) | all_trained] = 0
+        return found
 
     def cuts(self, documents: int) -> tuple[int, int]:
         """Where the documents trained on end, and where the held-out ones behind them do."""

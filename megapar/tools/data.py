@@ -48,7 +48,7 @@ def _inputs(parser: argparse.ArgumentParser) -> None:
 
 def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .hashes")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
     parser.add_argument("--workers", type=count, default=cores(), help="processes (default: all cores)")
     parser.add_argument("--no-append-eod", action="store_true", help="no end token behind each document")
@@ -134,6 +134,7 @@ def _check_flags(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     from megapar.data.indexed import IndexedDataset
+    from megapar.data.prepared import read_hashes
     from megapar.data.tokenizer import load_tokenizer
 
     size = load_tokenizer(args.tokenizer_model).size if args.tokenizer_model else args.vocab_size
@@ -142,6 +143,7 @@ def _check(args: argparse.Namespace) -> int:
         try:
             dataset = IndexedDataset(prefix)
             summary = dataset.verify(size)
+            read_hashes(dataset.prefix, dataset.documents)
         except MegaparError as error:
             print(f"megapar data: {error}", file=sys.stderr)
             status = error.exit_status

@@ -38,8 +38,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapar.data.chunks.CHUNK_ROWS", 30)
 
 
-def _bytes(prefix: Path) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+def _bytes(prefix: Path) -> tuple[bytes, ...]:
+    return tuple(Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx", "hashes"))
 
 
 def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path, small_jsonl: Path, model: str) -> None:
@@ -52,7 +52,7 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path, small_jso
     for i in (0, 7, 199):
         assert dataset[i].tolist() == [*tokenizer.encode(texts[i]), tokenizer.special.eos]
     assert dataset.verify(600).tokens == reports[0].tokens
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".bin", ".bin", ".idx", ".idx", ".idx"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [*3 * [".bin"], *3 * [".hashes"], *3 * [".idx"]]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 20, 64, 1000])
@@ -236,7 +236,7 @@ def test_files_are_replaced_only_where_that_is_asked_for(tmp_path: Path, small_j
     (tmp_path / "out.idx").unlink()
     with pytest.raises(DataError, match=r"out.bin is there already"):
         prepare(str(out), [str(small_jsonl)], model, workers=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.hashes"]
 
 
 def test_a_run_killed_between_giving_its_names_goes_on(
@@ -279,7 +279,7 @@ def test_after_a_broken_record_the_finished_parts_serve_the_run_that_skips(
     path.write_text("{\n")
     with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line, or give --on-bad-record skip$"):
         prepare(str(tmp_path / "none"), [str(path)], model, workers=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.hashes", "out.idx"]
 
 
 def test_two_runs_do_not_write_one_file(

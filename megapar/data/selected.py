@@ -1,0 +1,145 @@
+"""Documents of an indexed file as stores: a stretch of them, or those that a hash of their text puts on one side."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megapar.data.cache import digest, made_once
+from megapar.data.indexed import IndexedDataset
+from megapar.data.prepared import hashes_path, index_hash, read_hashes
+from megapar.data.remembered import remembered
+from megapar.data.store import Split, TokenStore
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BLOCK = 1 << 20  # documents at a time
+
+
+def split_stores(dataset: IndexedDataset, split: Split) -> tuple[TokenStore, TokenStore | None]:
+    """Both sides of an indexed file, the second one None where nothing is held out.
+
+    By the texts' hashes where PREFIX.hashes has them; by the documents' numbers otherwise, which is noted. Raises
+    DataError where that file is damaged or of another index.
+    """
+    hashes = read_hashes(dataset.prefix, dataset.documents)
+    if hashes is None:
+        first, last = split.cuts(dataset.documents)
+        note = (
+            f"{dataset.prefix}: documents are split by their numbers, as no {hashes_path(dataset.prefix).name} lies "
+            "beside it (megapar data prepare writes one)"
+        )
+        cut = first < dataset.documents
+        heldout = indexed_store(dataset, first, last) if split.heldout else None
+        return indexed_store(dataset, 0, first, (note,) if cut else ()), heldout
+    key = digest(index_hash(dataset.prefix), _hash_of(hashes), f"{split.train!r},{split.heldout!r}")
+    folder = made_once(f"selected/{key}", lambda path: _select(path, dataset, hashes, split))
+    return _selected(dataset, folder / "0"), _selected(dataset, folder / "1") if split.heldout else None
+
+
+def _hash_of(hashes: np.ndarray) -> str:
+    import hashlib
+
+    path = Path(str(hashes.filename))  # type: ignore[attr-defined]
+
+    def read() -> str:
+        state = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                state.update(block)
+        return state.hexdigest()
+
+    return remembered(path, read)
+
+
+def _select(folder: Path, dataset: IndexedDataset, hashes: np.ndarray, split: Split) -> None:
+    """Write where the documents of each side begin in the file, and where they do one after the other."""
+    import numpy as np
+
+    folder.mkdir()
+    offsets, ends = DocumentOffsets(dataset, 0, dataset.documents), [0, 0]
+    for side in (0, 1):
+        np.zeros(1, dtype="<i8").tofile(folder / f"{side}.offsets")
+        (folder / f"{side}.starts").touch()
+    for first in range(0, dataset.documents, _BLOCK):
+        last = min(first + _BLOCK, dataset.documents)
+        edges = offsets[first : last + 1]
+        sides = split.sides(hashes[first:last].astype(np.float64) / 2.0**64)
+        for side in (0, 1):
+            mine = sides == side
+            along = ends[side] + np.cumsum(np.diff(edges)[mine])
+            for name, array in (("starts", edges[:-1][mine]), ("offsets", along)):
+                with (folder / f"{side}.{name}").open("ab") as file:
+                    file.write(array.astype("<i8").tobytes())
+            ends[side] = int(along[-1]) if len(along) else ends[side]
+
+
+def _selected(dataset: IndexedDataset, path: Path) -> TokenStore:
+    import numpy as np
+
+    filled = path.with_suffix(".starts").stat().st_size > 0
+    starts = np.memmap(path.with_suffix(".starts"), dtype="<i8", mode="r") if filled else np.empty(0, dtype="<i8")
+    offsets = np.memmap(path.with_suffix(".offsets"), dtype="<i8", mode="r")
+    return TokenStore(SelectedTokens(dataset.tokens, starts, offsets), offsets)
+
+
+class SelectedTokens:
+    """The tokens of some documents, one after the other, put together as they are read."""
+
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, offsets: np.ndarray) -> None:
+        """tokens: of the whole file. starts: [D], where each document begins in it. offsets: [D + 1], and here."""
+        self._tokens, self._starts, self._offsets = tokens, starts, offsets
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        import numpy as np
+
+        first, last, _ = places.indices(len(self))
+        if last <= first:
+            return self._tokens[:0]
+        begin = int(np.searchsorted(self._offsets, first, side="right")) - 1
+        end = int(np.searchsorted(self._offsets, last, side="left"))
+        # What lies in the file as it does here is read at once.
+        shift = np.asarray(self._starts[begin:end]) - self._offsets[begin:end]
+        runs = begin + np.concatenate(([0], np.flatnonzero(np.diff(shift)) + 1, [end - begin]))
+        pieces = []
+        for one, following in pairwise(runs):
+            moved = int(shift[one - begin])
+            start, stop = max(first, int(self._offsets[one])), min(last, int(self._offsets[following]))
+            pieces.append(self._tokens[start + moved : stop + moved])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def indexed_store(dataset: IndexedDataset, first: int, last: int, notes: tuple[str, ...] = ()) -> TokenStore:
+    """Documents first .. last - 1 of an indexed file. Costs the same whatever their number."""
+    offsets = DocumentOffsets(dataset, first, last)
+    start, end = dataset.document_start(first), dataset.document_start(last)
+    return TokenStore(dataset.tokens[start:end], offsets, notes)
+
+
+class DocumentOffsets:
+    """[D + 1]: where the documents of a stretch begin, counted from its first token; read from the index."""
+
+    def __init__(self, dataset: IndexedDataset, first: int, last: int) -> None:
+        self._dataset = dataset
+        self._first = first
+        self._length = last - first + 1
+        self._base = dataset.document_start(first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> Any:
+        import numpy as np
+
+        start, stop, _ = places.indices(self._length)
+        dataset = self._dataset
+        sequences = np.asarray(dataset.document_indices[self._first + start : self._first + stop])
+        inside = sequences < len(dataset)  # documents at the end of the file begin where its last token ends
+        starts = np.full(len(sequences), len(dataset.tokens), dtype=np.int64)
+        starts[inside] = dataset.pointers[sequences[inside]] // dataset.dtype.itemsize
+        return starts - self._base
