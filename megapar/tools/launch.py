@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
 from megapar.config.hints import near_path
+from megapar.config.launched import LAUNCH
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
+from megapar.tools.job_name import launch_name
 from megapar.tools.parser import Parser, count
 
 if TYPE_CHECKING:
@@ -67,8 +68,11 @@ def main(argv: Sequence[str]) -> int:
     most = options.nnodes[1]
     if most > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of one of them")
-    if most > 1 and options.max_restarts and not options.rdzv_id:
-        parser.error("--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node")
+    if most > 1 and options.max_restarts and not options.rdzv_id and options.rdzv_backend != "c10d":
+        parser.error(
+            "--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node, or "
+            "--rdzv-backend c10d"
+        )
     if options.max_restarts and options.rdzv_backend == "static":
         parser.error("--max-restarts needs --rdzv-backend c10d: static nodes meet once")
     launch = _launch(options)
@@ -82,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     except MegaparError as error:
         print(f"megapar launch: {error}", file=sys.stderr)
         return error.exit_status
+    launch = _named(launch, place)
     for name, value in (launch.environment | _interfaces(place)).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
@@ -110,6 +115,13 @@ def _meet(launch: Launch) -> Place | None:
     if place.hosted:
         print(f"megapar launch: nodes meet at {place.endpoint}", file=sys.stderr, flush=True)
     return place
+
+
+def _named(launch: Launch, place: Place | None) -> Launch:
+    """With a name that all nodes have heard, and with another one that no launch before it had."""
+    name = launch_name(launch.nnodes, launch.rdzv_id, place.store if place else None)
+    os.environ[LAUNCH] = name
+    return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
 
 
 def _interfaces(place: Place | None) -> dict[str, str]:
@@ -145,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where nodes meet, an address of one of them (default: a free local port)",
     )
     add("--local-addr", default="", metavar="HOST", help="this node's address (default: as it reaches the endpoint)")
-    add("--rdzv-id", default="", help="name of the job, the same on every node (default: megapar, one node: random)")
+    add("--rdzv-id", default="", help="name of the job, the same on every node (default: a random one)")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
     add("--log-dir", default="", metavar="DIR", help="write every rank's output to files there, too, with its prefix")
     add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
@@ -181,7 +193,7 @@ def _launch(options: argparse.Namespace) -> Launch:
         max_restarts=options.max_restarts,
         rdzv_backend=options.rdzv_backend,
         rdzv_endpoint=options.rdzv_endpoint,
-        rdzv_id=options.rdzv_id or ("megapar" if most > 1 else uuid.uuid4().hex),
+        rdzv_id=options.rdzv_id,
         rdzv_conf=settings,
         local_addr=options.local_addr,
         stop_timeout=options.stop_timeout,
