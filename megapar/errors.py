@@ -54,6 +54,16 @@ class CheckpointMismatchError(CheckpointError):
     """A checkpoint that is sound, but of another model or schedule: an older one would fit no better."""
 
 
+class FolderOwnedError(CheckpointError):
+    """The folder of ``--save`` belongs to another run that is alive."""
+
+    exit_status = 2
+
+
+class FolderLostError(CheckpointError):
+    """Another run has become the owner of the folder of ``--save``; this one must not go on."""
+
+
 class DistributedError(MegaparError):
     """A process group could not be made or a rank did not answer."""
 

@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megapar.core.checkpoint.folder import checkpoints, find, iteration_folder, latest, publish, remove_aside
 from megapar.core.checkpoint.layout import Layout
 from megapar.core.checkpoint.layout import read as read_layout
+from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
 from megapar.core.checkpoint.tiling import Json
-from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError
+from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError, FolderLostError
 
 __all__ = [
     "Layout",
@@ -42,7 +43,8 @@ def save(
     *,
     layout: Mapping[str, Mapping[str, Json]],
     group: dist.ProcessGroup | None,
-    then: Callable[[], None] | None = None,
+    then: Callable[[Path], None] | None = None,
+    owner: Owner | None = None,
 ) -> None:
     """Write a checkpoint; every rank of ``group`` calls it (None: this process alone).
 
@@ -50,10 +52,12 @@ def save(
     on every rank that gives one. layout: {"model": facts that a load compares, "grid": axis sizes for people}.
 
     Written to ``folder``.tmp-... aside, brought to disk, and renamed by one rank when all are done: until this returns
-    there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, such as to publish
-    it. Raises CheckpointError on every rank if any rank fails; nothing is left but what ``then`` failed on.
+    there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, with it, such as to
+    publish it. owner: of the folder's root, on the first rank of ``group``; where it is given, and ``folder`` is there,
+    the new one gets another name. Raises CheckpointError on every rank if any rank fails (FolderLostError where the
+    owner is none any more); nothing is left but what ``then`` failed on.
     """
-    writer = ShardWriter(folder, layout, then)
+    writer = ShardWriter(folder, layout, then, owner)
     planner = ShardSavePlanner(scalars)
     try:
         _collectively(
@@ -65,7 +69,7 @@ def save(
         )
     except BaseException:
         if group is None or dist.get_rank(group) == 0:
-            remove_aside(folder)
+            remove_aside(folder, owner)
         raise
 
 
@@ -135,6 +139,8 @@ def _collectively(what: str, call: Callable[[], object], group: dist.ProcessGrou
             if not isinstance(failure, Exception):
                 raise failure from None  # an interrupt, not a failure
         kind = CheckpointError
+        if any(isinstance(failure, FolderLostError) for failure in failures.values()):
+            kind = FolderLostError
         if any(isinstance(failure, CheckpointMismatchError) for failure in failures.values()):
             kind = CheckpointMismatchError
         expected = all(isinstance(failure, CheckpointError | OSError) for failure in failures.values())
