@@ -56,6 +56,16 @@ class CheckpointMismatchError(CheckpointError):
     exit_status = 2
 
 
+class FolderOwnedError(CheckpointError):
+    """The folder of ``--save`` belongs to another run that is alive."""
+
+    exit_status = 2
+
+
+class FolderLostError(CheckpointError):
+    """Another run has become the owner of the folder of ``--save``; this one must not go on."""
+
+
 class DistributedError(MegaparError):
     """A process group could not be made or a rank did not answer."""
 

@@ -14,4 +14,4 @@ python=".venv/bin/python"
 ranks="${RANKS:-$("$python" -c 'import torch; print(max(1, torch.accelerator.device_count()))')}"
 # shellcheck disable=SC2086
 exec "$python" -m megapar.tools.main launch --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "$ranks" \
-    --rdzv-endpoint "$HEAD" --rdzv-id "${JOB:-megapar}" ${LAUNCH:-} "${SCRIPT:-pretrain_moe.py}" "$@"
+    --rdzv-endpoint "$HEAD" ${JOB:+--rdzv-id "$JOB"} ${LAUNCH:-} "${SCRIPT:-pretrain_moe.py}" "$@"

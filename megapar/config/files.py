@@ -11,6 +11,7 @@ from typing import Any
 from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
+from megapar.config.latest_name import of_name
 from megapar.config.stored import LAYOUT
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
@@ -104,8 +105,7 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
 
 def saved_steps(path: Path) -> list[int]:
     """Iterations of the checkpoints in a folder, oldest first."""
-    names = (one.name.removeprefix("iter_") for one in path.glob("iter_*"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted({name[0] for one in path.glob("iter_*") if (name := of_name(one.name))})
 
 
 def _step(path: Path, step: int) -> Iterator[Complaint]:

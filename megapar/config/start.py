@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.files import saved_steps
+from megapar.config.latest_name import newest_of
 from megapar.config.launched import job_id, starts_before
 from megapar.errors import Complaint
 
@@ -64,7 +65,8 @@ def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Co
     if save is None or (load is not None and Path(load) == Path(save)):
         return []
     saved = saved_steps(Path(save))
-    if not saved or starts_before(environ) or _saved_by(environ, Path(save) / f"iter_{saved[-1]:07d}"):
+    unnamed_restart = starts_before(environ) and not job_id(environ)  # whose they are is not to be known
+    if not saved or unnamed_restart or _saved_by(environ, Path(save) / newest_of(Path(save), saved[-1])):
         return []
     message = f"--save {save} holds checkpoints of another run, up to iteration {saved[-1]}."
     return [Complaint("checkpoint", message, f"Go on from them by --load {save}, or give another folder.")]

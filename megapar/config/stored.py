@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
+
+from megapar.config.latest_name import newest_of, of_name, read_latest
 
 MAX_BYTES = 1 << 20
 LAYOUT, SCALARS = "layout.json", "scalars.json"
@@ -17,10 +18,10 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
     None where that is not to be had at a glance: whoever loads the checkpoint says what is wrong with it.
     """
     try:
-        name = (root / "latest").read_text(encoding="utf-8") if iteration is None else f"iter_{iteration:07d}"
-        if not re.fullmatch(r"iter_[0-9]{7,18}", name.strip()):
+        named = (read_latest(root) or ("", 0))[0] if iteration is None else newest_of(root, iteration)
+        if not of_name(named):
             return None
-        folder = root / name.strip()
+        folder = root / named
         with (folder / LAYOUT).open("rb") as file:
             head = file.read(MAX_BYTES).split(b"\n", 4)
         text = next(line for line in head if line.startswith(b'"model": '))

@@ -8,7 +8,7 @@ and the ranks that did not answer. An axis of size 1 has no group, and axes with
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -36,7 +36,8 @@ class World:
     rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
     sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must stand in the order of
     their coordinates there. Rank 0 is the same in both. launched: by rank, the number it was launched with.
-    ledger: (axis, kind of collective) -> bytes that this rank has sent.
+    ledger: (axis, kind of collective) -> bytes that this rank has sent. on_leave: called when this rank leaves, be it
+    after a failure.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class World:
         self._store = store
         self._timeout = timeout
         self.ledger = Ledger()
+        self.on_leave: list[Callable[[], None]] = []
         self._rounds = 0
         self._queues: dict[tuple[int, int], Axis] = {}
         self._axes = {name: Axis.single(name, rank) for name in AXES}
@@ -184,12 +186,18 @@ class World:
         if self.grid.world_size > 1 and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+        self._leave()
+
+    def _leave(self) -> None:
+        while self.on_leave:
+            self.on_leave.pop()()
 
     def abandon(self) -> None:
         """Leave after a failure, without waiting for ranks that may be gone.
 
         Groups on an accelerator are aborted: to destroy them would wait for what they have launched.
         """
+        self._leave()
         if self.grid.world_size == 1 or not dist.is_initialized():
             return
         if self.device.type == "cpu":

@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
 from megapar.config.hints import near_path
-from megapar.config.launched import STOP_TIMEOUT
+from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
 from megapar.tools.interfaces import interfaces
+from megapar.tools.job_name import launch_name
 from megapar.tools.parser import Parser, count, seconds
 from megapar.tools.stopper import Stopped, Stopper
 from megapar.tools.waiting import Waiting
@@ -72,8 +72,11 @@ def main(argv: Sequence[str]) -> int:
     most = options.nnodes[1]
     if most > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of one of them")
-    if most > 1 and options.max_restarts and not options.rdzv_id:
-        parser.error("--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node")
+    if most > 1 and options.max_restarts and not options.rdzv_id and options.rdzv_backend != "c10d":
+        parser.error(
+            "--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node, or "
+            "--rdzv-backend c10d"
+        )
     if options.max_restarts and options.rdzv_backend == "static":
         parser.error("--max-restarts needs --rdzv-backend c10d: static nodes meet once")
     launch = _launch(options)
@@ -102,6 +105,7 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     with stopper.idle("meeting the other nodes"), Waiting(lambda: f"{launch.rdzv_endpoint} to answer"):
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
+    launch = _named(launch, place)
     for name, value in (launch.environment | (interfaces(place.address) if place else {})).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
@@ -147,6 +151,13 @@ def _meet(launch: Launch) -> Place | None:
     return replace(place, secret=os.urandom(32) if alone else known)
 
 
+def _named(launch: Launch, place: Place | None) -> Launch:
+    """With a name that all nodes have heard, and with another one that no launch before it had."""
+    name = launch_name(launch.nnodes, launch.rdzv_id, place.store if place else None)
+    os.environ[LAUNCH] = name
+    return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="megapar launch",
@@ -173,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         help="where nodes meet, an address of one of them; on one node, localhost:0 gives scripts of your own the "
         "MASTER_ADDR and MASTER_PORT that torchrun sets (default: one node meets by files, and nothing listens)",
     )
+    add("--rdzv-id", default="", help="name of the job, the same on every node (default: a random one)")
     add("--local-addr", default="", metavar="HOST", help="this node's address (default: as it reaches the endpoint)")
-    add("--rdzv-id", default="", help="name of the job, the same on every node (default: megapar, one node: random)")
     add(
         "--secret-file",
         default="",
@@ -218,7 +229,7 @@ def _launch(options: argparse.Namespace) -> Launch:
         max_restarts=options.max_restarts,
         rdzv_backend=options.rdzv_backend,
         rdzv_endpoint=options.rdzv_endpoint,
-        rdzv_id=options.rdzv_id or ("megapar" if most > 1 else uuid.uuid4().hex),
+        rdzv_id=options.rdzv_id,
         rdzv_conf=settings,
         local_addr=options.local_addr,
         stop_timeout=options.stop_timeout,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -64,6 +65,7 @@ def pretend(
     Samples are real ones, of ``--data-path``. tracker: sees every operator while the trainer is built and steps.
     device: the CPU if it is not given. No process group may exist beforehand; none does afterwards.
     """
+    config = replace(config, checkpoint=replace(config.checkpoint, save=None))  # nothing is written, nobody's owner
     corpus = build.make_corpus(config)
     world = World.pretend(config.grid, device or pick("cpu"), rank)
     try:

@@ -19,8 +19,8 @@ from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
 from megapar.core.checkpoint.background import Background, Section, State, Written, no_copy, unwatched
 from megapar.core.checkpoint.tiling import Json
-from megapar.errors import CheckpointError, CheckpointMismatchError
-from megapar.training import state
+from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError
+from megapar.training import ownership, state
 from megapar.training.job import Job
 from megapar.training.save_failures import SaveFailures
 
@@ -73,9 +73,11 @@ class Checkpoints:
         self.notes: list[str] = []
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
-        self._resumed_whole: Path | None = None  # the same, unless its weights alone were taken
+        self._resumed_whole: tuple[Path, int] | None = None  # the same, unless its weights alone were taken
         if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
+        self._owner = ownership.take(options.save, options.load, job.world, self._agree) if options.save else None
+        self._line: set[str] = set()  # names under --save that are this run's own, or that it comes from
 
     # Loading
 
@@ -83,13 +85,21 @@ class Checkpoints:
         """The folder of checkpoints to go on from: --load; on a restart what this very job has saved since."""
         options = self._options
         if options.save and self._is_restart() and self._saved_by_this_job(Path(options.save)):
-            return Source(Path(options.save), own=True)
+            return self._continued(Source(Path(options.save), own=True))
         if not options.load:
             return None
         root = Path(options.load)
         if options.save and root == Path(options.save) and not self._candidates(root)[0]:
             return None  # the usual script names one folder for both; its first run starts from scratch
-        return Source(root, own=False)
+        return self._continued(Source(root, own=False))
+
+    def _continued(self, source: Source) -> Source:
+        """What lies before the place that a run goes on from is its own, where it saves there too."""
+        if self._options.save and source.root == Path(self._options.save):
+            step = None if source.own else self._options.ckpt_step
+            paths = folders.candidates(source.root)[0]
+            self._line |= {path.name for path in paths if step is None or folders.iteration_of(path) <= step}
+        return source
 
     def _is_restart(self) -> bool:
         return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
@@ -140,11 +150,11 @@ class Checkpoints:
     def newest(self, root: Path) -> int:
         """The iteration of the checkpoint that would be tried first under a root; -1 where there is none."""
         found, _ = self._candidates(root)
-        return int(found[0].name.removeprefix("iter_")) if found else -1
+        return folders.iteration_of(found[0]) if found else -1
 
     def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
         self.resumed_from = folder
-        self._resumed_whole = folder.resolve() if loaded.scalars else None
+        self._resumed_whole = (folder.parent.resolve(), folders.iteration_of(folder)) if loaded.scalars else None
         self.notes += [f"{folder} has no {what}; it starts anew" for what in loaded.initial]
         return loaded
 
@@ -176,21 +186,23 @@ class Checkpoints:
         scalars = {**scalars, "job": job_id(os.environ)}
         layout = {"grid": state.grid_facts(self._job), "model": state.model_facts(self._job)}
 
-        def published() -> None:
-            folders.publish(root, iteration)
+        def published(named: Path) -> None:
+            folders.publish(root, iteration, self._owner)
+            self._under_way = named
+            self._line.add(named.name)
             if self._options.keep:
                 try:
-                    folders.keep_newest(root, iteration, self._options.keep)
+                    folders.keep_newest(root, iteration, self._options.keep, self._line, self._owner)
                 except (OSError, CheckpointError) as error:  # this one is safe all the same
                     self._unremoved = f"WARNING: an older checkpoint could not be removed: {error}"
 
         def write(shards: State | CheckpointError) -> None:
             group = self._spare if in_background else self._group
-            store.save(folder, shards, scalars, layout=layout, group=group, then=published)
+            store.save(folder, shards, scalars, layout=layout, group=group, then=published, owner=self._owner)
 
         in_background = self._background is not None and not final
         self.settle()
-        if iteration == self._saved_at or folder.resolve() == self._resumed_whole:
+        if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return
         self._saved_at = iteration
         shards = {**state.weights(self._job), **state.moments(self._job)}
@@ -214,7 +226,12 @@ class Checkpoints:
             self._background.settle_copy()
 
     def look(self) -> None:
-        """Tell of a save that is done by now, on the rank that speaks; all ranks act on it in ``settle``."""
+        """Tell of a save that is done by now, on the rank that speaks; all ranks act on it in ``settle``.
+
+        Raises FolderLostError on the rank that owned the folder, where another run does by now: no save will succeed.
+        """
+        if self._owner is not None and self._owner.lost:
+            self._owner.check()
         if self._background is not None and self.say is not None and self._under_way and not self._background.busy:
             self._report(self._background.written)
 
@@ -232,7 +249,8 @@ class Checkpoints:
             self.folder = folder
             return
         self._saved_at = 0  # whoever asks for this one again is to get it
-        if not isinstance(error, CheckpointError) or final or self._options.on_save_error == "stop":
+        stops = final or self._options.on_save_error == "stop" or isinstance(error, FolderLostError)
+        if not isinstance(error, CheckpointError) or stops:
             raise error
 
     def _report(self, written: Written) -> None:

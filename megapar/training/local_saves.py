@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.config.launched import launch_id
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import Found, Local
+from megapar.core.checkpoint.local_owner import private_folder
 from megapar.core.world import World
 from megapar.errors import TrainingError
 from megapar.training import state
@@ -90,7 +92,9 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
     facts = {"model": state.model_facts(job), "grid": state.grid_facts(job)}
     group = world.spare_group("local")
     size = world.grid.world_size
-    local = Local(root, job_name, world.rank, size, _neighbour(world), facts, group)
+    private_folder(root, mine=not options.local_checkpoint_dir)
+    local = Local(root, job_name, world.rank, size, _neighbour(world), facts, group, launch_id(os.environ))
+    world.on_leave.append(local.release)
     return LocalSaves(local, options.local_checkpoint_interval, job, section)
 
 

@@ -257,7 +257,7 @@ def full_disk(size: str, fault: Fault, told: str) -> Callable[[Path], Outcome]:
             sound = run_job(folder, 1, NONE, *other)
             # The final checkpoint is the only one that must not fail: the run has done its steps, and says so by 1.
             good = ended.losses == uninterrupted(1) and ended.status == 1 and ended.output.count(told) >= 2
-            good = good and kept == ["iter_0000002", "latest"] and "resumed at iteration 2" in sound.output
+            good = good and kept == ["iter_0000002", "latest", "owner"] and "resumed at iteration 2" in sound.output
             return Outcome(
                 1, int(good), [0], note="" if good else f"{kept} {ended.output[-2500:]}{sound.output[-500:]}"
             )

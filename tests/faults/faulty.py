@@ -95,17 +95,23 @@ def node_is_due(trainer: Trainer, *_: Any) -> bool:
 def after_rename() -> None:
     """Strike when the folder has its name and ``latest`` names the one before."""
     wanted = f"iter_{SPEC['iteration']:07d}"
-    before(folder, "publish", lambda root, iteration: f"iter_{iteration:07d}" == wanted)
+    before(folder, "publish", lambda root, iteration, *_: f"iter_{iteration:07d}" == wanted)
+
+
+def stop_in_rename() -> None:
+    """Stop when the owner has looked whether it still is one, and the folder does not have its name yet."""
+    wanted = f"iter_{SPEC['iteration']:07d}"
+    before(Path, "rename", lambda _, target: Path(target).name == wanted, signal.SIGSTOP)
 
 
 def in_latest() -> None:
     """Strike when the new ``latest`` is written aside and not renamed."""
     kept = folder.publish
 
-    def publish(root: Path, iteration: int) -> None:
+    def publish(root: Path, iteration: int, *owner: Any) -> None:
         if iteration == SPEC["iteration"]:
             before(os, "fsync", lambda *_: True)
-        kept(root, iteration)
+        kept(root, iteration, *owner)
 
     folder.publish = publish
 
@@ -264,9 +270,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, tensor: file._path),
     "kill in scalars": lambda: in_save(storage, "write_bytes", lambda path, content: path),
     "kill in manifest": lambda: in_save(storage, "write_bytes", lambda path, _: path if path.stem == "layout" else ""),
-    "kill before rename": lambda: in_save(storage, "move_into_place", lambda aside, folder: folder),
+    "kill before rename": lambda: in_save(storage, "move_into_place", lambda aside, folder, *_: folder),
     "kill after rename": after_rename,
     "kill in latest": in_latest,
+    "SIGSTOP in rename": stop_in_rename,
     "kill at random": at_random,
     "kill in a phase at random": in_phase_at_random,
     "kill node": lambda: before(Trainer, "step", node_is_due),

@@ -51,7 +51,7 @@ def test_several_machines(tree: Path) -> None:
     place = {"HEAD": "node0:29500", "NODES": "2", "NODE": "1", "RANKS": "8"}
     done = start(tree, "multi_node.sh", "--lr", "1", **place, LAUNCH="--preflight")
     assert done.stdout.splitlines()[0] == (
-        f"{LAUNCH} --nnodes 2 --node-rank 1 --nproc-per-node 8 --rdzv-endpoint node0:29500 --rdzv-id megapar "
+        f"{LAUNCH} --nnodes 2 --node-rank 1 --nproc-per-node 8 --rdzv-endpoint node0:29500 "
         "--preflight pretrain_moe.py --lr 1"
     )
     assert "how many machines" in start(tree, "multi_node.sh", HEAD="node0:29500").stderr

@@ -97,7 +97,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     assert losses(outcome) == {step: saved[1][step] for step in (5, 6)}
     assert any(line.startswith("WARNING") for line in told)
     assert "taking iter_0000004 instead" in told
-    assert folders.latest(root) == newest  # made anew, in the place of the damaged one
+    made = newest if damage in ("latest", "no folder") else root / "iter_0000006.e2"
+    assert folders.latest(root) == made  # anew, by the second owner; the damaged one stays as it is
+    assert newest.exists()
 
 
 def test_a_damaged_checkpoint_stops_the_run_where_that_is_wanted(root: Path) -> None:
@@ -140,7 +142,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     (tmp_path / "iter_0000002.tmp-0123456789ab").mkdir()  # of a killed save
     run_here(tmp_path, "--keep", "2")
     assert list(folders.checkpoints(tmp_path)) == [4, 6]
-    kept = ["iter_0000004", "iter_0000006", "iter_0000099", "latest"]
+    kept = ["iter_0000004", "iter_0000006", "iter_0000099", "latest", "owner"]
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
@@ -161,7 +163,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(
     failed = [line for line in told if line.startswith("WARNING: iter_0000004 was not saved")]
     assert len(failed) == 1
     assert "No space left on device" in failed[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000006", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000006", "latest", "owner"]
 
 
 def test_a_rank_without_memory_for_the_copy_fails_the_save_and_not_the_run(tmp_path: Path, told: list[str]) -> None:
@@ -210,7 +212,7 @@ def test_a_failed_save_stops_the_run_where_that_is_wanted(tmp_path: Path) -> Non
         pytest.raises(CheckpointError, match=r"no room under .*: a checkpoint takes [0-9,]+ bytes and 1,000 are free"),
     ):
         run_here(tmp_path, "--on-save-error", "stop")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["owner"]
 
 
 def test_the_final_checkpoint_must_not_fail(tmp_path: Path) -> None:
@@ -252,9 +254,9 @@ def test_a_run_with_nothing_left_to_do_still_saves(root: Path, tmp_path: Path) -
     outcome = run_here(tmp_path / "b", "--load", str(root))
     assert outcome.records == ()
     assert folders.latest(tmp_path / "b") == tmp_path / "b" / "iter_0000006"
-    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("iter_*/*")}
     run_here(root, "--load", str(root))  # there it is
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("iter_*/*")} == before
 
 
 def test_a_block_that_the_checkpoint_lacks_starts_anew(root: Path, tmp_path: Path, told: list[str]) -> None:
@@ -305,10 +307,19 @@ def test_a_stop_in_the_last_step_is_the_end_of_training(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "config.json").is_file()
 
 
-def test_weights_alone_are_saved_over_the_checkpoint_that_they_are_from(root: Path) -> None:
+def test_weights_alone_are_saved_beside_the_checkpoint_that_they_are_from(root: Path) -> None:
     before = shard_of(root, 6).read_bytes()
     assert run_here(root, "--load", str(root), "--finetune").iteration == 6
-    assert shard_of(root, 6).read_bytes() != before
+    assert shard_of(root, 6).read_bytes() == before
+    assert folders.latest(root) == root / "iter_0000006.e2"
+
+
+def test_only_what_a_run_made_or_comes_from_makes_room(root: Path) -> None:
+    """Checkpoint 6 is of another way than the one that went on from 4."""
+    line = ("--load", str(root), "--ckpt-step", "4", "--keep", "1", "--save-interval", "1")
+    run_here(root, *line, "--train-iters", "8", "--override-opt-param-scheduler")
+    names = sorted(path.name for path in root.glob("iter_*"))
+    assert names == ["iter_0000006", "iter_0000008"]
 
 
 def test_what_is_not_logged_yet_is_logged_before_a_save(tmp_path: Path) -> None:

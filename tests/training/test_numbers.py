@@ -143,7 +143,7 @@ def test_too_many_bad_steps_stop_the_run_and_note_the_samples(tmp_path: Path) ->
         "samples": "24-31",
         "found": "first bad: the output of layers.1.mlp_norm on rank 0",
     }
-    assert (tmp_path / "latest").read_text().strip() == "iter_0000002"
+    assert (tmp_path / "latest").read_text() == "iter_0000002 1\n"
 
 
 def test_a_spike_stands_out_of_what_was_before() -> None:

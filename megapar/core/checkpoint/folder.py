@@ -1,13 +1,20 @@
 """Folders of checkpoints: names, the one that is the latest, and how a finished one takes its place.
 
 root/
-  latest                          one line: the folder to resume from; replaced atomically
+  latest                          one line: the folder to resume from and the epoch of the owner that says so
   iter_0000100/                   complete by construction: it got this name when everything in it was on disk
-  iter_0000200.tmp-4f2a.../       a save that is under way, or was killed; never taken for a checkpoint
+  iter_0000100.e3/                the same iteration again, by the third owner of the folder
+  iter_0000200.tmp-4f2a...-e3/    a save of that owner that is under way, or was killed; never taken for a checkpoint
+  owner/                          see lease.py
+
+An owner (owner.py) takes nobody's name and nobody's place: what it does while it does not know yet that it has a
+successor adds to the folder, and what readers take is the successor's. Without an owner, as for a folder that a
+conversion makes aside, a checkpoint replaces the one of its name.
 """
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -15,44 +22,56 @@ import shutil
 import uuid
 from pathlib import Path
 
+from megapar.config.latest_name import LATEST, OWNERS, iteration_name, of_name, owners_latest, read_latest
 from megapar.core.checkpoint.layout import FILE_NAME
+from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
 
-LATEST = "latest"
+_ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?")
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
-    return root / f"iter_{iteration:07d}"
+    """Where the checkpoint of an iteration lies, unless that name was taken."""
+    return root / iteration_name(iteration)
+
+
+def iteration_of(folder: Path) -> int:
+    """Of a checkpoint's folder; -1 for one of another name."""
+    name = of_name(folder.name)
+    return -1 if name is None else name[0]
+
+
+def every_checkpoint(root: Path) -> dict[int, list[Path]]:
+    """Iteration -> folders of every finished checkpoint of it, the newest owner's last; iterations in rising order."""
+    if not root.is_dir():
+        return {}
+    found = sorted((name, path) for path in root.iterdir() if (name := of_name(path.name)))
+    every: dict[int, list[Path]] = {}
+    for (iteration, _), path in found:
+        if (path / FILE_NAME).is_file():
+            every.setdefault(iteration, []).append(path)
+    return every
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """Iteration -> folder of every finished checkpoint under a root, in rising order; empty where there is none."""
-    if not root.is_dir():
-        return {}
-    found = {}
-    for path in root.iterdir():
-        match = re.fullmatch(r"iter_([0-9]{7,18})", path.name)
-        if match and (path / FILE_NAME).is_file():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    """Iteration -> folder of the newest finished checkpoint of it, in rising order; empty where there is none."""
+    return {iteration: paths[-1] for iteration, paths in every_checkpoint(root).items()}
 
 
 def latest(root: Path) -> Path | None:
     """The folder that ``latest`` names; None where nothing was published under this root.
 
-    Raises CheckpointError where the file names no finished checkpoint.
+    Raises CheckpointError where it names no finished checkpoint.
     """
-    path = root / LATEST
     try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            name = file.read(100).decode(errors="replace").strip()
+        found = read_latest(root)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not re.fullmatch(r"iter_[0-9]{7,18}", name) or not (root / name / FILE_NAME).is_file():
-        raise CheckpointError(f"{path} names {name!r}, which is no checkpoint there. {_choices(root)}")
+        raise CheckpointError(f"{root / LATEST} cannot be read: {error}") from error
+    if found is None:
+        return None
+    name, _ = found
+    if not of_name(name) or not (root / name / FILE_NAME).is_file():
+        raise CheckpointError(f"{root / LATEST} names {name!r}, which is no checkpoint there. {_choices(root)}")
     return root / name
 
 
@@ -76,22 +95,55 @@ def _choices(root: Path) -> str:
     return f"Iterations saved there: {', '.join(map(str, found[-10:]))}." if found else "No iteration is saved there."
 
 
-def publish(root: Path, iteration: int) -> None:
-    """Make a finished checkpoint the latest, atomically; called on one rank. Raises CheckpointError."""
+def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
+    """Make a finished checkpoint the latest, atomically; called on one rank.
+
+    Raises CheckpointError; FolderLostError where the owner is none any more.
+    """
     folder = iteration_folder(root, iteration)
+    if owner is not None:
+        own = root / iteration_name(iteration, owner.epoch)
+        folder = own if own.exists() else folder
     if not (folder / FILE_NAME).is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint and cannot become the latest")
-    aside = root / f"{LATEST}.tmp-{uuid.uuid4().hex[:12]}"
+    if owner is None:
+        _replace(root / LATEST, folder.name, "")
+        return
+    owner.check()
+    line = f"{folder.name} {owner.epoch}"
+    try:
+        _replace(root / OWNERS / f"{owner.epoch}.{LATEST}", line, _mark(owner))
+        _replace(root / LATEST, line, _mark(owner))
+    except CheckpointError:
+        owner.check()  # a successor has removed what was written aside
+        raise
+    for epoch in owners_latest(root):
+        if epoch < owner.epoch:
+            (root / OWNERS / f"{epoch}.{LATEST}").unlink(missing_ok=True)
+
+
+def _replace(path: Path, line: str, mark: str) -> None:
+    aside = path.with_name(f"{LATEST}.tmp-{uuid.uuid4().hex[:12]}{mark}")
     try:
         with aside.open("x") as file:
-            file.write(folder.name + "\n")
+            file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(root / LATEST)
-        sync_folder(root)
+        aside.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise CheckpointError(f"{root / LATEST} cannot be written: {error}") from error
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def _mark(owner: Owner | None) -> str:
+    """What names of an owner's unfinished files end in."""
+    return "" if owner is None else f"-e{owner.epoch}"
+
+
+def name_aside(folder: Path, owner: Owner | None) -> Path:
+    """A new name for what is to become a folder, or was one."""
+    return folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}{_mark(owner)}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -108,27 +160,33 @@ def candidates(root: Path) -> tuple[list[Path], str]:
 
     The one that ``latest`` names and then older ones; where it names none, all of them, newest first.
     """
-    rising = checkpoints(root)
     problem = ""
     try:
         named = latest(root)
-        if named is None and rising:
-            problem = f"{root} has checkpoints, but no file {LATEST} that names one"
     except CheckpointError as error:
         named, problem = None, str(error)
-    paths = list(rising.values())
-    return (paths if named is None else paths[: paths.index(named) + 1])[::-1], problem
+    paths = [path for same in every_checkpoint(root).values() for path in same]
+    if named is None and paths and not problem:
+        problem = f"{root} has checkpoints, but no file {LATEST} that names one"
+    return (paths[: paths.index(named) + 1] if named in paths else paths)[::-1], problem
 
 
-def keep_newest(root: Path, iteration: int, count: int) -> list[Path]:
+def keep_newest(root: Path, iteration: int, count: int, line: set[str], owner: Owner | None) -> list[Path]:
     """Remove all but the newest ``count`` checkpoints up to an iteration; those that were removed.
 
-    One is renamed before it is removed, so that a killed removal leaves nothing that looks like a checkpoint.
+    line: names of the checkpoints that the run has made or comes from; no other is touched. One is renamed before it
+    is removed, so that a killed removal leaves nothing that looks like a checkpoint.
     """
-    upto = [path for number, path in checkpoints(root).items() if number <= iteration]
-    removed = upto[: max(0, len(upto) - count)]
+    upto = []
+    for number, paths in every_checkpoint(root).items():
+        own = [path for path in paths if path.name in line]
+        if own and number <= iteration:
+            upto.append(own)
+    removed = [path for paths in upto[: max(0, len(upto) - count)] for path in paths]
     for path in removed:
-        aside = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
+        if owner is not None:
+            owner.check()
+        aside = name_aside(path, owner)
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
     return removed
@@ -142,30 +200,63 @@ def is_ours(folder: Path) -> bool:
     )
 
 
-def remove_aside(folder: Path) -> None:
-    """Remove what saves of this folder left aside."""
+def remove_aside(folder: Path, owner: Owner | None = None) -> None:
+    """Remove what saves of this folder by this owner left aside."""
     for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_left_over(folder: Path) -> None:
-    """Remove what killed saves of this and, where it is named by its iteration, of other iterations left aside."""
-    remove_aside(folder)
-    if not re.fullmatch(r"iter_[0-9]{7,18}", folder.name) or not folder.parent.is_dir():
-        return
-    for path in folder.parent.iterdir():
-        if re.fullmatch(r"iter_[0-9]{7,18}\.tmp-[0-9a-f]{12}", path.name):
+        if owner is None or path.name.endswith(_mark(owner)):
             shutil.rmtree(path, ignore_errors=True)
-        elif re.fullmatch(rf"{LATEST}\.tmp-[0-9a-f]{{12}}", path.name):
+
+
+def remove_left_over(folder: Path, owner: Owner | None = None) -> None:
+    """Remove what killed saves of this folder and, where an owner asks, those of earlier owners left aside."""
+    remove_aside(folder, owner)
+    if owner is None or not folder.parent.is_dir():
+        return
+    for path in (*folder.parent.iterdir(), *(folder.parent / OWNERS).glob(f"{LATEST}.tmp-*")):
+        match = _ASIDE.fullmatch(path.name)
+        if match is None or int(match[1] or 0) >= owner.epoch:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)
 
 
-def move_into_place(aside: Path, folder: Path) -> None:
-    """Give a complete folder its name. A checkpoint of that name makes way first, by two renames."""
+def move_into_place(aside: Path, folder: Path, owner: Owner | None = None) -> Path:
+    """Give a complete folder its name, or where that is taken the one with the owner's epoch; which one it got.
+
+    Without an owner a checkpoint of that name makes way, by two renames. Raises FolderLostError.
+    """
     sync_folder(aside)
+    if owner is not None:
+        folder = _take_name(aside, folder, owner)
+    else:
+        _replace_folder(aside, folder, None)
+    return folder
+
+
+def _take_name(aside: Path, folder: Path, owner: Owner) -> Path:
+    owner.check()
+    if not folder.exists():
+        try:
+            aside.rename(folder)  # which fails where a folder that holds anything has come there meanwhile
+            sync_folder(folder.parent)
+            return folder
+        except OSError as error:
+            owner.check()  # a successor may have removed what was aside, too
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    name = of_name(folder.name)
+    assert name is not None, "an owner saves iterations"
+    own = folder.with_name(iteration_name(name[0], owner.epoch))
+    _replace_folder(aside, own, owner)  # nobody else's name
+    return own
+
+
+def _replace_folder(aside: Path, folder: Path, owner: Owner | None) -> None:
     replaced = None
     if folder.exists():
-        replaced = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}")
+        replaced = name_aside(folder, owner)
         folder.rename(replaced)
     aside.rename(folder)
     sync_folder(folder.parent)

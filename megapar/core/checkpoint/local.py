@@ -3,7 +3,7 @@
 root/job/iter_0000120/
   rank-00003.safetensors      all shards that rank 3 holds
   rank-00003.json             {"sha256": of all below, facts, start, scalars, the file's size and SHA-256}; written last
-root/job/owner-4711           of the process that started the ranks here; a job whose owners are gone is removed
+root/job/owner-4f2a.json      of each rank here, see local_owner.py; a job whose owners are gone is removed
 
 They fit the layout that wrote them and no other, and what is put together was written by one start of the job: another
 start may have gone another way to the same iteration. What survives a death: of a process, everything; of a node, the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,12 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 
 from megapar.core import messages
 from megapar.core.checkpoint.layout import FileEntry, seal
+from megapar.core.checkpoint.local_owner import LocalOwner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import (
     ShardFile,
@@ -58,7 +59,8 @@ class Local:
     """The local checkpoints of one job, as one rank keeps them.
 
     root: memory of this node. facts: must agree for state to be taken back: model and grid. neighbour: (rank that gets
-    a copy, rank whose copy is kept); None on one node. group: of all ranks, for threads; None for one rank.
+    a copy, rank whose copy is kept); None on one node. group: of all ranks, for threads; None for one rank. launch: of
+    the launcher. Raises TrainingError where another run keeps its own under the job's name.
     """
 
     def __init__(
@@ -70,16 +72,15 @@ class Local:
         neighbour: tuple[int, int] | None,
         facts: Facts,
         group: dist.ProcessGroup | None,
+        launch: str = "",
     ) -> None:
-        self._folder = root / job
+        self._folder = root / quote(job, safe="")
         self._rank = rank
         self._world_size = world_size
         self._neighbour = neighbour
         self._facts = json.loads(json.dumps(facts))
         self._group = group
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self._folder / f"owner-{os.getppid()}").touch()
-        _remove_orphans(root)
+        self._owner = LocalOwner(root, self._folder, launch)
         for path in self._folder.glob("iter_*/rank-*"):
             if path.name >= f"rank-{world_size:05d}":  # of a larger start: nobody would ever write over it
                 _remove(path)
@@ -96,6 +97,7 @@ class Local:
         Raises OSError where the memory is full, after the neighbour has been told of it by an empty copy. A checkpoint
         that one rank could not write is removed on all of them, and no older one for it.
         """
+        self._owner.remove_orphans()
         place = self._folder / f"iter_{iteration:07d}"
         failure: OSError | None = None
         try:
@@ -252,8 +254,13 @@ class Local:
             return None
         return head if sound else None
 
+    def release(self) -> None:
+        """This rank ends; its local checkpoints stay for a restart."""
+        self._owner.release()
+
     def remove(self) -> None:
         """The run is over: give the memory back; every rank calls it, the last one finds nothing left."""
+        self.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -290,11 +297,3 @@ def _remove_files(place: Path, ranks: Sequence[int]) -> None:
         place.rmdir()
     except OSError:
         return  # other ranks' files are still there
-
-
-def _remove_orphans(root: Path) -> None:
-    """Remove jobs whose owners have all ended."""
-    for job in root.iterdir():
-        owners = [path.name.removeprefix("owner-") for path in job.glob("owner-*")] if job.is_dir() else []
-        if owners and not any(Path(f"/proc/{owner}").exists() for owner in owners) and Path("/proc/self").exists():
-            shutil.rmtree(job, ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,8 +20,9 @@ from torch.futures import Future
 
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
-from megapar.core.checkpoint.folder import is_ours, move_into_place, remove_left_over
+from megapar.core.checkpoint.folder import is_ours, move_into_place, name_aside, remove_left_over
 from megapar.core.checkpoint.layout import FileEntry, Layout, TensorEntry
+from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.planner import SHOWN, Read, Reads
 from megapar.core.checkpoint.shard_file import (
     ShardFile,
@@ -66,14 +66,19 @@ def shard_name(rank: int) -> str:
 class ShardWriter(StorageWriter):
     """Writes a checkpoint aside and renames it to ``folder`` when every rank is done.
 
-    description: "model" and "grid" of layout.json. then: called on the rank that renames, after it. What killed saves
-    left aside is removed first.
+    description: "model" and "grid" of layout.json. then: called on the rank that renames, after it, with the name that
+    the folder got. owner: of the folder's root, on that rank. What killed saves left aside is removed first.
     """
 
     def __init__(
-        self, folder: Path, description: Mapping[str, Mapping[str, Json]], then: Callable[[], None] | None = None
+        self,
+        folder: Path,
+        description: Mapping[str, Mapping[str, Json]],
+        then: Callable[[Path], None] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         self.folder = folder
+        self._owner = owner
         self._description = description
         self._then = then
         self._aside: Path | None = None
@@ -93,10 +98,12 @@ class ShardWriter(StorageWriter):
         folder = self.folder
         if folder.exists() and not is_ours(folder):
             raise CheckpointError(f"{folder} exists and is not a checkpoint; it is not replaced")
-        remove_left_over(folder)
+        if self._owner is not None:
+            self._owner.check()
+        remove_left_over(folder, self._owner)
         folder.parent.mkdir(parents=True, exist_ok=True)
         _check_space(folder.parent, sum(_num_bytes(item) for plan in plans for item in plan.items))
-        aside = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}")
+        aside = name_aside(folder, self._owner)
         aside.mkdir(parents=True)
         self._aside = aside
         return [replace(plan, storage_data=Place(aside, rank)) for rank, plan in enumerate(plans)]
@@ -117,9 +124,9 @@ class ShardWriter(StorageWriter):
         scalars = write_bytes(aside / SCALARS_NAME, text.encode())
         layout = make_layout(metadata, [result for rank in results for result in rank], scalars, self._description)
         write_bytes(aside / layout_file.FILE_NAME, layout.to_bytes())
-        move_into_place(aside, self.folder)
+        folder = move_into_place(aside, self.folder, self._owner)
         if self._then is not None:
-            self._then()
+            self._then(folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -13,6 +13,7 @@ from megapar.core.checkpoint.folder import checkpoints, find, iteration_folder, 
 from megapar.core.checkpoint.layout import Layout
 from megapar.core.checkpoint.layout import parse as parse_layout
 from megapar.core.checkpoint.layout import read as read_layout
+from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
@@ -42,7 +43,8 @@ def save(
     *,
     layout: Mapping[str, Mapping[str, Json]],
     group: dist.ProcessGroup | None,
-    then: Callable[[], None] | None = None,
+    then: Callable[[Path], None] | None = None,
+    owner: Owner | None = None,
 ) -> None:
     """Write a checkpoint; every rank of ``group`` calls it (None: this process alone).
 
@@ -51,17 +53,19 @@ def save(
     layout: {"model": facts that a load compares, "grid": axis sizes for people}.
 
     Written to ``folder``.tmp-... aside, brought to disk, and renamed by one rank when all are done: until this returns
-    there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, such as to publish
-    it. Raises CheckpointError on every rank if any rank fails; nothing is left but what ``then`` failed on.
+    there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, with it, such as to
+    publish it. owner: of the folder's root, on the first rank of ``group``; where it is given, and ``folder`` is there,
+    the new one gets another name. Raises CheckpointError on every rank if any rank fails (FolderLostError where the
+    owner is none any more); nothing is left but what ``then`` failed on.
     """
-    writer = ShardWriter(folder, layout, then)
+    writer = ShardWriter(folder, layout, then, owner)
     failure = state if isinstance(state, CheckpointError) else None
     planner, held = ShardSavePlanner(scalars, failure), {} if isinstance(state, CheckpointError) else dict(state)
     try:
         together.save(f"saving {folder}", held, planner, writer, group)
     except BaseException:
         if group is None or dist.get_rank(group) == 0:
-            remove_aside(folder)
+            remove_aside(folder, owner)
         raise
 
 

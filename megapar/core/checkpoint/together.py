@@ -23,7 +23,7 @@ from megapar.core.checkpoint.planner import Declared, ShardLoadPlanner, ShardSav
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import Place, ShardReader, ShardWriter, Stored
 from megapar.core.checkpoint.tiling import Json
-from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError
+from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError, FolderLostError
 
 
 def save(
@@ -124,6 +124,7 @@ def _told(what: str, error: BaseException) -> Json:
     return {
         "text": str(error) if known else f"{what}: {type(error).__name__}: {error}",
         "mismatch": isinstance(error, CheckpointMismatchError),
+        "lost": isinstance(error, FolderLostError),
         "expected": known or isinstance(error, OSError),
         "interrupt": not isinstance(error, Exception),
     }
@@ -142,7 +143,12 @@ def _failure(failures: Sequence[Sequence[Any]], own: BaseException | None, count
     said = [failure for _, failure in failures]
     if any(failure["interrupt"] for failure in said):
         return DistributedError(text)
-    found = (CheckpointMismatchError if any(failure["mismatch"] for failure in said) else CheckpointError)(text)
+    kind = CheckpointError
+    if any(failure["lost"] for failure in said):
+        kind = FolderLostError
+    if any(failure["mismatch"] for failure in said):
+        kind = CheckpointMismatchError
+    found = kind(text)
     found.__cause__ = None if all(failure["expected"] for failure in said) else own
     return found
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from megapar.core.checkpoint import local as local_module
 from megapar.core.checkpoint.local import Local
 from megapar.core.checkpoint.shard import Shard
+from megapar.core.process import Process
 from tests.support.ranks import run_ranks
 
 FACTS = {"model": {"hidden_size": 8}, "grid": {"mp": 2}}
@@ -168,9 +170,10 @@ def test_a_job_whose_owners_are_gone_gives_its_memory_back(tmp_path: Path) -> No
     local = local_of(0, 1, tmp_path)
     old = tmp_path / "node0" / "old"
     old.mkdir()
-    (old / "owner-999999999").touch()
+    gone = replace(Process.here(), started=Process.here().started - 1)  # its number is another one's by now
+    (old / "owner-4711.json").write_text(json.dumps({"launch": "a", "launcher": gone.to_json()}))
     local_of(0, 1, tmp_path, job="new")
     assert not old.exists()
-    assert (tmp_path / "node0" / "job" / f"owner-{os.getppid()}").exists()
+    assert len(list((tmp_path / "node0" / "job").glob("owner-*"))) == 1
     local.remove()
     assert not (tmp_path / "node0" / "job").exists()

@@ -1,0 +1,58 @@
+"""Which checkpoint is the latest, by the words of several owners, old versions and people."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megapar.config.latest_name import iteration_name, newest_of, of_name, read_latest
+
+
+def test_names_of_checkpoints_and_of_nothing_else() -> None:
+    assert of_name(iteration_name(20)) == (20, 0)
+    assert of_name(iteration_name(20, 3)) == (20, 3) == of_name("iter_0000020.e3")
+    for name in ("iter_20", "iter_0000020.e", "iter_0000020.e0", "iter_0000020.tmp-0123456789ab", "iter_0000020\n"):
+        assert of_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("latest", "owners", "found"),
+    [
+        (None, {}, None),
+        ("iter_0000020\n", {}, ("iter_0000020", 0)),  # of an old version
+        ("iter_0000020 1\n", {1: "iter_0000020 1"}, ("iter_0000020", 1)),
+        ("iter_0000040 1\n", {2: "iter_0000030 2"}, ("iter_0000030", 2)),  # the first owner woke up late
+        ("iter_0000040 2\n", {1: "iter_0000050 1"}, ("iter_0000040", 2)),
+        ("iter_0000040 1\n", {2: "garbage", 3: ""}, ("iter_0000040", 1)),
+        ("iter_0000020\n", {2: "iter_0000030 2"}, ("iter_0000020", 0)),  # a person's
+        ("iter_0000020.e2 2\n", {}, ("iter_0000020.e2", 2)),
+        ("garbage", {2: "iter_0000030 2"}, ("garbage", 0)),
+        ("", {}, ("", 0)),
+    ],
+)
+def test_the_highest_epoch_is_the_latest(
+    tmp_path: Path, latest: str | None, owners: dict[int, str], found: tuple[str, int] | None
+) -> None:
+    (tmp_path / "owner").mkdir()
+    for epoch, text in owners.items():
+        (tmp_path / "owner" / f"{epoch}.latest").write_text(text)
+    if latest is not None:
+        (tmp_path / "latest").write_text(latest)
+    assert read_latest(tmp_path) == found
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "latest")
+    assert read_latest(tmp_path) is None
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("/dev/zero")
+    assert read_latest(tmp_path) is None
+
+
+def test_the_newest_of_an_iteration(tmp_path: Path) -> None:
+    assert newest_of(tmp_path, 20) == "iter_0000020"
+    for name in ("iter_0000020", "iter_0000020.e9", "iter_0000020.e10", "iter_0000020.tmp-0123456789ab-e11"):
+        (tmp_path / name).mkdir()
+    assert newest_of(tmp_path, 20) == "iter_0000020.e10"

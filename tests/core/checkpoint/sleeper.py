@@ -1,0 +1,78 @@
+"""An owner that is stopped in the middle of a save, as a process: ``sleeper.py ROOT PLACE``.
+
+It saves 2, stops itself at PLACE in the save of 4, and goes on with 6 when somebody lets it. Says how each ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import store
+from megapar.core.checkpoint.owner import Owner, Watch, take
+from megapar.errors import CheckpointError
+from tests.core.checkpoint.owners import claim
+from tests.core.checkpoint.states import LAYOUT, SCALARS, make_state
+
+
+def save(owner: Owner, iteration: int, salt: int = 0, keep: int = 0) -> Path:
+    """A checkpoint of an owner, published; the name that it got."""
+    named = []
+
+    def then(folder: Path) -> None:
+        named.append(folder)
+        folders.publish(owner.root, iteration, owner)
+        line = {path.name for path in owner.root.glob("iter_*")}
+        if keep:
+            folders.keep_newest(owner.root, iteration, keep, line, owner)
+
+    folder = store.iteration_folder(owner.root, iteration)
+    state = make_state("one", 0, filled=True, salt=salt)
+    store.save(folder, state, SCALARS, layout=LAYOUT, group=None, then=then, owner=owner)
+    return named[0]
+
+
+def stop_before(kept: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """A function that stops this process before one of its calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return kept(*args, **kwargs)
+
+    return call
+
+
+PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "rename": (Path, "rename", lambda path, target: target.name == "iter_0000004"),
+    "latest": (Path, "replace", lambda path, target: target.name == "latest"),
+    "publish": (folders, "_replace", lambda path, *_: path.name == "latest"),
+    "own latest": (Path, "replace", lambda path, target: target.name.endswith(".latest")),
+    "removal": (shutil, "rmtree", lambda path, **_: "iter_0000002" in path.name),
+}
+
+
+def main(root: Path, place: str) -> None:
+    """Save three times, and sleep in the second."""
+    owner = take(root, claim(), Watch(print))
+    save(owner, 2)
+    where, name, when = PLACES[place]
+    with patch.object(where, name, stop_before(getattr(where, name), when)):
+        for iteration in (4, 6):
+            try:
+                save(owner, iteration, keep=1 if place == "removal" else 0)
+                print("saved", flush=True)
+            except CheckpointError as error:
+                print(type(error).__name__, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

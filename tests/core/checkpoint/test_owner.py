@@ -1,0 +1,237 @@
+"""One owner of a folder: who is refused, who follows at once or after a while, and that a sleeper destroys nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import lease as leases
+from megapar.core.checkpoint.owner import Owner, take
+from megapar.core.process import Process
+from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
+from tests.core.checkpoint.owners import Waiting, claim
+from tests.core.checkpoint.sleeper import save
+from tests.core.checkpoint.states import SCALARS, load_on
+
+ROOT = Path(__file__).parents[3]
+ELSEWHERE = replace(Process.here(), host="another", boot="another")
+NEVER = 1e6  # seconds between beats
+
+
+@contextmanager
+def owning(root: Path, watch: Waiting | None = None, **changed: Any) -> Iterator[Owner]:
+    owner = take(root, claim(**changed), (watch or Waiting()).watch, NEVER)
+    try:
+        yield owner
+    finally:
+        owner.release()
+
+
+def test_epochs_rise_and_outlive_the_notes(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        with owning(tmp_path) as owner:
+            assert owner.epoch == epoch
+            save(owner, 2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000002.e2"]
+    assert (tmp_path / "latest").read_text() == "iter_0000002.e2 2\n"
+    shutil.rmtree(tmp_path / "owner")
+    with owning(tmp_path) as owner:
+        assert owner.epoch == 3
+
+
+def test_an_owner_that_is_seen_alive_is_named_at_once(tmp_path: Path) -> None:
+    waiting = Waiting()
+    with owning(tmp_path, process=ELSEWHERE, name="big-run") as owner:
+
+        def pause(seconds: float) -> None:
+            waiting.pause(seconds)
+            owner.beat()
+
+        watch = replace(waiting.watch, pause=pause)
+        with pytest.raises(FolderOwnedError, match=r"is alive: job big-run, process \d+ on another, user u, since now"):
+            take(tmp_path, claim(), watch)
+    assert waiting.seconds < 1
+    assert FolderOwnedError.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("holder", "asks"),
+    [
+        ({"process": replace(Process.here(), started=1)}, {}),  # its number is another process's by now
+        ({"process": ELSEWHERE, "launch": "x", "round": 1}, {"launch": "x", "round": 2}),
+        ({"process": ELSEWHERE, "slurm": ("7", 0)}, {"slurm": ("7", 1)}),
+    ],
+)
+def test_a_dead_owner_and_ones_own_past_are_followed_at_once(
+    tmp_path: Path, holder: dict[str, Any], asks: dict[str, Any]
+) -> None:
+    take(tmp_path, claim(**holder), Waiting().watch, NEVER)
+    waiting = Waiting()
+    with owning(tmp_path, waiting, **asks) as owner:
+        assert owner.epoch == 2
+    assert waiting.seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("holder", "asks"),
+    [
+        ({}, {"name": "a"}),  # the same name is not the same launch
+        ({"launch": "x", "round": 1}, {"launch": "x", "round": 1}),
+        ({"launch": "", "round": 1}, {"launch": "", "round": 2}),
+        ({"slurm": ("7", 1)}, {"slurm": ("7", 1)}),  # two commands in one allocation
+    ],
+)
+def test_anybody_else_is_watched_for_a_minute(tmp_path: Path, holder: dict[str, Any], asks: dict[str, Any]) -> None:
+    silent = take(tmp_path, claim(process=ELSEWHERE, **holder), Waiting().watch, NEVER)
+    waiting = Waiting()
+    with owning(tmp_path, waiting, **asks) as owner:
+        assert owner.epoch == 2
+        assert 60 <= waiting.seconds < 61
+        assert [line.partition(" to see")[0] for line in waiting.told] == ["waiting up to 60 s"]
+        with pytest.raises(FolderLostError, match="has another owner by now"):
+            silent.check()
+        with pytest.raises(FolderLostError):
+            save(silent, 2)
+        silent.beat()
+        assert silent.lost
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_a_lock_that_is_gone_on_this_machine_makes_it_ten_seconds(tmp_path: Path) -> None:
+    other = replace(Process.here(), namespace=7)  # another container
+    holder = take(tmp_path, claim(process=other), Waiting().watch, NEVER)
+    waiting = Waiting()
+    os.close(holder._descriptor)
+    with owning(tmp_path, waiting):
+        assert 10 <= waiting.seconds < 11
+    held, waiting = take(tmp_path, claim(process=other), Waiting().watch, NEVER), Waiting()
+    with owning(tmp_path, waiting):
+        assert waiting.seconds >= 60
+    with patch.object(leases.fcntl, "flock", side_effect=OSError(37, "no locks")):
+        take(tmp_path, claim(process=other), Waiting().watch, NEVER)
+        waiting = Waiting()
+        with owning(tmp_path, waiting):
+            assert waiting.seconds >= 60
+    held.release()
+
+
+def test_a_note_that_nobody_understands_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "owner").mkdir()
+    for content in ("", "{", "[]", '{"process": 3}', "null"):
+        epoch = leases.newest(tmp_path) + 1
+        (tmp_path / "owner" / f"{epoch}.json").write_text(content)
+        waiting = Waiting()
+        with owning(tmp_path, waiting) as owner:
+            assert owner.epoch == epoch + 1
+        assert waiting.seconds >= 60
+        assert "one that left no readable note" in waiting.told[0]
+
+
+def test_of_two_that_ask_at_once_one_is_the_owner(tmp_path: Path) -> None:
+    """The other one found the same dead owner, and comes second."""
+    take(tmp_path, claim(process=replace(Process.here(), started=1)), Waiting().watch, NEVER)
+    create, winners = leases.create, []
+
+    def late(root: Path, lease: leases.Lease) -> int | None:
+        if not winners:
+            winners.append(0)
+            winners[0] = take(root, claim(process=ELSEWHERE), Waiting().watch, NEVER)
+        return create(root, lease)
+
+    with patch.object(leases, "create", late), owning(tmp_path, waiting := Waiting()) as owner:
+        assert winners[0].epoch == 2
+        assert owner.epoch == 3
+        assert waiting.seconds >= 60  # the winner was watched like anybody
+
+
+def test_a_file_system_without_links_will_do(tmp_path: Path) -> None:
+    with patch.object(os, "link", side_effect=OSError(1, "no links")):
+        with owning(tmp_path) as owner:
+            assert owner.epoch == 1
+        with owning(tmp_path) as owner:
+            assert owner.epoch == 2
+
+
+def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "owner").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be owned"):
+        take(tmp_path, claim(), Waiting().watch)
+
+
+def test_notes_that_were_removed_are_made_again(tmp_path: Path) -> None:
+    with owning(tmp_path) as owner:
+        shutil.rmtree(tmp_path / "owner")
+        owner.check()
+        owner.beat()
+        assert leases.read(tmp_path, 1) == replace(owner.lease, locks=True)
+    assert leases.read_beat(tmp_path, 1) == leases.ENDED
+
+
+def test_only_earlier_owners_left_overs_are_removed(tmp_path: Path) -> None:
+    names = ("iter_0000002.tmp-0123456789ab", "iter_0000002.tmp-0123456789ab-e1", "iter_0000009.e1.tmp-0123456789ab-e1")
+    later = ("iter_0000002.tmp-0123456789ab-e3", "iter_0000009.tmp-0123456789ab-e2")
+    with owning(tmp_path), owning(tmp_path) as owner:
+        for name in (*names, *later):
+            (tmp_path / name).mkdir()
+        for name in ("latest.tmp-0123456789ab-e1", "latest.tmp-0123456789ab-e3"):
+            (tmp_path / name).touch()
+        save(owner, 4)
+    left = sorted(path.name for path in tmp_path.glob("*.tmp-*"))
+    assert left == sorted([*later, "latest.tmp-0123456789ab-e3"])
+
+
+@pytest.mark.parametrize(
+    ("place", "woken", "said"),
+    [
+        ("rename", "first", "FolderLostError"),
+        ("rename", "last", "FolderLostError"),
+        ("publish", "first", "saved"),
+        ("publish", "last", "saved"),
+        ("own latest", "first", "saved"),
+        ("own latest", "last", "FolderLostError"),
+        ("latest", "first", "saved"),
+        ("latest", "last", "FolderLostError"),
+        ("removal", "last", "saved"),
+    ],
+)
+def test_an_owner_that_slept_destroys_nothing(tmp_path: Path, place: str, woken: str, said: str) -> None:
+    """woken: before its successor saves, or after."""
+    line = [sys.executable, "-m", "tests.core.checkpoint.sleeper", str(tmp_path), place]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    sleeper = subprocess.Popen(line, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+
+    def wake() -> list[str]:
+        sleeper.send_signal(signal.SIGCONT)
+        return str(sleeper.communicate(timeout=60)[0]).split()
+
+    try:
+        assert os.WIFSTOPPED(os.waitpid(sleeper.pid, os.WUNTRACED)[1])
+        with owning(tmp_path, waiting := Waiting()) as owner:
+            assert waiting.seconds >= 60
+            heard = wake() if woken == "first" else []
+            made = [save(owner, iteration, salt=1) for iteration in (4, 5)]
+            heard = heard or wake()
+            assert folders.latest(tmp_path) == made[-1]
+            assert folders.checkpoints(tmp_path)[4] == made[0]
+            for path in made:
+                different, scalars = load_on(0, 1, path, "one")
+                assert scalars == SCALARS
+                assert different  # not the sleeper's values
+            save(owner, 6, salt=1)
+            assert (tmp_path / "latest").read_text() == "iter_0000006 2\n"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert heard == [said, "FolderLostError"]
