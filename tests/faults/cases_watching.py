@@ -56,6 +56,8 @@ def output_to_a_full_disk(folder: Path) -> Outcome:
     with tiny(disk) as there:
         if not there:
             return NO_RIGHT
+        with contextlib.suppress(OSError):
+            (disk / "filler").write_bytes(bytes(8 << 10))
         with (disk / "log").open("wb") as log:
             ended = started(folder, 2, NONE, *SHARDING, stdout=log)
         outcome = compared(ended(), uninterrupted(2, *SHARDING))
