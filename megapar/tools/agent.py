@@ -178,10 +178,10 @@ class _Agent(LocalElasticAgent):
         elif result.state == WorkerState.HEALTHY and time.monotonic() > self._looked + 1:
             self._looked = time.monotonic()
             if stuck := self._dying.stuck(ranks.pids()):
-                self._remaining_restarts = 0  # those that can be ended are, and then it is told
+                pids = ranks.pids()
+                ranks.close()  # those that can be ended are, and it is told which cannot
                 failures = {
-                    worker_group.workers[rank].global_rank: ProcessFailure(rank, ranks.pids()[rank], 1, "")
-                    for rank in stuck
+                    worker_group.workers[rank].global_rank: ProcessFailure(rank, pids[rank], 1, "") for rank in stuck
                 }
                 return RunResult(WorkerState.FAILED, failures=failures)
         return result
