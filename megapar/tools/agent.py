@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -192,8 +192,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
-        ranks = self._pcontext
-        assert isinstance(ranks, SubprocessContext)
+        ranks: Any = self._pcontext  # torch's SubprocessContext
         close, grace = ranks.close, self._shutdown_timeout
 
         def within_grace(death_sig: signal.Signals | None = None, timeout: int = grace) -> None:
@@ -205,7 +204,7 @@ class _Agent(LocalElasticAgent):
 
         # torch's SubprocessContext calls its own close() without a time where a rank has failed, and start_processes,
         # which makes it, takes none: only the object can be told. Ranks that make room for more nodes keep their 30 s.
-        ranks.close = within_grace  # type: ignore[method-assign]
+        ranks.close = within_grace
         return started
 
 
