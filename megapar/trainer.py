@@ -22,7 +22,6 @@ from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
 from megapar.config.launched import job_id
 from megapar.config.published import read_config
-from megapar.core import replicas
 from megapar.core.adaptive import Adaptive
 from megapar.core.device.base import Event
 from megapar.core.device.pick import pick
@@ -42,8 +41,9 @@ from megapar.training.evaluate import evaluate
 from megapar.training.export import drops_tokens
 from megapar.training.going_on import go_on
 from megapar.training.gradients import Gradients, Summed
+from megapar.training.guards import make_guards
 from megapar.training.identity import RECORD
-from megapar.training.job import check_device, copies, make_job
+from megapar.training.job import check_device, make_job
 from megapar.training.judge import Judge, Verdict
 from megapar.training.learning_rate import make_learning_rate
 from megapar.training.load_hf import load_hf, trained_family
@@ -180,6 +180,7 @@ class Trainer:
             data_ranks=self.data.size,
         )
         self.feed = Feed(config, self.job)
+        self.guards = make_guards(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
@@ -233,8 +234,7 @@ class Trainer:
         last = iteration == training.train_iters
         self.checkpoints.look()
         self._tell_news()
-        if _due(iteration, self.config.reliability.replica_check_interval):
-            self._check_replicas()
+        self._check(saved=False)
         if training.eval_interval and (_due(iteration, training.eval_interval) or last):
             self.monitor.evaluated(self._evaluate())
         if _due(iteration, self.config.logging.log_interval):
@@ -248,6 +248,7 @@ class Trainer:
 
     def _finish(self) -> Path | None:
         """Save and export what the run leaves behind; where the exported model is."""
+        self._check(saved=True)
         if self.config.checkpoint.save:
             self._save(final=True)
         if self.local_saves is not None:
@@ -273,12 +274,13 @@ class Trainer:
         for news in self.numbers.take_news():
             self._say(news)
 
-    def _check_replicas(self) -> None:
-        """Raise TrainingError where ranks that should hold the same hold something else."""
-        self._settle()
-        self.job.sharding.wait()
-        self._wait_for_offloaded()
-        replicas.check(copies(self.job), self.world, f"iteration {self.progress.iteration}")
+    def _check(self, *, saved: bool) -> None:
+        """Run the guards that are due, before a save all; raises TrainingError where this run holds wrong numbers."""
+        if guards := self.guards.due(self.progress.iteration, saved=saved):
+            self._settle()
+            self.job.sharding.wait()
+            self._wait_for_offloaded()
+            self.guards.check(guards, self.progress.iteration)
 
     def _wait_for_offloaded(self) -> None:
         """Masters and moments in host memory are written by the device, behind the host that is about to read them."""
@@ -355,6 +357,7 @@ class Trainer:
         """Change the model. bad: on the device, where it is 1 nothing changes; None: it is good."""
         job = self.job
         self.checkpoints.before_update()
+        self.guards.before_update()
         if self.local_saves is not None:
             self.local_saves.before_update()
         if self.config.optimizer.clip_grad > 0:
@@ -362,6 +365,7 @@ class Trainer:
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, bad)
             job.sharding.publish()
+        self.guards.after_update()
         self._move_router_bias(summed.totals.load, bad)
         if bad is None:
             self.numbers.good()
@@ -454,6 +458,7 @@ class Trainer:
         return loaded
 
     def _save(self, *, final: bool) -> None:
+        self._check(saved=True)
         self._flush()  # what a resumed run does not do again has to be in its log and its history of losses
         with self.monitor.paused():
             self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
@@ -464,6 +469,7 @@ class Trainer:
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
         scalars["spikes"] = self.numbers.state()
         scalars[RECORD] = self._identity
+        scalars["verified"] = dict(self.guards.verified)
         scalars["drops_tokens"] = drops_tokens(self.job.sizes)
         return scalars
 

@@ -92,7 +92,7 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
     line += ["--log-interval", "1", "--eval-interval", "500", "--eval-iters", "8", "--metrics-jsonl", str(metrics)]
     line += ["--save", str(folder / "c"), "--load", str(folder / "c"), "--save-interval", "100", "--keep", "2"]
     counted = {"at": [round(part * steps) for part in COUNTED], "file": str(folder / "objects.jsonl")}
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "BENCHMARK_COUNT_AT": json.dumps(counted)}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_COUNT_AT": json.dumps(counted)}
     done = Run(1, {}, [])
     waiting = list(kills)
     with (

@@ -40,9 +40,9 @@ Entry = tuple[Described, nn.Parameter, Box, bool]
 class Member:
     """One parameter of a segment.
 
-    counted: whether this rank counts it in the global norm. parts, dim: sharding cuts it in
-    ``parts`` along ``dim``. piece: shape of one
-    rank's padded piece. offset: where the piece starts in a row. box: this rank's real piece of the global tensor.
+    counted: whether this rank counts it in the global norm. parts, dim: sharding cuts it in ``parts`` along ``dim``.
+    split: how many of its dims other axes cut. piece: shape of one rank's padded piece. offset: where the piece starts
+    in a row. box: this rank's real piece of the global tensor.
     """
 
     spec: Described
@@ -50,6 +50,7 @@ class Member:
     counted: bool
     parts: int
     dim: int
+    split: int
     piece: tuple[int, ...]
     offset: int
     box: Box
@@ -89,7 +90,8 @@ def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
         dim = shard_dim(sizes, parts)
         piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
         padded = piece[dim] * parts != sizes[dim]
-        members.append(Member(spec, parameter, counted, parts, dim, piece, offset, box, padded))
+        split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
+        members.append(Member(spec, parameter, counted, parts, dim, split, piece, offset, box, padded))
         offset += prod(piece)
     return tuple(members)
 
@@ -168,10 +170,13 @@ class Segment:
 
     @property
     def ranges(self) -> list[Range]:
-        """The row cut where decay, learning rate or counting changes: routers apart, at most six ranges."""
+        """The row cut where decay, learning rate or counting changes, and between what other axes split and what they
+        repeat: a kernel rounds the last elements of a range in another way than those before, so ranks that hold the
+        same have to step it in ranges of one length.
+        """
         found: list[Range] = []
-        kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router))
-        for (decay, counted, router), group in kinds:
+        kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
+        for (decay, counted, router, _), group in kinds:
             members = list(group)
             found.append(Range(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router))
         return found

@@ -1,0 +1,92 @@
+"""Guards: what finds that a rank holds or computes something wrong, and up to which iteration nothing was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megapar.arguments import Config
+from megapar.core import replicas
+from megapar.training.job import Job, copies
+
+
+class Guard(Protocol):
+    """One check. Every rank has the same guards and calls them in the same steps.
+
+    name: as checkpoints record it. interval: in steps; it runs besides before every save and at the end.
+    """
+
+    name: str
+    interval: int
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what this rank holds."""
+        ...
+
+    def after_update(self) -> None:
+        """It has been told to; a device may still be at it."""
+        ...
+
+    def check(self, iteration: int) -> None:
+        """Raise TrainingError, on every rank, where something is wrong after an iteration."""
+        ...
+
+
+class Guards:
+    """All guards of a run. verified: for each, the last iteration after which it found nothing wrong."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._guards = tuple(guards)
+        self.verified: dict[str, int] = {}
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what this rank holds."""
+        for guard in self._guards:
+            guard.before_update()
+
+    def after_update(self) -> None:
+        """It has been told to."""
+        for guard in self._guards:
+            guard.after_update()
+
+    def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
+        """What is to run after an iteration. saved: a save follows, or the run's end, before which all run."""
+        return [
+            guard
+            for guard in self._guards
+            if (saved or iteration % guard.interval == 0) and self.verified.get(guard.name) != iteration
+        ]
+
+    def check(self, guards: Sequence[Guard], iteration: int) -> None:
+        """Run guards, once nothing of the step is under way; raises TrainingError, on every rank."""
+        for guard in guards:
+            guard.check(iteration)
+            self.verified[guard.name] = iteration
+
+
+class ReplicaGuard:
+    """Parameters that several ranks hold are the same bits on all of them (``core/replicas.py``)."""
+
+    name = "replicas"
+
+    def __init__(self, job: Job, interval: int) -> None:
+        self.interval = interval
+        self._job = job
+
+    def before_update(self) -> None:
+        """Nothing to keep."""
+
+    def after_update(self) -> None:
+        """Nothing to keep."""
+
+    def check(self, iteration: int) -> None:
+        """Compare all copies; raises TrainingError, on every rank, naming parameters and ranks."""
+        replicas.check(copies(self._job), self._job.world, f"iteration {iteration}")
+
+
+def make_guards(config: Config, job: Job) -> Guards:
+    """As the flags say."""
+    guards: list[Guard] = []
+    if interval := config.reliability.replica_check_interval:
+        guards.append(ReplicaGuard(job, interval))
+    return Guards(guards)
