@@ -71,7 +71,7 @@ class DistributedError(MegaparError):
 
 
 class TrainingError(MegaparError):
-    """Training cannot go on, for example because replicas differ."""
+    """Training cannot go on."""
 
 
 class NotFiniteError(TrainingError):
@@ -80,3 +80,16 @@ class NotFiniteError(TrainingError):
     def __init__(self, message: str, samples: str = "") -> None:
         super().__init__(message)
         self.samples = samples
+
+
+class CorruptionError(TrainingError):
+    """A rank holds or computes wrong numbers.
+
+    ranks: those to blame, or those among which nobody can say who it is; () where not even that is known. parameters:
+    names of what is wrong.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
+        super().__init__(message)

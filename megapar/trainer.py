@@ -200,12 +200,12 @@ class Trainer:
             data_ranks=self.data.size,
         )
         self.feed = Feed(config, self.job)
-        self.guards = make_guards(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
         self.gradients = Gradients(self.job, self.objective, self.loss_scale, self.control.votes)
+        self.guards = make_guards(config, self.job, self.gradients, self.loader, self._say)
         self.judge = Judge(
             *(config, self.job, self.progress, self.gradients, self.loss_scale, self.numbers, self._skipped),
             self.monitor.mean_loss,

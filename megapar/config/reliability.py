@@ -22,6 +22,9 @@ class Reliability:
     replica_check_interval: int = flag(
         100, "steps between comparisons of parameters that several ranks hold; 0: off", unit="steps", low=0
     )
+    recompute_check_interval: int = flag(
+        500, "steps between checks that a micro-batch, run again, gives the same bits; 0: off", unit="steps", low=0
+    )
     step_timeout_seconds: float = flag(
         600.0,
         "a step that takes longer hangs: the late ranks are named and the run ends; 0: it is only told",

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megapar.arguments import Config
 from megapar.core import replicas
+from megapar.data.batches import Loader
+from megapar.training.gradients import Gradients
 from megapar.training.job import Job, copies
+from megapar.training.recheck import RecomputeGuard
+from megapar.training.stages import effective_schedule
 
 
 class Guard(Protocol):
     """One check. Every rank has the same guards and calls them in the same steps.
 
-    name: as checkpoints record it. interval: in steps; it runs besides before every save and at the end.
+    name: as checkpoints record it. interval: in steps. before_saves: it runs besides before every save and at the end.
+    enabled: whether there is anything it can find here, as far as is known, the same on every rank.
     """
 
     name: str
     interval: int
+    before_saves: bool
+    enabled: bool
 
     def before_update(self) -> None:
         """The optimizer is about to change what this rank holds."""
@@ -50,24 +57,29 @@ class Guards:
             guard.after_update()
 
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
-        """What is to run after an iteration. saved: a save follows, or the run's end, before which all run."""
+        """What is to run after an iteration. saved: a save follows, or the run's end."""
         return [
             guard
             for guard in self._guards
-            if (saved or iteration % guard.interval == 0) and self.verified.get(guard.name) != iteration
+            if guard.enabled
+            and ((saved and guard.before_saves) or iteration % guard.interval == 0)
+            and self.verified.get(guard.name) != iteration
         ]
 
     def check(self, guards: Sequence[Guard], iteration: int) -> None:
         """Run guards, once nothing of the step is under way; raises TrainingError, on every rank."""
         for guard in guards:
             guard.check(iteration)
-            self.verified[guard.name] = iteration
+            if guard.enabled:
+                self.verified[guard.name] = iteration
 
 
 class ReplicaGuard:
     """Parameters that several ranks hold are the same bits on all of them (``core/replicas.py``)."""
 
     name = "replicas"
+    before_saves = True
+    enabled = True
 
     def __init__(self, job: Job, interval: int) -> None:
         self.interval = interval
@@ -84,9 +96,16 @@ class ReplicaGuard:
         replicas.check(copies(self._job), self._job.world, f"iteration {iteration}")
 
 
-def make_guards(config: Config, job: Job) -> Guards:
-    """As the flags say."""
+def make_guards(config: Config, job: Job, gradients: Gradients, loader: Loader, say: Callable[[str], None]) -> Guards:
+    """As the flags say. say: tells the run's log."""
     guards: list[Guard] = []
     if interval := config.reliability.replica_check_interval:
         guards.append(ReplicaGuard(job, interval))
+    if interval := config.reliability.recompute_check_interval:
+        schedule, compiled = effective_schedule(config), config.training.compile
+        guards.append(
+            RecomputeGuard(
+                *(job, gradients, loader, interval), schedule=schedule, changes_kernels=not compiled, say=say
+            )
+        )
     return Guards(guards)

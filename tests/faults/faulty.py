@@ -31,6 +31,7 @@ from megapar.tools.stopper import children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
 from megapar.training.work import Feed
+from tests.faults import wrong_products
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -373,6 +374,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "two signals around a slow save": two_signals_around_a_slow_save,
     "SIGSTOP and signal": stop_and_signal,
     "kill launcher": kill_launcher,
+    "wrong product once": lambda: wrong_products.passing(SPEC["iteration"], note),
+    "wrong product always": lambda: wrong_products.lasting(SPEC["iteration"], note),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 

@@ -558,6 +558,8 @@ OTHERS = (
         layout=True,
         rare=True,
     ),
+    # It makes a run longer and excludes nothing: rarely drawn, and in no pair that must be run.
+    Option(name="recompute_check_interval", values=lambda d: (*(None,) * 9, 4, 1), layout=True, rare=True),
     *(Option(name=name, wild=(True,), layout=True) for name in ("recompute_in_advance", "recompute_in_bubble")),
     Option(name="multi_latent_attention", wild=(True,), kinds=MOE),
 )
