@@ -179,8 +179,6 @@ class Trainer:
         self.checkpoints = Checkpoints(config.checkpoint, self.job, self.watch.section)
         if config.checkpoint.save_hf and drops_tokens(self.job.sizes):
             self._notes += (export.UNDROPPED,)
-        if config.checkpoint.save and world.rank == 0:
-            self._notes += keep(corpus.tokenizer, Path(config.checkpoint.save))
         self.local_saves = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
         self.numbers = build.make_numbers(config)
@@ -191,6 +189,8 @@ class Trainer:
         )
         self._notes += told
         corpus = self.corpus
+        if config.checkpoint.save and world.rank == 0:
+            self._notes += keep(corpus.tokenizer, Path(config.checkpoint.save))
         self.collate = build.make_collate(config, world, corpus)
         self.loader = Loader(
             Skipping(corpus.train, self._skipped) if self._skipped else corpus.train,

@@ -32,7 +32,7 @@ from megapar.core.replicas import digest
 from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build, companions, monitor
+from megapar.training import build, monitor
 from megapar.training.judge import Judge
 
 FLAGS = (
@@ -113,7 +113,8 @@ def main() -> None:
     config = parse("moe", [*FLAGS, "--train-iters", "1000000"], {})
     world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
     trainer = Trainer(config, world, build.make_corpus(config))
-    watchdog = companions.make_watchdog(config, world)
+    watchdog = trainer.watch
+    watchdog.start()
     steps(trainer, options.steps, watchdog)
     ratios, seconds = [], []
     for number in range(options.rounds):

@@ -145,7 +145,8 @@ class Watchdog:
 
     def _last_words(self, own: Report, reports: Mapping[int, Report], overdue: Overdue) -> None:
         self._say(own, reports, overdue, f"ended by the watchdog; {standing.place(own, overdue.name)}")
-        if record := flight_record():
+        # Not to a disk that may be what hangs: this rank would wait in the kernel as well, where nothing ends it.
+        if overdue.name not in standing.AT_FILES and (record := flight_record()):
             self._keep(record)
         with suppress(Exception):
             sys.stderr.flush()

@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -233,10 +233,10 @@ class _Agent(LocalElasticAgent):
         elif result.state == WorkerState.HEALTHY and time.monotonic() > self._looked + 1:
             self._looked = time.monotonic()
             if stuck := self._dying.stuck(ranks.pids()):
-                self._remaining_restarts = 0  # those that can be ended are, and then it is told
+                pids = ranks.pids()
+                ranks.close()  # those that can be ended are, and it is told which cannot
                 failures = {
-                    worker_group.workers[rank].global_rank: ProcessFailure(rank, ranks.pids()[rank], 1, "")
-                    for rank in stuck
+                    worker_group.workers[rank].global_rank: ProcessFailure(rank, pids[rank], 1, "") for rank in stuck
                 }
                 return RunResult(WorkerState.FAILED, failures=failures)
         return result
@@ -249,8 +249,7 @@ class _Agent(LocalElasticAgent):
         be_launcher(os.environ, self._worker_group.spec.rdzv_handler.get_run_id())
         with self._stopper.starting():
             started: dict[int, Any] = super()._start_workers(worker_group)
-        ranks = self._pcontext
-        assert isinstance(ranks, SubprocessContext)
+        ranks: Any = self._pcontext  # torch's SubprocessContext
         close, grace = ranks.close, self._shutdown_timeout
 
         def within_grace(death_sig: signal.Signals | None = None, timeout: int = grace) -> None:
@@ -262,7 +261,7 @@ class _Agent(LocalElasticAgent):
 
         # torch's SubprocessContext calls its own close() without a time where a rank has failed, and start_processes,
         # which makes it, takes none: only the object can be told. Ranks that make room for more nodes keep their 30 s.
-        ranks.close = within_grace  # type: ignore[method-assign]
+        ranks.close = within_grace
         return started
 
 

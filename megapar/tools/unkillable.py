@@ -89,10 +89,10 @@ def _content(path: Path) -> str:
 
 def _files(task: Path) -> list[str]:
     """Files of a disk that a thread has open."""
-    found = []
+    found: list[str] = []
     with suppress(OSError):
         for link in (task / "fd").iterdir():
             target = os.readlink(link)
             if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
                 found.append(target)
-    return sorted(found)
+    return sorted(set(found))

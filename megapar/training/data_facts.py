@@ -14,6 +14,7 @@ from megapar.data.fingerprint import Fingerprint, fingerprint_of_dataset, finger
 from megapar.data.store import Split
 from megapar.errors import DataError
 
+_LONGEST = 300  # characters of a source's name
 APART = "apart"  # in place of a split: what is held out has files of its own
 
 
@@ -58,7 +59,7 @@ class Data:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         sources = [
-            {"name": one.name, "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
+            {"name": one.name[:_LONGEST], "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
             for one in self.sources
         ]
         return {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
@@ -67,7 +68,7 @@ class Data:
     def from_json(cls, value: Mapping[str, Any]) -> Data:
         """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
         sources = tuple(
-            Fingerprint(str(one["name"]), str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
+            Fingerprint(str(one["name"])[:_LONGEST], str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
             for one in value["sources"]
         )
         split, seed, seq_length = value["split"], value["seed"], value["seq_length"]

@@ -149,7 +149,7 @@ def refused(
             Complaint("checkpoint-optimizer", message, "Its moments mean nothing here; --finetune starts anew.")
         )
     if there.tokenizer is not None and tokenizer is not None and not same_ids(there.tokenizer, tokenizer):
-        prints = there.tokenizer.get("fingerprint"), tokenizer["fingerprint"]
+        prints = _shown(there.tokenizer.get("fingerprint")), tokenizer["fingerprint"]
         message = f"{where} was trained on the ids of another tokenizer: {prints[0]} there and {prints[1]} here."
         fix = "Leave --tokenizer-model out to have the one that is kept beside the checkpoints, or give that one."
         found.append(Complaint("checkpoint-tokenizer", message, fix))
@@ -166,7 +166,7 @@ def refused(
 def told(there: Identity, here: Identity) -> str:
     """How a run that goes on is made otherwise than its checkpoint, in one line; "" where it is not."""
     changed = [
-        f"{name} {there.made_by[name]} -> {value}"
+        f"{name} {_shown(there.made_by[name])} -> {value}"
         for name, value in here.made_by.items()
         if name in there.made_by and there.made_by[name] != value
     ]
@@ -181,7 +181,7 @@ def told(there: Identity, here: Identity) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ",".join(map(str, value)) or "none"
+        return f"{','.join(map(str, value)) or 'none':.60}"
     return "none" if value is None else f"{value!s:.60}"
 
 

@@ -34,14 +34,21 @@ def tiny(folder: Path) -> contextlib.AbstractContextManager[bool]:
     return mounted(folder, "-t", "tmpfs", "-o", "size=8k", "tmpfs")
 
 
+def fill(disk: Path) -> None:
+    """Leave no room on it."""
+    with contextlib.suppress(OSError):
+        (disk / "filler").write_bytes(bytes(8 << 10))
+
+
 def full_log(*flags: str, told: str) -> Callable[[Path], Outcome]:
-    """Records go to a disk that is full after the first of them. ``{disk}`` in a flag is its folder."""
+    """Records go to a disk that is full. ``{disk}`` in a flag is its folder."""
 
     def case(folder: Path) -> Outcome:
         disk = folder / "disk"
         with tiny(disk) as there:
             if not there:
                 return NO_RIGHT
+            fill(disk)
             ended = run_job(folder, 1, NONE, *(flag.replace("{disk}", str(disk)) for flag in flags))
         good = ended.status == 0 and told.replace("{disk}", str(disk)) in ended.output
         good = good and (folder / "c" / "iter_0000006").is_dir()
@@ -56,6 +63,7 @@ def output_to_a_full_disk(folder: Path) -> Outcome:
     with tiny(disk) as there:
         if not there:
             return NO_RIGHT
+        fill(disk)
         with (disk / "log").open("wb") as log:
             ended = started(folder, 2, NONE, *SHARDING, stdout=log)
         outcome = compared(ended(), uninterrupted(2, *SHARDING))

@@ -261,6 +261,84 @@ def throw(module: Any, name: str, error: BaseException) -> None:
     setattr(module, name, call)
 
 
+def launcher_and_ranks(order: str) -> list[int]:
+    """Processes of the job in the order in which a signal reaches them."""
+    launcher = os.getppid()
+    ranks = children(launcher)
+    orders = {
+        "launcher": [launcher],
+        "launcher first": [launcher, *ranks],
+        "ranks first": [*ranks, launcher],
+        "between": [ranks[0], launcher, *ranks[1:]],
+    }
+    return orders[order]
+
+
+def signal_job() -> None:
+    """Send a signal to the launcher, or to it and all ranks in some order, in the step."""
+
+    def due(_: Any, work: Any) -> bool:
+        if work.iteration == SPEC["iteration"]:
+            note()
+            for pid in launcher_and_ranks(SPEC["harm"]):
+                os.kill(pid, signal.Signals[SPEC["name"]])
+        return False
+
+    before(Gradients, "make", due)
+
+
+def two_signals_around_a_slow_save() -> None:
+    """The launcher gets one signal in the step; the save that follows takes 30 s, and after some all get another."""
+    first, second = (signal.Signals[name] for name in SPEC["name"].split())
+    slow = [False, False]
+
+    def begin(_: Any, work: Any) -> bool:
+        if work.iteration == SPEC["iteration"]:
+            note()
+            slow[0] = True
+            os.kill(os.getppid(), first)
+        return False
+
+    def again() -> None:
+        note(second.name)
+        for pid in launcher_and_ranks("launcher first"):
+            os.kill(pid, second)
+
+    def write(*_: Any, **__: Any) -> bool:
+        if slow == [True, False]:
+            slow[1] = True
+            threading.Timer(SPEC["seconds"], again).start()
+            time.sleep(30.0)
+        return False
+
+    before(Gradients, "make", begin)
+    before(shard_file, "_write_tensor", write)
+
+
+def stop_and_signal() -> None:
+    """Stand still in the step, so that the others are stuck in a collective, and have the launcher signalled."""
+
+    def due(_: Any, work: Any) -> bool:
+        if work.iteration == SPEC["iteration"]:
+            subprocess.Popen(["sh", "-c", f"sleep 2; kill -{SPEC['name'].removeprefix('SIG')} {os.getppid()}"])
+            return True
+        return False
+
+    before(Gradients, "make", due, signal.SIGSTOP)
+
+
+def kill_launcher() -> None:
+    """Kill the launcher alone, in the step."""
+
+    def due(_: Any, work: Any) -> bool:
+        if work.iteration == SPEC["iteration"]:
+            note()
+            os.kill(os.getppid(), signal.SIGKILL)
+        return False
+
+    before(Gradients, "make", due)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "kill in step": lambda: in_step(signal.SIGKILL),
@@ -291,6 +369,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "bug": lambda: fail_in_step(ValueError("a bug")),
     "no memory for copies": lambda: throw(Device, "pinned_zeros", MemoryError("no memory")),
     "no removal": lambda: throw(folder, "keep_newest", OSError(1, "Operation not permitted")),
+    "signal to the job": signal_job,
+    "two signals around a slow save": two_signals_around_a_slow_save,
+    "SIGSTOP and signal": stop_and_signal,
+    "kill launcher": kill_launcher,
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 

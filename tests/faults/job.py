@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.tools.agent import meet_at
+from tests.support.process import started
 from tests.support.training import COMMON, SMALL, last_wins
 
 ROOT = Path(__file__).parents[2]
@@ -72,20 +74,31 @@ def flags_of(folder: Path, *flags: str) -> list[str]:
 
 
 def run_job(
-    folder: Path, world_size: int, fault: Fault, *flags: str, restarts: int = 0, launcher: Sequence[str] = ()
+    folder: Path,
+    world_size: int,
+    fault: Fault,
+    *flags: str,
+    restarts: int = 0,
+    launcher: Sequence[str] = (),
+    ignored: Sequence[signal.Signals] = (),
 ) -> Ended:
-    """Launch, wait, and read what was written."""
+    """Launch, wait, and read what was written. ignored: signals, as by nohup."""
+    line = [*started(ignored), sys.executable, "-m", "megapar.tools.main", "launch"]
+    line += ["--nproc-per-node", str(world_size), "--max-restarts", str(restarts), "--stop-timeout", "2", *launcher]
+    return run_line(folder, line, fault, *flags, seconds=PATIENCE_SECONDS * (1 + restarts))
+
+
+def run_line(folder: Path, line: Sequence[str], fault: Fault, *flags: str, seconds: float = PATIENCE_SECONDS) -> Ended:
+    """As ``run_job``, with another launcher. It has ended when all have that could write to its output."""
     folder.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", str(world_size)]
-    line += ["--max-restarts", str(restarts), "--stop-timeout", "2", *launcher, "tests/faults/faulty.py"]
     done = subprocess.run(
-        [*line, *flags_of(folder, *flags)],
+        [*line, "tests/faults/faulty.py", *flags_of(folder, *flags)],
         env=_environ(folder, fault),
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=PATIENCE_SECONDS * (1 + restarts),
+        timeout=seconds,
     )
     return _ended(folder, done.returncode, done.stdout)
 

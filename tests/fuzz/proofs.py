@@ -135,6 +135,7 @@ PROOFS: dict[str, Proof] = {
     "spike-skip-sigmas": Proof(idle=("spike_skip",)),
     "manual-gc-interval": Proof(idle=("manual_gc_interval",)),
     "load-twice": Proof(argument="one of the two sources of weights would win in silence"),
+    "override-data": Proof(argument="a name that means nothing would lift no refusal"),
     "split-weights": Proof("--data-path a.jsonl --split 0,100"),
     "split-nothing-held-out": Proof("--data-path a.jsonl --split 100,0,0 --eval-interval 5"),
     "split-or-eval-data": Proof(argument="what is held out would come from one of the two, the other be ignored"),

@@ -205,8 +205,9 @@ def test_another_tokenizer_in_the_same_folder_is_said_and_neither_is_lost(
     other = tmp_path / "other.model"
     other.write_bytes(train_tokenizer([text.read_text()[:900]] * 3, 64))
     runs = tmp_path / "runs"
-    for model in (mine, mine, other):
-        run(f"--save {runs} --load {runs} --tokenizer-model {model}", tmp_path, data=f"{text} --split 100,0")
+    for model, more in ((mine, ""), (mine, ""), (other, "--finetune")):
+        line = f"--save {runs} --load {runs} --tokenizer-model {model} {more}"
+        run(line, tmp_path, data=f"{text} --split 100,0")
     assert load_tokenizer(runs / "tokenizer").fingerprint() == load_tokenizer(other).fingerprint()
     (before,) = runs.glob("tokenizer-*")
     assert load_tokenizer(before).fingerprint() == load_tokenizer(mine).fingerprint()

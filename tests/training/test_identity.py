@@ -145,6 +145,7 @@ def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told
     moved = kept.rename(runs.folder / "moved")
     with pytest.raises(ConfigError, match=r"checkpoint-tokenizer.*of another tokenizer"):
         runs.run(6, [runs.a])
+    assert not kept.exists()  # what was refused has not taken the place of the run's own
     assert runs.run(6, [runs.a], "--tokenizer-model", str(moved)).iteration == 6
     other = runs.folder / "other.model"
     other.write_bytes(train_model(iter(["a text of other words", "and some more of them"] * 40), 280))
