@@ -71,11 +71,10 @@ class DistributedError(MegaparError):
 
 
 class TrainingError(MegaparError):
-    """Training cannot go on."""
+    """Training cannot go on, for example because the loss is not finite.
 
-
-class NotFiniteError(TrainingError):
-    """Losses or gradients are not finite. samples: that they come from, A-B, where that is known."""
+    samples: that it comes from, A-B, where that is known.
+    """
 
     def __init__(self, message: str, samples: str = "") -> None:
         super().__init__(message)

@@ -81,9 +81,10 @@ def in_step(number: int) -> None:
 
 
 def in_save(module: Any, name: str, path_of: Callable[..., Any], number: int = signal.SIGKILL) -> None:
-    """Strike in a phase of the save of the iteration."""
+    """Strike once in a phase of the save of the iteration: a stop takes a moment to reach its own thread."""
     wanted = f"iter_{SPEC['iteration']:07d}"
-    before(module, name, lambda *args, **_: wanted in str(path_of(*args)), number)
+    calls = iter([True])
+    before(module, name, lambda *args, **_: wanted in str(path_of(*args)) and next(calls, False), number)
 
 
 def node_is_due(trainer: Trainer, *_: Any) -> bool:
