@@ -26,6 +26,7 @@ from megapar.core.checkpoint import folder, shard_file, storage
 from megapar.tools.launch import _children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
+from tests.faults import state_flips
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -230,6 +231,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "divergence": diverge,
     "damage local": damage_local,
     "no space check": no_space_check,
+    "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),
+    "weak cell": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note, always=True),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 
