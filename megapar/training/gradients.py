@@ -47,7 +47,7 @@ class Gradients:
     """
 
     def __init__(
-        self, job: Job, objective: Objective, loss_scale: LossScale | None, votes: Callable[[], Sequence[int]]
+        self, job: Job, objective: Objective, loss_scale: LossScale | None, votes: Callable[[], Sequence[int | Tensor]]
     ) -> None:
         self._job = job
         self._objective = objective

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.core import replicas
@@ -12,6 +14,7 @@ from megapar.training.gradients import Gradients
 from megapar.training.job import Job, copies
 from megapar.training.recheck import RecomputeGuard
 from megapar.training.stages import effective_schedule
+from megapar.training.state_guard import StateGuard
 
 
 class Guard(Protocol):
@@ -39,11 +42,27 @@ class Guard(Protocol):
         ...
 
 
+@runtime_checkable
+class Voter(Protocol):
+    """A guard whose finding travels with the gradient norm. news: lines for people, taken from it as they are told."""
+
+    news: list[str]
+
+    def vote(self) -> int | Tensor:
+        """Whether this rank has found something, as a number, of the host or on the device."""
+        ...
+
+    def vouches_for(self, iteration: int) -> int:
+        """The last iteration after which nothing was wrong, where a check after this one has passed."""
+        ...
+
+
 class Guards:
     """All guards of a run. verified: for each, the last iteration after which it found nothing wrong."""
 
     def __init__(self, guards: Sequence[Guard]) -> None:
         self._guards = tuple(guards)
+        self._voters = [guard for guard in guards if isinstance(guard, Voter)]
         self.verified: dict[str, int] = {}
 
     def before_update(self) -> None:
@@ -55,6 +74,25 @@ class Guards:
         """It has been told to."""
         for guard in self._guards:
             guard.after_update()
+
+    def votes(self) -> list[int | Tensor]:
+        """This rank's findings, before an update; their sums over all ranks go to ``hear``."""
+        return [guard.vote() for guard in self._voters]
+
+    def hear(self, sums: Sequence[int], iteration: int) -> Sequence[int]:
+        """Raise TrainingError, on every rank, where one has found something since an iteration; what is left of sums
+        that are others'.
+        """
+        own = len(self._voters)
+        self.check([guard for guard, found in zip(self._voters, sums[:own], strict=True) if found], iteration)
+        return sums[own:]
+
+    def take_news(self) -> list[str]:
+        """What people are to be told since the last time."""
+        found = [line for guard in self._voters for line in guard.news]
+        for guard in self._voters:
+            guard.news.clear()
+        return found
 
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
         """What is to run after an iteration. saved: a save follows, or the run's end."""
@@ -71,7 +109,8 @@ class Guards:
         for guard in guards:
             guard.check(iteration)
             if guard.enabled:
-                self.verified[guard.name] = iteration
+                good = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
+                self.verified[guard.name] = max(good, self.verified.get(guard.name, 0))
 
 
 class ReplicaGuard:
@@ -108,4 +147,6 @@ def make_guards(config: Config, job: Job, gradients: Gradients, loader: Loader, 
                 *(job, gradients, loader, interval), schedule=schedule, changes_kernels=not compiled, say=say
             )
         )
+    if steps := config.reliability.state_digest_steps:
+        guards.append(StateGuard(job, steps))
     return Guards(guards)

@@ -31,7 +31,7 @@ from megapar.tools.stopper import children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
 from megapar.training.work import Feed
-from tests.faults import wrong_products
+from tests.faults import state_flips, wrong_products
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -377,6 +377,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill launcher": kill_launcher,
     "wrong product once": lambda: wrong_products.passing(SPEC["iteration"], note),
     "wrong product always": lambda: wrong_products.lasting(SPEC["iteration"], note),
+    "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),
+    "weak cell": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note, always=True),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 

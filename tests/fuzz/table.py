@@ -423,6 +423,7 @@ TRAINING = (
         wild=("cosine",),
     ),
     Option(name="min_lr", values=(None, 0.001), when=legal.exact, wild=(1.0,)),
+    Option(name="state_digest_steps", values=(None, 0, 1, 3)),
     Option(name="skip_samples", values=(None, None, ("0-1",), ("2-2", "4-9")), wild=(("3-1",),)),
 )
 
