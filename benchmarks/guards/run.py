@@ -49,13 +49,15 @@ FLAGS = (
     ),
     *("--train-iters", "1000000"),
 )
-OFF = {"--state-digest-steps": "0", "--replica-check-interval": "0"}
+OFF = {"--state-digest-steps": "0", "--replica-check-interval": "0", "--recompute-check-interval": "0"}
 NONE = "none"
 # Beside the flags of ``OFF``, which a row's own replace.
 GUARDS: dict[str, dict[str, str]] = {
     NONE: {},
     "state, auto": {"--state-digest-steps": "auto"},
     "state, all in every step": {"--state-digest-steps": "1"},
+    "recompute, every 500 steps": {"--recompute-check-interval": "500"},
+    "all, as by default": {"--state-digest-steps": "auto", "--recompute-check-interval": "500"},
 }
 WARM_UP = 6  # steps: those in which something is measured are no part of it
 

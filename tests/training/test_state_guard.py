@@ -110,10 +110,10 @@ def test_a_flipped_bit_is_named_on_every_rank(layout: str, kind: str, late: bool
 
 def test_nothing_is_saved_after_it(tmp_path: Path) -> None:
     """Of what changes behind the last step before a save the next check knows, too."""
-    flags = ("--sharding-degree", "2", *ALL, "--save", str(tmp_path), "--save-interval", "1")
+    flags = ("--sharding-degree", "2", *ALL, "--save", str(tmp_path), "--save-interval", "1", "--no-async-save")
     found = run_ranks(2, faulty, flags, "exp_avg", False, 3, group=False)[0]
     assert found[2] is not None
-    assert (tmp_path / "latest").read_text().strip() == "iter_0000002"
+    assert (tmp_path / "latest").read_text().split()[0] == "iter_0000002"
 
 
 def test_a_skipped_step_keeps_what_is_held(tmp_path: Path) -> None:
