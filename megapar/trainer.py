@@ -40,6 +40,7 @@ from megapar.training import build, degree, export, failure, local_saves, openin
 from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
+from megapar.training.declared import make_declared
 from megapar.training.evaluate import evaluate
 from megapar.training.export import drops_tokens
 from megapar.training.going_on import go_on
@@ -129,7 +130,8 @@ def train(
     watch.start()
     try:
         corpus = build.make_corpus(config)
-        world = World.start(config.grid, device, build.timeout(config), rendezvous_url)
+        declared = make_declared(config, corpus, device)
+        world = World.start(config.grid, device, build.timeout(config), rendezvous_url, declared)
     except BaseException:
         watch.close()
         raise

@@ -37,8 +37,9 @@ class Flag:
     type: one of int, float, str, bool, switch (auto, on, off), strings, integers. low, high: inclusive bounds.
     above: an exclusive lower bound. words: names of special numbers, such as ``auto`` for 0. count: how many values a
     list has (0: any). comma: a list is written with commas. models: the model kinds that know the flag. meta: says
-    how to run, not what: kept out of YAML files. path: names files or folders, in which ~ and $NAME are expanded. each:
-    takes one value, and repeated ones add up. derived: how a value of None is replaced, for people.
+    how to run, not what: kept out of YAML files. path: names files or folders, in which ~ and $NAME are expanded; nodes
+    of a run agree in whether it is given, not in the name. each: takes one value, and repeated ones add up. per_node:
+    nodes of a run may differ in it. derived: how a value of None is replaced, for people.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Flag:
     meta: bool = False
     path: bool = False
     each: bool = False
+    per_node: bool = False
     derived: str = ""
     primary: str = ""
 

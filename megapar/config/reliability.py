@@ -53,7 +53,7 @@ class Reliability:
         low=0,
     )
     local_checkpoint_dir: str | None = flag(
-        None, "folder in node-local memory for them", derived="/dev/shm/megapar-UID", path=True
+        None, "folder in node-local memory for them", derived="/dev/shm/megapar-UID", path=True, per_node=True
     )
     straggler_factor: float = flag(
         1.5, "a rank whose own work takes so many times the median rank's is named in the log; 0: off", low=0

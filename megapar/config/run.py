@@ -189,8 +189,8 @@ class Logging:
     """What is reported."""
 
     log_interval: int = flag(10, "steps between lines of the log", unit="steps", low=1)
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True)
-    metrics_jsonl: str | None = flag(None, "file that gets one JSON object per step", path=True)
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True, per_node=True)
+    metrics_jsonl: str | None = flag(None, "file that gets one JSON object per step", path=True, per_node=True)
     profile: str | None = flag(
         None, "START:END steps to write a profiler trace of, trace.json beside the metrics, or in the working folder"
     )
@@ -201,7 +201,10 @@ class Runtime:
     """Where a run runs, and what is only checked."""
 
     device: str = flag(
-        "auto", "device; auto: the accelerator where there is one", choices=("auto", "cpu", "cuda", "npu")
+        "auto",
+        "device; auto: the accelerator where there is one",
+        choices=("auto", "cpu", "cuda", "npu"),
+        per_node=True,
     )
     validate_only: bool = flag(
         False,

@@ -71,12 +71,20 @@ class World:
         self._axes["world"] = Axis("world", grid.world_size, rank, group, everyone, self.ledger)
 
     @classmethod
-    def start(cls, grid: Grid, device: Device, timeout: timedelta, rendezvous_url: str | None = None) -> World:
+    def start(
+        cls,
+        grid: Grid,
+        device: Device,
+        timeout: timedelta,
+        rendezvous_url: str | None = None,
+        agree: Callable[[dist.Store, int, int, timedelta], None] | None = None,
+    ) -> World:
         """Join the other ranks and make all groups.
 
         rendezvous_url: where ranks meet (``file://PATH``), with RANK and WORLD_SIZE from the environment; by default
-        as ``megapar launch`` or torchrun sets it. One process needs neither. Raises DistributedError naming the group
-        and the ranks that did not answer within ``timeout``.
+        as ``megapar launch`` or torchrun sets it. One process needs neither. agree: called by all ranks that have met,
+        before any group, with a store, rank and number of ranks as launched, and the timeout; whatever it raises ends
+        the start. Raises DistributedError naming the group and the ranks that did not answer within ``timeout``.
         """
         if grid.world_size == 1:
             return cls(grid, 0, device, None, timeout)
@@ -88,6 +96,8 @@ class World:
         store = dist.PrefixStore(f"start-{starts_before(os.environ)}", store)
         store.set_timeout(timeout)
         roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
+        if agree is not None:
+            agree(dist.PrefixStore("agree", store), rank, world_size, timeout)
         ordered = replace(grid, order=DENSE_AXES)
         launched = [grid.rank(**ordered.dense(number)) for number in range(world_size)]
         rank = launched.index(rank)

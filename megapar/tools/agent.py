@@ -37,7 +37,7 @@ from megapar.config.launched import RANK_FILE, ROUND, failure_file
 from megapar.core.parent import be_launcher
 from megapar.errors import DistributedError
 from megapar.tools import unkillable
-from megapar.tools.failures import Failure, again, first_failure
+from megapar.tools.failures import Failure, again, first_failure, is_refusal
 from megapar.tools.places import RankFiles
 from megapar.tools.rendezvous import JsonBackend, SignedStore
 from megapar.tools.stopper import Stopper
@@ -228,6 +228,8 @@ class _Agent(LocalElasticAgent):
             files = [ranks.error_files[one.local_rank] for one in result.failures.values()]
             noted = [failure_file({"TORCHELASTIC_ERROR_FILE": file}) or "" for file in files]
             before, self._failure = self._failure, first_failure(noted)
+            if self._remaining_restarts and is_refusal(result.failures):
+                self._start_no_more("the run is refused: not started again")
             if self._remaining_restarts and (why := again(before, self._failure)):
                 self._start_no_more(why)
         elif result.state == WorkerState.HEALTHY and time.monotonic() > self._looked + 1:

@@ -1,12 +1,15 @@
-"""A failure that comes again at the same step: no restart goes past it."""
+"""Failures that no restart goes past: refusals, and what comes again at the same step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MOST_BYTES = 10_000
+REFUSED = 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,16 @@ def first_failure(files: Iterable[str]) -> Failure | None:
     """The earliest that ranks noted; None where none failed by itself, but by a signal or for want of another rank."""
     found = [failure for file in files if (failure := _read(file)) is not None]
     return min(found, key=lambda failure: failure.at, default=None)
+
+
+def is_refusal(failures: Mapping[int, Any]) -> bool:
+    """Whether ranks were refused: the earliest has that status, or was ended by the agent where another one has it.
+
+    failures: torch's, by rank.
+    """
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    refused = any(failure.exitcode == REFUSED for failure in failures.values())
+    return refused and first.exitcode in (REFUSED, -signal.SIGTERM)
 
 
 def _read(file: str) -> Failure | None:

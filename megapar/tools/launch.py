@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
 from megapar.errors import MegaparError
 from megapar.tools.environment import environment
+from megapar.tools.failures import REFUSED, is_refusal
 from megapar.tools.interfaces import interfaces
 from megapar.tools.job_name import launch_name
 from megapar.tools.parser import Parser, count, seconds
@@ -32,7 +32,6 @@ from megapar.training.streams import make_patient
 if TYPE_CHECKING:
     from megapar.tools.agent import Place
 
-REFUSED = 2
 MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw, not to finish anything
 
 
@@ -307,9 +306,7 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
 
 def _status(failures: Mapping[int, Any]) -> int:
     """2 where the earliest failure is a refusal (the agent kills the ranks that are left), else 1."""
-    first = min(failures.values(), key=lambda failure: failure.timestamp)
-    refused = any(f.exitcode == REFUSED for f in failures.values()) and first.exitcode in (REFUSED, -signal.SIGTERM)
-    if refused:
+    if is_refusal(failures):
         return REFUSED
     for rank, failure in sorted(failures.items()):
         how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"status {failure.exitcode}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megapar.config.launched import failure_file
 from megapar.errors import DataError, DistributedError, TrainingError
-from megapar.tools.failures import Failure, again, first_failure
+from megapar.tools.failures import Failure, again, first_failure, is_refusal
 from megapar.training import failure
 
 HERE = Failure("DataError", "source.py:7", 5, False, "32-39", 1.0)
@@ -67,6 +68,23 @@ def test_only_the_same_is_the_same() -> None:
     for other in ({"type": "OSError"}, {"where": "source.py:8"}, {"step": 6}, {"saved": True}):
         assert again(HERE, replace(HERE, **other)) == ""
     assert again(None, HERE) == again(HERE, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("statuses", "refused"),
+    [
+        ([2, 2], True),
+        ([2, -15], True),
+        ([-15, 2], True),
+        ([2, 1], True),
+        ([1, 2], False),
+        ([-9, 2], False),
+        ([1], False),
+    ],
+)
+def test_ranks_are_refused_where_none_failed_before(statuses: list[int], refused: bool) -> None:
+    failures = {rank: SimpleNamespace(exitcode=status, timestamp=rank) for rank, status in enumerate(statuses)}
+    assert is_refusal(failures) is refused
 
 
 def test_files_that_say_nothing_are_nothing(tmp_path: Path) -> None:
