@@ -79,6 +79,14 @@ class Process:
             return None
 
 
+def boot_id() -> str:
+    """The kernel's id of this boot; "" where a system does not say."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
 def _fields(pid: int) -> list[str]:
     """From the third field of /proc/PID/stat on; the second is the command, which may hold anything."""
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megapar.data.cache import cache_folder, digest, made_once
+from megapar.data.cache import digest, known, made_once
 from megapar.data.mock import MockTokenizer
 from megapar.data.tokenizer import NoTokenizer, Tokenizer
 
@@ -47,8 +47,8 @@ def known_facts(path: str) -> Facts | None:
             place /= "tokenizer.model"
         if place.is_file() and place.suffix != ".json":
             return {"fingerprint": hashlib.sha256(place.read_bytes()).hexdigest()[:32], "ids": None, "size": None}
-        entry = cache_folder() / _entry(place)
-        found = json.loads(entry.read_text(encoding="utf-8")) if entry.exists() else None
+        entry = known(_entry(place))
+        found = None if entry is None else json.loads(entry.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -36,6 +36,7 @@ from megapar.config.token_index import (
     places,
     read_head,
 )
+from megapar.core.durable import sync_folder
 from megapar.errors import DataError
 
 if TYPE_CHECKING:
@@ -288,14 +289,18 @@ class IndexedDatasetBuilder:
         for kind in ("bin", "idx"):
             self._files[kind].flush()
             os.fsync(self._files[kind].fileno())
-        # Between the two renames there is no index: never one that belongs to other data.
+        # Between the two renames there is no index: never one of other data, on disk neither.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         Path(f"{self.prefix}.hashes").unlink(missing_ok=True)
+        folder = Path(self.prefix).parent
+        sync_folder(folder)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")
         if beside is not None:
             beside(self._paths["idx"])
+        sync_folder(folder)
         os.replace(self._paths["idx"], f"{self.prefix}.idx")
         self.close()
+        sync_folder(folder)
 
     def close(self) -> None:
         """Remove what is not finalized."""

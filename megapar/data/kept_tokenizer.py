@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from megapar.config.kept import FACTS, FOLDER, kept_fingerprint
+from megapar.core.durable import put_new
 from megapar.data.mock import MockTokenizer
 from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, DataError
@@ -37,7 +38,7 @@ def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
             moved = root / f"{FOLDER}-{(there or 'unknown')[:8]}"
             shutil.rmtree(moved, ignore_errors=True)
             folder.rename(moved)
-        aside.rename(folder)
+        put_new(aside, folder)
     except OSError as error:
         raise CheckpointError(f"the tokenizer cannot be kept in {folder}: {error}") from error
     if moved is None:

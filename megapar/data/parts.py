@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megapar.core.durable import sync_folder
 from megapar.data.source import BadRecords
 from megapar.errors import DataError
 
@@ -60,9 +61,11 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
             for old in folder.iterdir():
                 if old != mark:
                     old.unlink()
+            sync_folder(folder)  # after a power failure, too, no part of another work lies beside this key
             lock.truncate(0)
             lock.write(key)
             lock.flush()
+            os.fsync(lock.fileno())
         yield
 
 
@@ -111,6 +114,8 @@ class Part:
         """Say what the part holds, and that it is whole."""
         said = json.dumps({**asdict(done), "bytes": self._file.tell()}).encode()
         self._file.write(b"".join((*self._lengths, *self._hashes, said, _END.pack(len(said)))))
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._aside, self._path)
 

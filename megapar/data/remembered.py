@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megapar.data.cache import cache_folder, digest, made_once
+from megapar.data.cache import digest, known, made_once
 
 
 class Unread(Exception):
@@ -23,7 +23,7 @@ def remembered(path: Path, make: Callable[[], str], *kind: str, may_read: bool =
     """
     status = path.stat()
     name = f"hashes/{digest(str(path.resolve()), str(status.st_size), str(status.st_mtime_ns), *kind)}"
-    if not may_read and not (cache_folder() / name).exists():
+    if not may_read and known(name) is None:
         raise Unread(status.st_size)
 
     def write(entry: Path) -> None:

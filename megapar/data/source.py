@@ -23,7 +23,7 @@ from megapar.config.data_files import (
 from megapar.config.hints import near_path
 from megapar.config.record import FIELD, JSONL, checked_text, decoded, text_of_line
 from megapar.data import builtin
-from megapar.data.cache import cache_folder, digest, made_once
+from megapar.data.cache import digest, known, made_once
 from megapar.data.remembered import Unread, remembered
 from megapar.errors import DataError
 
@@ -94,7 +94,7 @@ class BuiltinSource:
 
     def content_hash(self, *, may_read: bool = True) -> str:
         """See Source."""
-        if not may_read and not (cache_folder() / self._entry()).exists():
+        if not may_read and known(self._entry()) is None:
             raise Unread(builtin.ABOUT_BYTES)
         return self.file().content_hash(may_read=may_read)
 

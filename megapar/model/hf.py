@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from megapar.model.family import Family, config_of, family_of_sizes
 from megapar.model.hf_config import not_exportable
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
+from megapar.model.whole_folder import written_aside
 
 SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 
 
 def save_hf(
@@ -38,13 +40,15 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
     family: Family | None = None,
     config: Mapping[str, Any] | None = None,
+    beside: Callable[[Path], object] | None = None,
 ) -> None:
     """Writes config.json and safetensors that ``transformers`` loads.
 
     tensors: (megapar name, whole tensor), in any order, each row of the table once; they are read one after the other,
     so at most ``shard_bytes`` are held. dtype: of the files; what the table marks fp32 stays fp32.
     token_ids: bos_token_id, eos_token_id, pad_token_id. Other files in the folder are left alone.
-    Files are written aside and renamed when all are complete, config.json last.
+    Files are written aside and take their place together when all are on disk (see whole_folder.py).
+    beside: writes into a folder what goes with the model, as its tokenizer.
     family: of another architecture than the model's own; config: the content of config.json (see model/family.py).
     Raises CheckpointError for models without a Hugging Face form and for missing, foreign or misshapen tensors.
     """
@@ -52,22 +56,20 @@ def save_hf(
         raise CheckpointError(reason)
     family = family or family_of_sizes(sizes)
     folder = Path(folder)
-    aside = folder / ".unfinished"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with written_aside(folder, _is_weights, CONFIG) as aside:
         shards = _Shards(aside, shard_bytes)
         for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype, family):
             shards.add(name, tensor)
         shards.close()
         config = {**(config or config_of(family, sizes, dtype)), **(token_ids or {})}
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-            old.unlink(missing_ok=True)
-        for new in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
-            os.replace(new, folder / new.name)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if beside is not None:
+            beside(aside)
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file of this name belongs to an export, and not beside it."""
+    return name == INDEX or fnmatch(name, "model*.safetensors")
 
 
 def _hf_tensors(

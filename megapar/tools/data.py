@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megapar.core.durable import write_file
 from megapar.errors import DataError, MegaparError
 from megapar.tools.environment import cores
 from megapar.tools.parser import Parser, count
@@ -183,9 +183,7 @@ def _train(args: argparse.Namespace) -> int:
     chunks = chunks_of(args.input, args.hf_dataset, args.hf_split, args.field, _say_aside)
     model = train((text for chunk in chunks for text in chunk.documents(bad)), args.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f"{output.name}.unfinished")
-    aside.write_bytes(model)
-    os.replace(aside, output)
+    write_file(output, model)
     tokenizer = SentencePieceTokenizer(model, name=args.output)
     if args.hf:
         tokenizer.save_hf(args.hf)

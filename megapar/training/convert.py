@@ -31,6 +31,7 @@ from megapar.core.checkpoint.shard_file import (
 )
 from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
 from megapar.core.checkpoint.tiling import tile
+from megapar.core.durable import put_new
 from megapar.data.kept_tokenizer import kept
 from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
@@ -41,6 +42,7 @@ from megapar.model.hf_folder import TIED, HfFolder, pieces_of
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
+from megapar.training.beside import files_beside
 from megapar.training.saved import Saved
 from megapar.training.sizes import Sizes, facts_of, make_sizes
 from megapar.training.state import Progress
@@ -99,25 +101,26 @@ def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     """
     source, out = Path(source), Path(out)
     _refuse_foreign(source)
+    beside = files_beside(source, lambda name: Path(name).suffix in _LEFT or name == INDEX)
     family, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)
     foreign = weights.check(table, family)
     weights.check_tied(pieces_of(table, family))
-    return _aside(out, lambda aside: _write_checkpoint(aside, out, source, weights, family, sizes, table, foreign))
+    return _aside(out, lambda aside: _write_checkpoint(aside, out, beside, weights, family, sizes, table, foreign))
 
 
 def _write_checkpoint(
     aside: Path,
     out: Path,
-    source: Path,
+    beside: list[Path],
     weights: HfFolder,
     family: Family,
     sizes: Sizes,
     table: tuple[ParameterSpec, ...],
     foreign: list[str],
 ) -> Converted:
-    _write_beside(aside / BESIDE, source, weights, family, table, foreign)
+    _write_beside(aside / BESIDE, beside, weights, family, table, foreign)
     folder = folders.iteration_folder(aside, 0)
     folder.mkdir()
     rows = {f"model/{spec.name}": spec for spec in table}
@@ -147,16 +150,15 @@ def _write_checkpoint(
 
 def _write_beside(
     folder: Path,
-    source: Path,
+    beside: list[Path],
     weights: HfFolder,
     family: Family,
     table: tuple[ParameterSpec, ...],
     foreign: list[str],
 ) -> None:
     folder.mkdir()
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and path.suffix not in _LEFT and path.name != INDEX:
-            shutil.copyfile(path, folder / path.name)
+    for path in beside:
+        shutil.copyfile(path, folder / path.name)
     if foreign:
         plans = [TensorPlan(name, weights.tensors[name].dtype, weights.tensors[name].shape) for name in foreign]
         write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
@@ -263,9 +265,8 @@ def _write_hf(
 
     total = _write_files(aside, plans, fetch, shard_bytes)
     if beside is not None:
-        for path in beside.iterdir():
-            if path.name not in (CARRIED, FACTS):
-                shutil.copyfile(path, aside / path.name)
+        for path in files_beside(beside, lambda name: name in (CARRIED, FACTS)):
+            shutil.copyfile(path, aside / path.name)
     _write_config(aside / "config.json", saved, family, tokenizer, dtype)
     if tokenizer is not None:
         tokenizer.save_hf(aside)
@@ -332,7 +333,7 @@ def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:
         done = write(aside)
         if out.exists():
             out.rmdir()
-        aside.rename(out)
+        put_new(aside, out)
         return done
     finally:
         shutil.rmtree(aside, ignore_errors=True)

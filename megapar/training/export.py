@@ -44,9 +44,8 @@ def save_hf(
     """
     tensors = _whole(job)
     if job.world.rank == 0:
-        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=token_ids(tokenizer, published), family=family)
-        if tokenizer is not None:
-            tokenizer.save_hf(folder)
+        ids, beside = token_ids(tokenizer, published), None if tokenizer is None else tokenizer.save_hf
+        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids, family=family, beside=beside)
     else:
         for _ in tensors:
             pass

@@ -452,6 +452,34 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert "nothing has no checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", ["/etc/hostname", "../secret.txt"])
+def test_no_file_from_outside_of_the_folder_is_copied(target: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    source = shutil.copytree(folders["Ernie4_5ForCausalLM"], tmp_path / "source")
+    (source / "inside.txt").symlink_to("config.json")
+    hf_to_megapar(source, tmp_path / "allowed")
+    (source / "notes.txt").symlink_to(target)
+    with pytest.raises(CheckpointError, match=f"notes.txt is a link to {target}, which is not in that folder"):
+        hf_to_megapar(source, tmp_path / "checkpoint")
+    (tmp_path / "allowed" / "hf" / "notes.txt").symlink_to(target)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        megapar_to_hf(tmp_path / "allowed", tmp_path / "back")
+    assert not (tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_converted(folders: dict[str, Path], tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1a2b"
+    shutil.copytree(folders["Ernie4_5ForCausalLM"], blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    hf_to_megapar(snapshot, tmp_path / "checkpoint")
+    copied = tmp_path / "checkpoint" / "hf" / "config.json"
+    assert not copied.is_symlink()
+    assert copied.read_bytes() == (blobs / "config.json").read_bytes()
+
+
 def test_peak_memory_is_two_tensors(tmp_path: Path) -> None:
     """A model of 60 MB, 13 MB of it a layer's experts, whose largest tensor has 8 MB: converting adds less than two.
 

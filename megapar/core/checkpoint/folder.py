@@ -27,6 +27,7 @@ from megapar.config.latest_name import LATEST, OWNERS, iteration_name, of_name, 
 from megapar.config.suspects import suspects
 from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.checkpoint.owner import Owner
+from megapar.core.durable import sync_folder
 from megapar.errors import CheckpointError
 
 _ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?")
@@ -155,15 +156,6 @@ def _mark(owner: Owner | None) -> str:
 def name_aside(folder: Path, owner: Owner | None) -> Path:
     """A new name for what is to become a folder, or was one."""
     return folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}{_mark(owner)}")
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def candidates(root: Path) -> tuple[list[Path], str]:

@@ -1,0 +1,110 @@
+"""Manifests: what a file or folder held when it was whole, by sizes and SHA-256. Standard library only.
+
+{"name": "tokens/4f2a..", "files": {"train.uint16": [size, "sha256"], ...}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "manifest.json"
+MAX_BYTES = 64 << 20
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """name: what it was made as, so that it is not taken for something else under another name. files: path in the
+    folder ("" for a single file) -> (size, SHA-256).
+    """
+
+    name: str
+    files: dict[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> Manifest:
+        """Of what lies at the path."""
+        return cls(name, {part: (file.stat().st_size, sha256_of(file)) for part, file in _files(path)})
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """None where the file is missing or holds no manifest."""
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                return None
+            found = json.loads(path.read_bytes())
+            files = {str(part): (_number(size), str(digest)) for part, (size, digest) in found["files"].items()}
+            return cls(str(found["name"]), files)
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            return None
+
+    def to_bytes(self) -> bytes:
+        """For a file."""
+        return json.dumps({"name": self.name, "files": self.files}, indent=1, sort_keys=True).encode() + b"\n"
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(size for size, _ in self.files.values())
+
+    def wrong_sizes(self, path: Path) -> str:
+        """What is missing at the path, too much or of another size; "" where nothing is."""
+        there = {part: file.stat().st_size for part, file in _files(path)}
+        for part in sorted(self.files.keys() | there.keys()):
+            name = part or path.name
+            if part not in there:
+                return f"lacks {name}"
+            if part not in self.files:
+                return f"holds {name}, which does not belong to it"
+            if there[part] != self.files[part][0]:
+                return f"is damaged: {name} has {there[part]:,} bytes instead of {self.files[part][0]:,}"
+        return ""
+
+    def wrong_content(self, path: Path) -> str:
+        """The same with every byte read."""
+        for part, file in _files(path):
+            if part in self.files and sha256_of(file) != self.files[part][1]:
+                return f"is damaged: {part or path.name} has not the SHA-256 that it was written with"
+        return self.wrong_sizes(path)
+
+    def changed_at(self, path: Path) -> list[list[Any]]:
+        """When each file was last changed, by which a later look sees whether anybody wrote since."""
+        found = [(part, file.stat()) for part, file in _files(path)]
+        return [[part, status.st_size, status.st_mtime_ns, status.st_ctime_ns] for part, status in found]
+
+
+def _files(path: Path) -> Iterator[tuple[str, Path]]:
+    """Every file at the path but the manifest itself and hidden ones (of NFS), in order of their names."""
+    if not path.is_dir():
+        if path.exists():
+            yield "", path
+        return
+    for place, folders, files in os.walk(path):
+        folders.sort()
+        for name in sorted(files):
+            file = Path(place, name)
+            part = str(file.relative_to(path))
+            if part != FILE_NAME and not name.startswith("."):
+                yield part, file
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.100} is no size")
+    return value
+
+
+def sha256_of(path: Path) -> str:
+    """In hexadecimal, of a file's bytes."""
+    state = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(_BLOCK)
+        while got := file.readinto(block):
+            state.update(memoryview(block)[:got])
+    return state.hexdigest()

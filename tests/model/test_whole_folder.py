@@ -1,0 +1,67 @@
+"""Folders that change as a whole: at every moment the old content or the new one is there."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from megapar.model import whole_folder
+from megapar.model.whole_folder import written_aside
+
+
+def write(folder: Path, **files: str) -> None:
+    with written_aside(folder, lambda name: fnmatch(name, "model*"), "config.json") as aside:
+        for name, content in files.items():
+            (aside / name.replace("__", "/").replace("_", ".")).write_text(content)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture(params=["exchanged", "one by one", "in the folder of work"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an older model in it and another file."""
+    path = tmp_path / "out"
+    path.mkdir(mode=0o750)
+    (path / "model-1").write_text("old")
+    (path / "config.json").write_text("old")
+    (path / "notes").write_text("stays")
+    if request.param == "one by one":
+        (path / "within").mkdir()
+        (path / "within" / "file").write_text("stays, too")
+    if request.param == "in the folder of work":
+        monkeypatch.chdir(path)
+    return path
+
+
+def test_the_old_model_goes_and_the_rest_stays(folder: Path) -> None:
+    write(folder, model="new", config_json="new")
+    assert content(folder) == {"model": "new", "config.json": "new", "notes": "stays"}
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    assert folder.stat().st_mode & 0o777 == 0o750
+
+
+def test_what_fails_leaves_the_folder_as_it_was(folder: Path) -> None:
+    before = content(folder)
+    with pytest.raises(FileNotFoundError):
+        write(folder, model="half", no__such__folder="")
+    assert content(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_new_or_behind_a_link(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "out", model="new")
+    (tmp_path / "link").symlink_to("in/out")
+    write(tmp_path / "link", model="newer")
+    assert (tmp_path / "link").is_symlink()
+    assert content(tmp_path / "in" / "out") == {"model": "newer"}
+
+
+def test_where_the_parent_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_folder, "_made", lambda aside: None)
+    write(tmp_path / "out", model="new", config_json="new")
+    write(tmp_path / "out", config_json="newer")
+    assert content(tmp_path / "out") == {"config.json": "newer"}
