@@ -119,7 +119,14 @@ def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> P
                 raise DistributedError(f"cannot listen on {listens}, port {port}: {error.strerror}") from error
         else:
             return Place(store, f"{host}:{store.port}", local_addr or listens, hosted=True)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    except RuntimeError as error:  # torch's own are RuntimeErrors
+        raise DistributedError(
+            f"nothing that nodes could meet at answers at --rdzv-endpoint {endpoint} within "
+            f"{CONNECT.total_seconds():g} s. Is megapar launch started on that node, with the same endpoint, and its "
+            f"port open to this one? {str(error).splitlines()[0]}"
+        ) from error
     return Place(store, endpoint, local_addr or _towards(found, port), hosted=False)
 
 
