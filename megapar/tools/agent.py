@@ -232,7 +232,10 @@ class _Agent(LocalElasticAgent):
         ranks = self._pcontext
         assert ranks is not None
         if result.state == WorkerState.FAILED:
-            files = [ranks.error_files[one.local_rank] for one in result.failures.values()]
+            # The rank that has failed may take longer to end than those that it leaves alone.
+            killed = any(one.exitcode < 0 for one in result.failures.values())
+            failed = [one.local_rank for one in result.failures.values()] if killed else list(ranks.error_files)
+            files = [ranks.error_files[rank] for rank in failed]
             noted = [failure_file({"TORCHELASTIC_ERROR_FILE": file}) or "" for file in files]
             before, self._failure = self._failure, first_failure(noted)
             if self._remaining_restarts and (why := again(before, self._failure)):

@@ -218,6 +218,24 @@ def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
 
 
+def test_a_failure_comes_again_though_another_rank_is_the_first_to_end(tmp_path: Path) -> None:
+    """Rank 1 fails and takes its time to leave; rank 0, which it left alone, is gone before it."""
+    body = (
+        "import json\n"
+        "mark = f\"{sys.argv[1]}/attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}\"\n"
+        "told = dict(type='DataError', where='a.py:1', step=3, saved=False, samples='', own=True, at=1.0)\n"
+        "if rank == 1:\n"
+        "    open(os.environ['TORCHELASTIC_ERROR_FILE'] + '.megapar', 'w').write(json.dumps(told))\n"
+        "    open(mark, 'w').close(); time.sleep(100)\n"
+        "while not os.path.exists(mark): time.sleep(0.02)\n"
+        "sys.exit(1)"
+    )
+    done = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "4", script(tmp_path, body), str(tmp_path))
+    assert done.returncode == 1
+    assert "DataError at step 3 again, at a.py:1, with no checkpoint in between" in done.stderr
+    assert len(list(tmp_path.glob("attempt-*"))) == 2
+
+
 def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
     body = f"signal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n{READY}time.sleep(100)"
     job = start(tmp_path, body, "--nproc-per-node", "2", "--max-restarts", "3")
