@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import threading
+from contextlib import suppress
 
 MOST_BYTES = 1 << 20  # kept of what a full disk refuses
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO)  # of pipes, closed descriptors and lost terminals
@@ -94,10 +95,11 @@ def make_patient() -> None:
         stream = getattr(sys, name)
         if stream is None or isinstance(stream, PatientStream):
             continue
-        try:
+        with suppress(OSError, ValueError):  # what a full disk refused before is not kept
             stream.flush()
+        try:
             descriptor = stream.fileno()
-        except (OSError, ValueError):  # broken before anything was written, or of no file (as in a notebook)
+        except (OSError, ValueError):  # closed, or of no file (as in a notebook)
             continue
         setattr(sys, name, PatientStream(descriptor, stream))
 

@@ -84,6 +84,25 @@ def test_a_process_without_standard_output_writes_into_no_file_of_its_own(tmp_pa
     assert b"Traceback" not in job.stderr
 
 
+def test_what_failed_before_does_not_keep_a_stream_from_being_patient() -> None:
+    body = (
+        "import sys; from contextlib import suppress; from megapar.training.streams import make_patient\n"
+        "with suppress(OSError): print('early', file=sys.stderr, flush=True)\n"
+        "make_patient(); print('late', file=sys.stderr, flush=True)\n"
+        "print(sys.stderr.failures)"
+    )
+    with open("/dev/full", "wb") as full:
+        job = subprocess.run(
+            [sys.executable, "-c", body],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=60,
+        )
+    assert job.returncode == 0
+    assert int(job.stdout) > 0
+
+
 def test_a_process_ends_well_whose_reader_is_gone() -> None:
     body = (
         "import sys; from megapar.training.streams import make_patient, stream_failures; make_patient()\n"
