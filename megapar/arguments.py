@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from megapar.compatibility import check
@@ -126,7 +126,8 @@ def parse_or_exit(
         _say(effective(config) + more + remarks(config), speaks)
         raise SystemExit(0)
     said = [*(f"warning: {text}" for text in config.warnings), *(f"note: {text}" for text in config.reminders)]
-    _say("".join(f"megapar: {text}\n" for text in said), speaks and warn, error=True)
+    with suppress(OSError):  # a log on a full disk ends no run that goes on
+        _say("".join(f"megapar: {text}\n" for text in said), speaks and warn, error=True)
     return config
 
 

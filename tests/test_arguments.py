@@ -437,6 +437,14 @@ def test_validate_only_of_a_bad_layout_is_refused() -> None:
     assert "world-size" in done.stderr
 
 
+def test_a_warning_that_cannot_be_written_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        assert parse_or_exit("moe", ["--fuse-broadcast-MB", "32"], {}).warnings
+        with pytest.raises(OSError, match="No space left"):  # it is still in the buffer of the file
+            full.close()
+
+
 def test_only_rank_0_speaks() -> None:
     first = run("pretrain_moe.py", "--no-such-flag", RANK="0", WORLD_SIZE="2")
     second = run("pretrain_moe.py", "--no-such-flag", RANK="1", WORLD_SIZE="2")

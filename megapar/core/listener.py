@@ -29,6 +29,8 @@ TYPED = (signal.SIGINT, signal.SIGQUIT)
 
 AGAIN_SECONDS = 5.0  # a group of processes is told by several at once; who means it waits for longer
 
+TELL_SECONDS = 2.0
+
 _END = 0  # no signal's number
 _LONGEST_WAIT_SECONDS = 3600.0  # at a time: the kernel takes no number of any size
 
@@ -162,7 +164,27 @@ def name_of(number: int) -> str:
 
 
 def tell(text: str) -> None:
-    """Say it to standard error, where there still is one: a terminal that went away sent the signal."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    """Say it to standard error, where there is one that takes it, and wait for 2 s at most.
+
+    A terminal that went away may have sent the signal; one that stands still, or a pager, may have the main thread
+    waiting in a write for as long as it likes, and must not have those threads wait that are to end the process.
+    """
+    saying = threading.Thread(target=_say, args=(text + "\n",), name="megapar-tell", daemon=True)
+    saying.start()
+    saying.join(TELL_SECONDS)
+
+
+def _say(text: str) -> None:
+    stream = sys.stderr
+    if stream is not None:  # as it is where a process is started without one
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(text)
+            stream.flush()
+
+
+def takes_text() -> bool:
+    """Whether a write to standard error would come back at once: faulthandler lets no thread run while it writes."""
+    try:
+        return bool(select.select([], [2], [], 0)[1])
+    except OSError:
+        return False

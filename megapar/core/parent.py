@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 
 from megapar.core.listener import tell
+from megapar.core.process import fields_of
 
 LAUNCHER = "MEGAPAR_LAUNCHER"
 """What starts the ranks of a job, as ``be_launcher`` has it."""
@@ -55,8 +55,7 @@ def started(pid: int) -> str:
     A number may be given to another process later; number and start are one process'.
     """
     try:
-        # The second field is the command in parentheses, which may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = fields_of(pid)
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]

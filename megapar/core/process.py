@@ -87,15 +87,18 @@ def boot_id() -> str:
         return ""
 
 
-def _fields(pid: int) -> list[str]:
-    """From the third field of /proc/PID/stat on; the second is the command, which may hold anything."""
+def fields_of(pid: int) -> list[str]:
+    """From the third field of /proc/PID/stat on: state, parent, ... Raises OSError where there is no such process.
+
+    The second one is the command in parentheses, which may hold anything, bytes that are no text included.
+    """
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _started(pid: int) -> int:
-    return int(_fields(pid)[19])
+    return int(fields_of(pid)[19])
 
 
 def _is_over(pid: int) -> bool:
     """Whether it has ended and nobody has asked how; while a thread of it is still stuck in the kernel it has not."""
-    return _fields(pid)[0] in "ZX" and len(list((_PROC / str(pid) / "task").iterdir())) <= 1
+    return fields_of(pid)[0] in "ZX" and len(list((_PROC / str(pid) / "task").iterdir())) <= 1

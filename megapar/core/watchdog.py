@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megapar.core import standing
 from megapar.core.journal import Journal
+from megapar.core.listener import takes_text
 from megapar.core.sections import FIRST, STEP, Overdue, Sections
 from megapar.core.standing import Report
 from megapar.core.torch_names import flight_record
@@ -156,9 +157,12 @@ class Watchdog:
         prefix = f"warning/{self._warnings}/"
         self._warnings += 1
         own, reports, overdue = self._gather(prefix, f"{prefix}asked", overdue)
-        self._say(own, reports, overdue, "")
+        # Whoever reads it may stand still, and must not keep this thread from the next look.
+        saying = threading.Thread(target=self._say, args=(own, reports, overdue, ""), daemon=True)
+        saying.start()
+        saying.join(GRACE_SECONDS)
         late = standing.late_ranks(reports, self._world_size, overdue.name)
-        if self._rank in late or self._world_size == 1:
+        if takes_text() and (self._rank in late or self._world_size == 1):
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(all_threads=True)
 

@@ -119,7 +119,14 @@ def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> P
                 raise DistributedError(f"cannot listen on {listens}, port {port}: {error.strerror}") from error
         else:
             return Place(store, f"{host}:{store.port}", local_addr or listens, hosted=True)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    except RuntimeError as error:  # torch's own are RuntimeErrors
+        raise DistributedError(
+            f"nothing that nodes could meet at answers at --rdzv-endpoint {endpoint} within "
+            f"{CONNECT.total_seconds():g} s. Is megapar launch started on that node, with the same endpoint, and its "
+            f"port open to this one? {str(error).splitlines()[0]}"
+        ) from error
     return Place(store, endpoint, local_addr or _towards(found, port), hosted=False)
 
 
@@ -225,7 +232,10 @@ class _Agent(LocalElasticAgent):
         ranks = self._pcontext
         assert ranks is not None
         if result.state == WorkerState.FAILED:
-            files = [ranks.error_files[one.local_rank] for one in result.failures.values()]
+            # The rank that has failed may take longer to end than those that it leaves alone.
+            killed = any(one.exitcode < 0 for one in result.failures.values())
+            failed = [one.local_rank for one in result.failures.values()] if killed else list(ranks.error_files)
+            files = [ranks.error_files[rank] for rank in failed]
             noted = [failure_file({"TORCHELASTIC_ERROR_FILE": file}) or "" for file in files]
             before, self._failure = self._failure, first_failure(noted)
             if self._remaining_restarts and is_refusal(result.failures):

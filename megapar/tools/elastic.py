@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megapar.config.flag import SCRIPTS
 from megapar.planning.nearest import nearest
+from megapar.training.streams import make_patient
 
 
 def command(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:
@@ -28,6 +29,7 @@ def command(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:
 
 def main(argv: Sequence[str]) -> int:
     """Become the script; 2 where no layout is legal."""
+    make_patient()
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         line, told = command(argv, int(os.environ["WORLD_SIZE"]))

@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     """Meet the other nodes and run; the job's status. Raises MegaparError, and Stopped where no ranks were there."""
-    with stopper.idle("meeting the other nodes"), Waiting(lambda: f"{launch.rdzv_endpoint} to answer"):
+    with stopper.idle("meeting the other nodes"), Waiting(lambda: _first_of(launch)):
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
     launch = _named(launch, place)
@@ -117,6 +117,11 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
             print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
             return status
     return run(launch, place, stopper)
+
+
+def _first_of(launch: Launch) -> str:
+    """What a launcher waits for before any node is there."""
+    return f"{launch.rdzv_endpoint} to answer" if launch.rdzv_endpoint else "torch to be imported"
 
 
 def _meet(launch: Launch) -> Place | None:
@@ -301,6 +306,9 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
     finally:
         if not alone:
             agent._worker_group.spec.rdzv_handler.shutdown()
+    if result is None:  # torch's word for a node that stood by and was never needed
+        print("megapar launch: the job has ended on the other nodes, which did not need this one", file=sys.stderr)
+        return 0
     return _status(result.failures) if result.is_failed() else 0
 
 

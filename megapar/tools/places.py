@@ -24,6 +24,8 @@ SHARED = (
     "fuse.juicefs",
 )
 MOUNTS = Path("/proc/self/mounts")
+USERS = Path("/proc/self/uid_map")
+OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
 class RankFiles:
@@ -87,12 +89,22 @@ def _unfit(parent: Path) -> str:
         found = parent.stat()
     except OSError as error:
         return f"{parent}: {error.strerror}"
-    if found.st_uid not in (0, os.geteuid()):
+    if found.st_uid not in (0, os.geteuid()) and not (str(parent) in PLACES and _is_unknown(found.st_uid)):
         return f"{parent} belongs to user {found.st_uid}"
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         return f"{parent} lets others rename what lies in it (mode {stat.S_IMODE(found.st_mode):04o})"
     kind = file_system(parent)
     return f"{parent} is on {kind}, which other machines see" if kind in SHARED else ""
+
+
+def _is_unknown(user: int) -> bool:
+    """Whether that number stands for users outside of this container, root among them, of which it says nothing."""
+    try:
+        known = [[int(number) for number in line.split()] for line in USERS.read_text().splitlines()]
+        overflow = int(OVERFLOW.read_text())
+    except (OSError, ValueError):
+        return False
+    return user == overflow and not any(first <= user < first + count for first, _, count in known)
 
 
 def file_system(path: Path) -> str:

@@ -34,6 +34,10 @@ class StateRefusedError(RendezvousStateError, DistributedError):
     """What lies in the store was not written by this job's launchers, or not in this order."""
 
 
+class StoreLostError(RendezvousConnectionError, DistributedError):
+    """The store of a rendezvous does not answer."""
+
+
 class Signer:
     """Marks messages, and knows its own marks. secret: None marks and proves nothing."""
 
@@ -141,7 +145,7 @@ class JsonBackend(RendezvousBackend):
         try:
             found: bytes = call(*arguments)
         except (ValueError, RuntimeError) as error:  # TimeoutError and torch's own are RuntimeErrors here
-            raise RendezvousConnectionError(f"the store of {self._context} does not answer: {error}") from error
+            raise StoreLostError(f"the store of {self._context} does not answer: {error}") from error
         return found
 
 

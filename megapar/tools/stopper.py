@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megapar.core.listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, tell
+from megapar.core.process import fields_of
 
 LEAVE_SECONDS = 3.0  # for a launcher without ranks to end by itself, before it is made to
 KILL_SECONDS = 30.0  # for ranks that were killed to be gone
@@ -161,8 +162,7 @@ def children(parent: int) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            # The second field is the command in parentheses, which may hold anything; the state and parent follow it.
-            state_and_parent = (entry / "stat").read_text().rpartition(")")[2].split()
+            state_and_parent = fields_of(int(entry.name))
         except OSError:
             continue
         if int(state_and_parent[1]) == parent:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megapar.config.launched import stop_timeout
-from megapar.core.listener import Insistence, Listener, name_of, tell
+from megapar.core.listener import Insistence, Listener, name_of, takes_text, tell
 
 
 class StopSignal:
@@ -59,7 +59,8 @@ class StopSignal:
     def _give_up(self) -> None:
         asked = f"asked to stop by {name_of(self.received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
         tell(f"rank {self._rank}: {asked}, and stuck since; ends, where it stands:")
-        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        if takes_text():
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
         self._end(1)
 
 

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import threading
+from contextlib import suppress
 
 MOST_BYTES = 1 << 20  # kept of what a full disk refuses
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO)  # of pipes, closed descriptors and lost terminals
@@ -66,7 +67,8 @@ class PatientStream(io.TextIOBase):
     def _send(self) -> None:
         try:
             while self._waiting and not self._gone:
-                del self._waiting[: os.write(self._descriptor, self._waiting)]
+                # A copy: a signal's handler that writes meanwhile must be able to append.
+                del self._waiting[: os.write(self._descriptor, bytes(self._waiting))]
         except OSError as error:
             self.failures += 1
             self._gone = error.errno in _GONE
@@ -78,15 +80,26 @@ class PatientStream(io.TextIOBase):
 
 
 def make_patient() -> None:
-    """Put patient streams in the place of this process' standard output and error, where they are files or pipes."""
+    """Put patient streams in the place of this process' standard output and error, where they are files or pipes.
+
+    Where there are none (``2>&-``), what is said goes nowhere, and not into the next file that is opened.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            if number:
+                setattr(sys, ("", "stdout", "stderr")[number], PatientStream(number))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or isinstance(stream, PatientStream):
             continue
-        try:
+        with suppress(OSError, ValueError):  # what a full disk refused before is not kept
             stream.flush()
+        try:
             descriptor = stream.fileno()
-        except (OSError, ValueError):  # broken before anything was written, or of no file (as in a notebook)
+        except (OSError, ValueError):  # closed, or of no file (as in a notebook)
             continue
         setattr(sys, name, PatientStream(descriptor, stream))
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megapar.arguments import parse
@@ -9,6 +14,7 @@ from megapar.planning.nearest import nearest
 from megapar.tools.elastic import command
 from megapar.tools.launch import _parser
 
+ROOT = Path(__file__).parents[2]
 SMALL = ("--num-layers", "2", "--num-attention-heads", "4", "--hidden-size", "32", "--micro-batch-size", "1")
 
 
@@ -47,6 +53,16 @@ def test_the_script_gets_the_layout_and_people_read_of_it() -> None:
     assert command(["4", "job.py", "--lr", "1"], 2) == (["job.py", "--lr", "1"], "")
     with pytest.raises(LookupError, match="no layout of 3 ranks is legal"):
         command(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 3)
+
+
+def test_a_full_disk_under_the_log_keeps_no_rank_from_its_script(tmp_path: Path) -> None:
+    job = tmp_path / "pretrain_moe.py"
+    job.write_text("print('started')")
+    line = [sys.executable, "-m", "megapar.tools.elastic", "4", str(job), *SMALL, "--global-batch-size", "8"]
+    ranks = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=full, env=ranks, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"started\n")
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("3", (3, 3)), ("1:4", (1, 4))])

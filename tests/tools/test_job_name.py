@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from megapar.errors import DistributedError
 from megapar.tools.job_name import launch_name
+
+
+class Lost(HashStore):
+    """A store whose other end is gone."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise DistNetworkError("Connection reset by peer")
 
 
 def test_nodes_that_meet_have_one_name_and_other_launches_have_others() -> None:
@@ -27,6 +34,11 @@ def test_a_name_that_no_launcher_has_written_is_refused(written: str) -> None:
     store.set("megapar/launch/job", written)
     with pytest.raises(DistributedError, match="launch of job job"):
         launch_name(2, "job", store)
+
+
+def test_a_store_that_does_not_answer_is_told() -> None:
+    with pytest.raises(DistributedError, match="the launch of job x does not answer: Connection reset by peer"):
+        launch_name(2, "x", Lost())
 
 
 def test_a_name_is_signed_where_there_is_a_secret() -> None:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from megapar.arguments import parse_or_exit
 from megapar.errors import DistributedError
 from megapar.tools import agent
-from megapar.tools.launch import main
+from megapar.tools.launch import _launch, _parser, main, run
 from megapar.tools.preflight import describe
+from megapar.tools.stopper import Stopper
 from tests.support.command import Command
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +218,24 @@ def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
 
 
+def test_a_failure_comes_again_though_another_rank_is_the_first_to_end(tmp_path: Path) -> None:
+    """Rank 1 fails and takes its time to leave; rank 0, which it left alone, is gone before it."""
+    body = (
+        "import json\n"
+        "mark = f\"{sys.argv[1]}/attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}\"\n"
+        "told = dict(type='DataError', where='a.py:1', step=3, saved=False, samples='', own=True, at=1.0)\n"
+        "if rank == 1:\n"
+        "    open(os.environ['TORCHELASTIC_ERROR_FILE'] + '.megapar', 'w').write(json.dumps(told))\n"
+        "    open(mark, 'w').close(); time.sleep(100)\n"
+        "while not os.path.exists(mark): time.sleep(0.02)\n"
+        "sys.exit(1)"
+    )
+    done = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "4", script(tmp_path, body), str(tmp_path))
+    assert done.returncode == 1
+    assert "DataError at step 3 again, at a.py:1, with no checkpoint in between" in done.stderr
+    assert len(list(tmp_path.glob("attempt-*"))) == 2
+
+
 def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
     body = f"signal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n{READY}time.sleep(100)"
     job = start(tmp_path, body, "--nproc-per-node", "2", "--max-restarts", "3")
@@ -315,6 +338,30 @@ def test_nodes_meet_at_the_store_of_the_first_one() -> None:
 def test_endpoints_that_are_none_are_refused(endpoint: str) -> None:
     with pytest.raises(DistributedError, match="--rdzv-endpoint"):
         agent.meet_at(endpoint)
+
+
+def test_an_endpoint_where_nobody_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "CONNECT", timedelta(seconds=0.1))
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(DistributedError, match=f"answers at --rdzv-endpoint {endpoint} within 0.1 s"):
+            agent.meet_at(endpoint, hosts=False)
+
+
+def test_a_node_that_stood_by_until_the_end_ends_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's agent gives no result where the rendezvous is closed to a node beyond those that it takes."""
+
+    def closed(*_: object) -> None:
+        raise RendezvousGracefulExitError("closed")
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_invoke_run", closed)
+    options = _parser().parse_args(["--nnodes", "2", "--rdzv-id", "job", "job.py"])
+    store = HashStore()
+    assert run(_launch(options), agent.Place(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
+    assert "the other nodes, which did not need this one" in capsys.readouterr().err
 
 
 def test_a_name_that_only_this_machine_takes_for_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

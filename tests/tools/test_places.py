@@ -65,6 +65,24 @@ def test_a_folder_that_is_not_fit_is_passed_over(tmp_path: Path, monkeypatch: py
         RankFiles(unfit)
 
 
+def test_a_container_does_not_know_the_owner_of_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a user namespace has one user alone, root's /tmp belongs to number 65534, as all others' folders do."""
+    for name, content in (("USERS", "1000 1000 1\n"), ("OVERFLOW", "65534\n")):
+        (tmp_path / name).write_text(content)
+        monkeypatch.setattr(places, name, tmp_path / name)
+    parent = tmp_path / "tmp"
+    parent.mkdir()
+    parent.chmod(0o1777)
+    found = parent.stat()
+    outside = os.stat_result((*found[:4], 65534, *found[5:]))
+    monkeypatch.setattr(Path, "stat", lambda self, **_: outside if self == parent else found)
+    assert places._unfit(parent) == f"{parent} belongs to user 65534"
+    monkeypatch.setattr(places, "PLACES", (str(parent),))
+    assert places._unfit(parent) == ""
+    (tmp_path / "USERS").write_text("0 0 4294967295\n")
+    assert places._unfit(parent) == f"{parent} belongs to user 65534"
+
+
 def test_the_file_system_of_the_innermost_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     inner = tmp_path / "a b"

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import DistNetworkError, HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState, create_handler
 
+from megapar.errors import DistributedError
 from megapar.tools.rendezvous import JsonBackend, SignedStore, StateRefusedError, from_json, to_json
 from tests.support.intruder import Payload
 
@@ -171,6 +172,18 @@ def test_a_state_of_another_job_with_the_same_secret_is_refused() -> None:
     store.set(KEY, store.get("megapar.rendezvous.other").decode())
     with pytest.raises(StateRefusedError):
         backend.get_state()
+
+
+class Lost(HashStore):
+    """A store whose other end is gone."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise DistNetworkError("Connection reset by peer")
+
+
+def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
+    with pytest.raises(DistributedError, match="rendezvous of job job does not answer: Connection reset by peer"):
+        JsonBackend(Lost(), "job", None)
 
 
 def test_what_nodes_tell_each_other_in_a_round_is_signed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megapar.core.parent import started
 from megapar.tools.stopper import Stopped, Stopper, children
 from megapar.tools.waiting import Waiting
 from tests.support.command import Command
+from tests.support.process import finish, read_until
+from tests.support.process import start as run
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120
@@ -122,6 +126,16 @@ def test_who_insists_and_who_is_late_is_killed(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):  # the time after which nothing has become of that
         stopper._hear(0)
     assert (sent, ended) == ([signal.SIGTERM, *[signal.SIGKILL] * 3], [1])
+
+
+def test_processes_of_others_are_passed_over_whatever_they_call_themselves() -> None:
+    """PR_SET_NAME takes bytes that are no UTF-8: one such process on the machine kept a launcher from its ranks."""
+    name = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff\\xfe', 0, 0, 0)\n"
+    process = run(f"{name}print('named', flush=True); input()", stdin=subprocess.PIPE)
+    read_until(process, "named")
+    assert process.pid in children(os.getpid())
+    assert started(process.pid)
+    finish(process)
 
 
 def test_ranks_are_gone_when_the_launcher_is_killed(tmp_path: Path) -> None:

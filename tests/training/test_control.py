@@ -22,6 +22,21 @@ RANK = (
     "print('ready', flush=True)\n"
 )
 SAVES = "while not stop.received: signal.pause()\nprint('asked', flush=True); input(); print(stop.received)"
+# Standard error is a pipe that is full, as behind a pager.
+NOT_READ = """
+import sys
+from megapar.training.streams import make_patient
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+for size in (1 << 16, 1):
+    try:
+        while True: os.write(writer, bytes(size))
+    except BlockingIOError: pass
+os.set_blocking(writer, True)
+os.dup2(writer, 2)
+make_patient()
+print('full', flush=True)
+"""
 GROUPS = [
     ("SIGTERM", "SIGTERM", "SIGTERM"),
     ("SIGUSR1", "SIGTERM", "SIGHUP"),
@@ -63,6 +78,21 @@ def test_a_main_thread_that_is_stuck_ends_by_the_time_out(number: signal.Signals
     assert status == 1
     assert f"asked to stop by {number.name} 0.3 s ago (--stop-timeout), and stuck since" in out
     assert "in stick" in out
+
+
+def test_a_reader_of_standard_error_that_stands_still_keeps_nobody_from_ending() -> None:
+    """Neither the main thread, which is stuck, nor what reads the last words lets the rank go on."""
+    process = start(f"{RANK}{NOT_READ}stick()", environ={"MEGAPAR_STOP_TIMEOUT": "0.1"})
+    read_until(process, "stuck")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 1
+
+
+def test_who_insists_ends_a_rank_that_waits_for_its_reader() -> None:
+    process = start(f"{RANK}{NOT_READ}sys.stderr.write('never read')", environ={"AGAIN": "0"})
+    read_until(process, "full")
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 1
 
 
 def test_a_rank_that_saves_is_not_ended_by_its_own_time_out() -> None:

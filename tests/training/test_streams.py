@@ -49,6 +49,60 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     assert (stream.failures, stream.dropped) == (6, 4)
 
 
+def test_a_signal_whose_handler_writes_in_the_middle_of_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    stream, kept, inside = PatientStream(writer), os.write, [True]
+
+    def write(descriptor: int, data: bytes) -> int:
+        with memoryview(data):  # as the call itself holds it
+            if inside:
+                inside.clear()
+                stream.write("told by the handler\n")
+            return kept(descriptor, data)
+
+    monkeypatch.setattr(streams.os, "write", write)
+    stream.write("one\n")
+    stream.write("two\n")
+    assert b"told by the handler\n" in os.read(reader, 100)
+    assert stream.failures == 0
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_process_without_standard_output_writes_into_no_file_of_its_own(tmp_path: Path, name: str) -> None:
+    body = (
+        "import os, sys; from megapar.training.streams import make_patient\n"
+        f"make_patient(); file = open({str(tmp_path / 'file')!r}, 'wb')\n"
+        f"print('said', file=sys.{name}, flush=True); os.system('echo said; echo said >&2')\n"
+        "from megapar.core.listener import tell; tell('told')\n"
+    )
+    number = {"stdout": 1, "stderr": 2}[name]
+    line = f'exec {sys.executable} -c "$0" {number}>&-'
+    job = subprocess.run(["sh", "-c", line, body], cwd=Path(__file__).parents[2], capture_output=True, timeout=60)
+    assert (job.returncode, (tmp_path / "file").read_bytes()) == (0, b"")
+    assert b"Traceback" not in job.stderr
+
+
+def test_what_failed_before_does_not_keep_a_stream_from_being_patient() -> None:
+    body = (
+        "import sys; from contextlib import suppress; from megapar.training.streams import make_patient\n"
+        "with suppress(OSError): print('early', file=sys.stderr, flush=True)\n"
+        "make_patient(); print('late', file=sys.stderr, flush=True)\n"
+        "print(sys.stderr.failures)"
+    )
+    with open("/dev/full", "wb") as full:
+        job = subprocess.run(
+            [sys.executable, "-c", body],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=60,
+        )
+    assert job.returncode == 0
+    assert int(job.stdout) > 0
+
+
 def test_a_process_ends_well_whose_reader_is_gone() -> None:
     body = (
         "import sys; from megapar.training.streams import make_patient, stream_failures; make_patient()\n"
