@@ -10,6 +10,7 @@ from megapar.config.latest_name import newest_of, of_name, read_latest
 from megapar.config.suspects import suspects
 
 MAX_BYTES = 1 << 20
+MAX_SCALARS_BYTES = 1 << 24  # data is named in them: some 180 bytes a source, for every stretch with other data
 LAYOUT, SCALARS = "layout.json", "scalars.json"
 
 
@@ -50,7 +51,7 @@ def stored_scalars(folder: Path) -> dict[str, Any]:
     """What ``scalars.json`` of a checkpoint says, unverified; {} where that is not to be had at a glance."""
     try:
         with (folder / SCALARS).open("rb") as file:
-            found = json.loads(file.read(MAX_BYTES))
+            found = json.loads(file.read(MAX_SCALARS_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -24,6 +24,7 @@ from megapar.data.indexed import without_suffix
 from megapar.data.prepared import hashes_path, index_hash
 from megapar.data.remembered import Unread, remembered
 from megapar.data.source import MOCK, open_sources
+from megapar.errors import DataError
 
 BLOCKS = 64  # of a file of tokens that are looked at, of
 BLOCK_BYTES = 1 << 20
@@ -73,6 +74,8 @@ def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
         value = _indexed(group.paths[0], may_read) if group.indexed else _texts(group.paths, field, may_read)
     except Unread as unread:
         return Fingerprint(names, None, group.weight, cut, unread.bytes)
+    except OSError as error:
+        raise DataError(f"{names}: cannot be read: {error}") from error
     return Fingerprint(names, value, group.weight, cut)
 
 
@@ -126,14 +129,20 @@ def _blocks(tokens: Path) -> str:
 
 
 def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
-    """Of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers."""
+    """Of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers.
+
+    Raises DataError.
+    """
     path = Path(name)
-    if path.is_file():
-        parts = ["file", str(path.stat().st_size)]
-    elif path.is_dir():
-        parts = ["folder", *_listed(path)]
-    else:
-        parts = ["name", name, *_cached(name)]
+    try:
+        if path.is_file():
+            parts = ["file", str(path.stat().st_size)]
+        elif path.is_dir():
+            parts = ["folder", *_listed(path)]
+        else:
+            parts = ["name", name, *_cached(name)]
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error}") from error
     return Fingerprint(name, digest(*parts, field), None, BY_POSITION)
 
 

@@ -112,13 +112,13 @@ class Guards:
         return found
 
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
-        """What is to run after an iteration. saved: a save follows, or the run's end."""
+        """What is to run after an iteration. saved: a save follows, or the run's end, be it before the first step."""
         self._iteration = iteration
         return [
             guard
             for guard in self._guards
             if guard.enabled
-            and ((saved and guard.before_saves) or iteration % guard.interval == 0)
+            and (guard.before_saves if saved else iteration % guard.interval == 0)
             and self._ran[guard.name] != iteration
         ]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megapar.config.suspects import RECORD, Blamed, Fault
-from megapar.core.checkpoint.folder import sync_folder
 from megapar.core.checkpoint.shard_file import write_bytes
+from megapar.core.durable import sync_folder
 from megapar.core.world import World
 from megapar.errors import CorruptionError, TrainingError
 

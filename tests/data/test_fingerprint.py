@@ -11,6 +11,7 @@ from megapar.data import fingerprint
 from megapar.data.fingerprint import BY_POSITION, BY_TEXT, fingerprint_of_dataset, fingerprints_of
 from megapar.data.indexed import IndexedDatasetBuilder
 from megapar.data.source import open_sources, sources_hash
+from megapar.errors import DataError
 
 
 def _values(*paths: str, may_read: bool = True) -> list[str | None]:
@@ -60,6 +61,17 @@ def test_indexed_files_are_known_by_index_length_and_blocks(
         (tmp_path / "long.bin").write_bytes(changed)
         os.utime(tmp_path / "long.bin", ns=(1, place + 10))
         assert (_values(str(tmp_path / "long")) != seen) is told
+
+
+def test_what_cannot_be_read_is_an_error_of_the_data(tmp_path: Path, fresh_cache: Path) -> None:
+    one = _tokens(tmp_path / "a", 5, 6)
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(DataError, match=r"a: cannot be read: .*a\.bin"):
+        fingerprints_of([one])
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "0.parquet").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"rows: cannot be read: .*0\.parquet"):
+        fingerprint_of_dataset(str(tmp_path / "rows"))
 
 
 def test_text_and_tokens_without_weights_are_one_source(tmp_path: Path, fresh_cache: Path) -> None:

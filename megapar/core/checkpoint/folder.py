@@ -161,7 +161,8 @@ def name_aside(folder: Path, owner: Owner | None) -> Path:
 def candidates(root: Path) -> tuple[list[Path], str]:
     """(the checkpoints to try when a run resumes, best first; what is wrong with ``latest``, or "").
 
-    The one that ``latest`` names and then older ones; where it names none, all of them, newest first.
+    The one that ``latest`` names and then older ones; where it names none, all of them, newest first. Of an iteration
+    that was saved again the earlier ones come last of all: the run had turned back before it, and left their line.
     """
     problem = ""
     try:
@@ -171,7 +172,9 @@ def candidates(root: Path) -> tuple[list[Path], str]:
     paths = [path for same in every_checkpoint(root).values() for path in same]
     if named is None and paths and not problem:
         problem = f"{root} has checkpoints, but no file {LATEST} that names one"
-    return (paths[: paths.index(named) + 1] if named in paths else paths)[::-1], problem
+    upto = paths[: paths.index(named) + 1] if named in paths else paths
+    newest = {iteration_of(path): path for path in upto}.values()
+    return [*(path for path in upto if path not in newest), *newest][::-1], problem
 
 
 def keep_newest(

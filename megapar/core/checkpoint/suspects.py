@@ -9,6 +9,7 @@ from megapar.config.latest_name import LATEST
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.owner import Owner
+from megapar.core.durable import sync_folder
 from megapar.errors import CheckpointError
 
 
@@ -24,7 +25,7 @@ def set_aside(root: Path, after: int, upto: int, owner: Owner | None) -> list[Pa
         _take_back(root, [paths[-1] for at, paths in every.items() if at <= after], found, owner)
         renamed = [path.rename(_free(path.with_name(f"{path.name}.suspect"))) for path in found]
         if renamed:
-            folders.sync_folder(root)
+            sync_folder(root)
     except OSError as error:
         raise CheckpointError(f"checkpoints under {root} cannot be set aside: {error}") from error
     return renamed
@@ -36,7 +37,7 @@ def put_away(root: Path, iteration: int) -> None:
         path = root / RECORD
         if path.exists():
             path.rename(_free(path.with_name(f"{path.stem}-{iteration:07d}{path.suffix}")))
-            folders.sync_folder(root)
+            sync_folder(root)
     except OSError as error:
         raise CheckpointError(f"{root / RECORD} cannot be renamed: {error}") from error
 

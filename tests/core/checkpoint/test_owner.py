@@ -51,6 +51,18 @@ def test_epochs_rise_and_outlive_the_notes(tmp_path: Path) -> None:
         assert owner.epoch == 3
 
 
+def test_a_run_that_resumes_tries_its_own_line_before_what_it_turned_back_from(tmp_path: Path) -> None:
+    """The second owner went back to 2; what the first one had saved as 4 is an earlier checkpoint of another way."""
+    for steps in ((2, 4), (3, 4, 5)):
+        with owning(tmp_path) as owner:
+            for step in steps:
+                save(owner, step)
+    tried = ["iter_0000005", "iter_0000004.e2", "iter_0000003", "iter_0000002", "iter_0000004"]
+    assert [path.name for path in folders.candidates(tmp_path)[0]] == tried
+    (tmp_path / "latest").write_text("iter_0000004\n")  # a person says so
+    assert [path.name for path in folders.candidates(tmp_path)[0]] == [tried[-1], *tried[2:4]]
+
+
 def test_an_owner_that_is_seen_alive_is_named_at_once(tmp_path: Path) -> None:
     waiting = Waiting()
     with owning(tmp_path, process=ELSEWHERE, name="big-run") as owner:
