@@ -5,7 +5,10 @@ Checkpoints have theirs in tests/core/checkpoint, indexed data and safetensors i
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, parse
-from megapar.config.published import flags_of
+from megapar.config.class_defaults import CLASS_DEFAULTS
+from megapar.config.published import ARCHITECTURES, Unsupported, flags_of
 from megapar.config.published import read_config as read_published
-from megapar.config.stored import stored_schedule
+from megapar.config.published_types import CHECKS, wrong_values
+from megapar.config.stored import stored_facts, stored_scalars, stored_schedule
+from megapar.core.checkpoint import layout
+from megapar.core.checkpoint.folder import candidates
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, DataError
+from megapar.errors import CheckpointError, ConfigError, DataError
+from megapar.tools.translation.source import UnreadableError, read_source
 
 ONE_FILE = [HealthCheck.function_scoped_fixture]
 JSON = st.recursive(
@@ -69,6 +77,54 @@ def test_a_configuration_that_doubles_itself_takes_no_memory(tmp_path: Path) -> 
         parse("moe", ["--config", str(path)], {})
 
 
+def test_aliases_are_refused_where_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    lines = ["a0: &a0 [lol, lol]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
+    path.write_text("\n".join([*lines, "seed: *a59"]))
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"line 2, column 10: aliases \(\*a0\) are not read") as caught:
+        parse("moe", ["--config", str(path)], {})
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(UnreadableError, match="aliases"):
+        read_source(path, {}, ())
+    assert time.monotonic() - start < 10
+
+
+def test_a_value_of_any_size_is_told_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    for value in ("[" * 400 + "]" * 400, "x" * 10**4, "[" + "1, " * 1000 + "1]"):
+        path.write_text(f"seed: {value}\nlr: {value}\n")
+        with pytest.raises(ConfigError) as caught:
+            parse("moe", ["--config", str(path)], {})
+        assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "too large"])
+def test_special_and_endless_files_are_refused_at_once(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    place = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "too large": _huge}[kind]
+    for name in ("c.yaml", "config.json", "iter_0000001/layout.json", "iter_0000001/scalars.json", "latest"):
+        place(tmp_path / name)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"c\.yaml cannot be read"):
+        parse("moe", ["--config", str(tmp_path / "c.yaml")], {})
+    with pytest.raises(Unsupported, match="cannot be read"):
+        read_published(tmp_path)
+    assert stored_facts(tmp_path, 1) is None
+    assert stored_scalars(folder) == {}
+    with pytest.raises(CheckpointError, match=r"layout\.json"):
+        layout.read(folder)
+    found, problem = candidates(tmp_path)
+    assert "latest" in problem or not found
+    assert time.monotonic() - start < 10
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(8 << 30)
+
+
 SMALL_MODEL = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "num_attention_heads": 4, "hidden_size": 64},
     **{"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 256},
@@ -82,16 +138,26 @@ SMALL_MODEL = {
     [
         ("architectures", [["x"]], "architectures is"),
         ("architectures", 3, "architectures is 3"),
-        ("hidden_size", "a", "of another kind"),
-        ("rope_scaling", [1], "of another kind"),
-        ("sliding_window", "a", "of another kind"),
-        ("rms_norm_eps", "a", "of another kind"),
-        ("num_experts_per_tok", "a", "of another kind"),
-        ("num_attention_heads", 0, "of another kind"),
-        ("num_hidden_layers", -3, "--num-layers is at least 1"),
-        ("num_hidden_layers", 2.5, "--num-layers takes a whole number"),
-        ("vocab_size", None, "--vocab-size takes a whole number"),
-        pytest.param("hidden_size", 10**399, "--hidden-size takes a whole number", id="400 digits"),
+        ("hidden_size", "a", "hidden_size is 'a', where a whole number from 1 on is needed"),
+        ("rope_scaling", [1], "rope_scaling is [1], where an object or null is needed"),
+        ("sliding_window", "a", "sliding_window is 'a'"),
+        ("rms_norm_eps", "a", "rms_norm_eps is 'a', where a number from 0 to 1"),
+        ("num_experts_per_tok", "a", "num_experts_per_tok is 'a'"),
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("num_hidden_layers", -3, "num_hidden_layers is -3"),
+        ("num_hidden_layers", 2.5, "num_hidden_layers is 2.5, where a whole number"),
+        ("vocab_size", None, "vocab_size is None"),
+        pytest.param("hidden_size", 10**399, "a number of about 400 digits", id="400 digits"),
+        ("rope_theta", float("nan"), "rope_theta is nan, where a number above 0"),
+        ("rope_theta", float("inf"), "rope_theta is inf"),
+        pytest.param("rope_theta", 10**400, "rope_theta is a number of about 401 digits", id="theta of 401 digits"),
+        ("rope_parameters", {"rope_theta": float("nan")}, "an object whose rope_theta is a number above 0"),
+        ("rms_norm_eps", -1e-6, "rms_norm_eps is -1e-06"),
+        ("num_hidden_layers", True, "num_hidden_layers is True"),
+        ("tie_word_embeddings", "no", "tie_word_embeddings is 'no', where true or false is needed"),
+        ("mlp_only_layers", {"a": 1}, "mlp_only_layers is {'a': 1}, where a list of whole numbers"),
+        ("attention_dropout", 7, "attention_dropout is 7, where a number from 0 to 1"),
+        ("hidden_act", ["silu"], "hidden_act is ['silu'], where a text"),
     ],
 )
 def test_one_odd_value_of_a_published_model_is_refused(tmp_path: Path, key: str, value: object, said: str) -> None:
@@ -102,6 +168,32 @@ def test_one_odd_value_of_a_published_model_is_refused(tmp_path: Path, key: str,
     with pytest.raises(ConfigError, match="load-hf") as caught:
         parse("moe", ["--load-hf", str(tmp_path)], {})
     assert said in str(caught.value)
+
+
+def test_all_wrong_values_of_a_published_model_are_told_at_once() -> None:
+    with pytest.raises(Unsupported) as caught:
+        flags_of({**SMALL_MODEL, "hidden_size": "a" * 10**6, "vocab_size": -1, "rope_theta": [[[[[[1]]]]]]})
+    said = str(caught.value)
+    assert "hidden_size is" in said
+    assert "vocab_size is -1" in said
+    assert "rope_theta is [[[[...]]]]" in said
+    assert len(said) < 1000
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=st.dictionaries(st.sampled_from(sorted(CHECKS)), JSON, max_size=3))
+def test_any_values_of_a_published_model_are_taken_or_refused(values: dict[str, object]) -> None:
+    with contextlib.suppress(Unsupported):
+        flags_of({**SMALL_MODEL, **values})
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.endswith("MaskedLM")])
+def test_whatever_a_class_leaves_out_has_a_value_that_is_right(name: str) -> None:
+    assert wrong_values(name, CLASS_DEFAULTS[name]) == []
+
+
+def test_a_setting_of_another_class_means_nothing() -> None:
+    assert flags_of({**SMALL_MODEL, "moe_k": None, "moe_num_experts": 0})[1]["num_experts"] == 4
 
 
 def test_a_published_model_as_deep_as_a_well_is_refused(tmp_path: Path) -> None:

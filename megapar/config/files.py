@@ -12,6 +12,7 @@ from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.latest_name import of_name
+from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.config.stored import LAYOUT
 from megapar.config.suspects import suspects
 from megapar.config.vocab_size import check_vocabulary
@@ -139,7 +140,7 @@ def _published(path: Path) -> Iterator[Complaint]:
         )
         return
     try:
-        index = json.loads((path / _HF_INDEX).read_text(encoding="utf-8"))
+        index = json.loads(read_regular(path / _HF_INDEX, INDEX_BYTES))
         lacking = sorted(name for name in set(index["weight_map"].values()) if not (path / name).exists())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # without one, or with one that the run refuses
         return

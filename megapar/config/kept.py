@@ -8,6 +8,7 @@ from pathlib import Path
 from megapar.config.draft import Draft
 from megapar.config.files import saved_steps
 from megapar.config.launched import starts_before
+from megapar.config.regular_file import read_regular
 
 FOLDER = "tokenizer"
 FACTS = "megapar.json"
@@ -17,7 +18,7 @@ _MOCK = ("mock",)
 def kept_fingerprint(folder: Path) -> str | None:
     """Of the tokenizer in a folder that ``data.kept_tokenizer.keep`` wrote; None where it did not."""
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads(read_regular(folder / FACTS))
     except (OSError, ValueError, RecursionError):
         return None
     found = facts.get("fingerprint") if isinstance(facts, dict) else None

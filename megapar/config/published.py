@@ -9,6 +9,9 @@ from typing import Any
 
 from megapar.config.class_defaults import CLASS_DEFAULTS
 from megapar.config.config import FLAGS
+from megapar.config.published_types import wrong_values
+from megapar.config.regular_file import read_regular
+from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
 
 Json = Mapping[str, Any]
@@ -25,7 +28,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise Unsupported(f"{folder} holds no config.json, which every published model has")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error
     if not isinstance(found, dict):
@@ -39,8 +42,11 @@ def flags_of(config: Json) -> tuple[str, Flags]:
     kind, read = ARCHITECTURES[name]
     if config.get("quantization_config"):
         raise Unsupported("quantization_config is set: the weights are rounded; give the folder they were made from")
+    whole = {**CLASS_DEFAULTS[name], **config}
+    if wrong := wrong_values(name, whole):
+        raise Unsupported(f"config.json of this {name}: {'; '.join(wrong)}")
     try:
-        found = read({**CLASS_DEFAULTS[name], **config})
+        found = read(whole)
         return kind, {flag: convert(FLAGS[flag], value) for flag, value in found.items()}
     except Unsupported:
         raise
@@ -58,14 +64,14 @@ def architecture(config: Json) -> str:
     listed = names if isinstance(names, list) else []
     found = next((name for name in listed if isinstance(name, str) and name in ARCHITECTURES), None)
     if found is None:
-        raise Unsupported(f"architectures is {names}; known are {', '.join(ARCHITECTURES)}")
+        raise Unsupported(f"architectures is {shown(names)}; known are {', '.join(ARCHITECTURES)}")
     return str(found)
 
 
 def remarks(config: Json) -> list[str]:
     """What config.json asks of training that is not done here, in sentences."""
     noise = config.get("router_jitter_noise")
-    return [f"router_jitter_noise is {noise}, and the router's inputs get no noise here"] if noise else []
+    return [f"router_jitter_noise is {shown(noise)}, and the router's inputs get no noise here"] if noise else []
 
 
 def _decoder(config: Json) -> Flags:
@@ -73,7 +79,9 @@ def _decoder(config: Json) -> Flags:
     theta = rope.get("rope_theta") or config["rope_theta"]
     _must(config, "hidden_act", "silu")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise Unsupported(f"rope is of type {rope.get('rope_type', rope.get('type'))}, where only the default is built")
+        raise Unsupported(
+            f"rope is of type {shown(rope.get('rope_type', rope.get('type')))}, where only the default is built"
+        )
     window = config.get("sliding_window")
     if window is not None and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
         raise Unsupported(f"sliding_window is {window}, and attention here sees everything before it")
@@ -152,7 +160,7 @@ def _qwen3_moe(config: Json) -> Flags:
     _must(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
-        raise Unsupported(f"mlp_only_layers is {dense}, where only leading layers may be dense")
+        raise Unsupported(f"mlp_only_layers is {shown(dense)}, where only leading layers may be dense")
     experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     more = {"first_k_dense": len(dense), "qk_norm": True}
     width = config["moe_intermediate_size"]
@@ -182,7 +190,7 @@ def _ernie(config: Json) -> Flags:
 def _must(config: Json, name: str, value: Any) -> None:
     found = config.get(name, value)
     if found != value:
-        raise Unsupported(f"{name} is {found!r}, where {value!r} is built")
+        raise Unsupported(f"{name} is {shown(found)}, where {value!r} is built")
 
 
 ARCHITECTURES: Mapping[str, tuple[str, Callable[[Json], Flags]]] = {

@@ -17,6 +17,9 @@ from megapar.config.flag import normal as normal
 from megapar.config.help import default_text
 from megapar.config.hints import near_flag, near_path, of_block
 from megapar.config.paths import expand, expanded
+from megapar.config.regular_file import read_regular_text
+from megapar.config.shown import shown
+from megapar.config.text_form import MAX_BYTES, loader
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
 
 YAML_FORM = "Every setting is a line `key: value` that begins at the left margin; no tabs."
@@ -231,8 +234,7 @@ def about(paths: Sequence[str]) -> About:
 def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
     """The keys and values of a YAML file, none after a complaint. PyYAML is imported here and nowhere else."""
     try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
+        text = read_regular_text(path, MAX_BYTES)
     except FileNotFoundError:
         draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
         return []
@@ -266,7 +268,7 @@ def _take_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: 
         return
     if spelling.value is not None:
         if not isinstance(value, bool):
-            draft.complain("value", f"{spelling.text} takes true or false, got {value!r}.")
+            draft.complain("value", f"{spelling.text} takes true or false, got {shown(value)}.")
         elif value:
             assign(draft, spelling, spelling.value, origin)
         elif not spelling.flag.takes_value:
@@ -279,7 +281,9 @@ def _load_pairs(text: str) -> Pairs:
     """The mapping of a YAML file. Raises yaml.YAMLError, ValueError, RecursionError."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    base: Any = loader(yaml.SafeLoader)
+
+    class Loader(base):
         """Whole numbers stay texts, which the flags read: to YAML 3:4 is 184, and 010 is 8."""
 
     def pairs_of(node: yaml.MappingNode) -> Pairs:
@@ -289,8 +293,8 @@ def _load_pairs(text: str) -> Pairs:
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=merged.start_mark)
         return Pairs(
             (
-                str(loader.construct_object(k, deep=True)),
-                pairs_of(v) if isinstance(v, yaml.MappingNode) else loader.construct_object(v, deep=True),
+                str(reader.construct_object(k, deep=True)),
+                pairs_of(v) if isinstance(v, yaml.MappingNode) else reader.construct_object(v, deep=True),
             )
             for k, v in node.value
         )
@@ -299,16 +303,16 @@ def _load_pairs(text: str) -> Pairs:
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    loader = Loader(text)
+    reader = Loader(text)
     try:
-        node = loader.get_single_node()
+        node = reader.get_single_node()
         if node is None:
             return Pairs()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError("the top level is not made of key: value lines")
         return pairs_of(node)
     finally:
-        loader.dispose()
+        reader.dispose()
 
 
 def let_mock_data_win(draft: Draft) -> None:

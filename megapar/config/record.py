@@ -13,7 +13,19 @@ JSONL = (".jsonl", ".json", ".ndjson")
 FIELD = "text"
 """The field of a JSONL record, and the column of a parquet file, that holds the document."""
 
+LONGEST_LINE = 1 << 24
+"""Bytes of a record or a line. Tokenising takes some 50 times as much memory as a document has; a long book has a third
+of this."""
+
 _BYTE_ORDER_MARK = "\ufeff"  # json takes it from bytes, and not from text
+
+
+def too_long(place: str, limit: int = LONGEST_LINE) -> DataError:
+    """Of a line, or a document of several, with more bytes than are read at once. place: for messages."""
+    return DataError(
+        f"{place}: it has more than {limit:,} bytes, the most that are read as one document; cut it into several, or "
+        "give --on-bad-record skip"
+    )
 
 
 def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 from megapar.config.files import saved_steps
 from megapar.config.latest_name import newest_of
 from megapar.config.launched import job_id, starts_before
+from megapar.config.regular_file import read_regular
+from megapar.config.stored import MAX_BYTES
 from megapar.errors import Complaint
 
 
@@ -75,8 +77,8 @@ def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Co
 def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:
     """Whether this very job has saved a checkpoint."""
     try:
-        saved = json.loads((folder / "scalars.json").read_text(encoding="utf-8")).get("job")
-    except (OSError, ValueError, AttributeError):
+        saved = json.loads(read_regular(folder / "scalars.json", MAX_BYTES)).get("job")
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False
     return bool(job_id(environ)) and saved == job_id(environ)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.latest_name import newest_of, of_name, read_latest
+from megapar.config.regular_file import open_regular, read_regular
 from megapar.config.suspects import suspects
 
 MAX_BYTES = 1 << 20
@@ -26,7 +27,7 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
         folder = root / named
         if iteration is not None and not folder.exists():
             folder = suspects(root).get(iteration, folder)
-        with (folder / LAYOUT).open("rb") as file:
+        with open_regular(folder / LAYOUT) as file:
             head = file.read(MAX_BYTES).split(b"\n", 4)
         text = next(line for line in head if line.startswith(b'"model": '))
         facts = json.loads(text.partition(b": ")[2].rstrip(b","))
@@ -50,8 +51,7 @@ def stored_schedule(folder: Path) -> dict[str, Any] | None:
 def stored_scalars(folder: Path) -> dict[str, Any]:
     """What ``scalars.json`` of a checkpoint says, unverified; {} where that is not to be had at a glance."""
     try:
-        with (folder / SCALARS).open("rb") as file:
-            found = json.loads(file.read(MAX_SCALARS_BYTES))
+        found = json.loads(read_regular(folder / SCALARS, MAX_SCALARS_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -7,6 +7,7 @@ from typing import Any
 
 from megapar.config.flag import SWITCH, Flag
 from megapar.config.hints import near_choice, plain_number
+from megapar.config.shown import shown
 
 MAX_INT = 2**63 - 1
 """No larger whole number can be a size, a count or a seed: tensors keep them in 64 bits."""
@@ -51,7 +52,7 @@ def _bool(flag: Flag, raw: Any) -> bool:
         return raw
     text = str(raw).lower()
     if text not in TRUE + FALSE:
-        raise BadValue("value", f"{flag.spelling} takes true or false, got {raw!r}.")
+        raise BadValue("value", f"{flag.spelling} takes true or false, got {shown(raw)}.")
     return text in TRUE
 
 
@@ -74,7 +75,7 @@ def _shown(values: tuple[Any, ...]) -> str:
 
 def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
     if isinstance(raw, (list, tuple, dict)) or raw is None:
-        raise BadValue("value", f"{flag.spelling} takes {wanted(flag)}, got {raw!r}.")
+        raise BadValue("value", f"{flag.spelling} takes {wanted(flag)}, got {shown(raw)}.")
     if kind in ("str", "switch"):
         if isinstance(raw, bool):
             return _word_of(flag, raw)
@@ -96,7 +97,7 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         words = "".join(f" or {word}" for word in flag.words)
         fix = plain_number(str(raw), flag.unit)
-        raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {raw!r}.", fix) from None
+        raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {shown(raw)}.", fix) from None
 
 
 def _word_of(flag: Flag, raw: bool) -> str:
@@ -118,7 +119,7 @@ def _chosen(flag: Flag, value: Any) -> Any:
     texts = [str(choice) for choice in choices]
     fix = near_choice(str(value), texts)
     legal = ", ".join(texts)
-    raise BadValue("choice", f"{flag.spelling} is one of {legal}; got {value!r}.", fix)
+    raise BadValue("choice", f"{flag.spelling} is one of {legal}; got {shown(value)}.", fix)
 
 
 def _bounded(flag: Flag, value: Any) -> Any:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.errors import Complaint
 
 TRAINED_SIZE = 4096
@@ -104,8 +105,8 @@ def _fast(path: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 def _sentencepiece(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     try:
-        pieces = [_text(piece) for piece in _fields(path.read_bytes(), 1)]
-    except (IndexError, UnicodeDecodeError) as error:
+        pieces = [_text(piece) for piece in _fields(read_regular(path, INDEX_BYTES), 1)]
+    except (IndexError, UnicodeDecodeError, OSError) as error:
         raise BadTokenizer(f"{path} is not a sentencepiece model") from error
     if not pieces:
         raise BadTokenizer(f"{path} is not a sentencepiece model (it has no pieces)")
@@ -150,7 +151,9 @@ def _content(value: Any) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path, INDEX_BYTES))
+    except OSError as error:
+        raise BadTokenizer(f"{path} cannot be read ({error})") from error
     except (ValueError, RecursionError) as error:
         raise BadTokenizer(f"{path} is not JSON ({error})") from error
     if not isinstance(found, dict):

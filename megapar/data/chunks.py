@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megapar.config.data_files import is_compressed, opened
-from megapar.config.record import FIELD, checked_text, decoded, text_of_line
+from megapar.config.record import FIELD, LONGEST_LINE, checked_text, decoded, text_of_line, too_long
 from megapar.data.source import BadRecords, BuiltinSource, JsonlFile, ParquetFile, Source, TextFile, open_sources
 from megapar.errors import DataError
 
@@ -101,40 +101,44 @@ class _Lines:
         self._given = 0
         self._before: int | None = None
 
-    def texts(self) -> Iterator[str | bytes]:
+    def texts(self) -> Iterator[str | bytes | None]:
         """Those that begin in the chunk, decoded; the lines of a block that is not UTF-8 are given as they are.
 
-        A block is decoded at once and cut then, which takes half the time of its lines one by one.
+        None stands for a line of more than LONGEST_LINE bytes, of which no more is held. A block is decoded at once and
+        cut then, which takes half the time of its lines one by one.
         """
         with opened(Path(self._path)) as file:
             place = self._seek(file)
             while (left := self._last - place) > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
-                if not block.endswith(b"\n"):
-                    block += file.readline()
-                place += len(block)
-                block = block.removesuffix(b"\n")
-                try:
-                    lines: Sequence[str | bytes] = block.decode().split("\n")
-                except UnicodeDecodeError:
-                    lines = block.split(b"\n")
-                for line in lines:
+                rest, size = (b"", 0) if block.endswith(b"\n") else _rest_of_line(file)
+                place += len(block) + size
+                last = block.rfind(b"\n") + 1
+                long = size > 0 and len(block) - last + size > LONGEST_LINE
+                block = block[:last] if long else block + rest
+                for line in _cut(block) if block else ():
                     self._given += 1
                     yield line
+                if long:
+                    self._given += 1
+                    yield None
 
-    def places(self) -> Iterator[tuple[int, bytes]]:
-        """(place of the first byte, line) to the end of the file."""
+    def places(self) -> Iterator[tuple[int, bytes | None]]:
+        """(place of the first byte, line) to the end of the file; None for a line that is too long."""
         with opened(Path(self._path)) as file:
             place = self._seek(file)
-            for line in file:
+            while True:
+                line, size = _rest_of_line(file)
+                if not size:
+                    return
                 self._given += 1
-                yield place, line
-                place += len(line)
+                yield place, line if size <= LONGEST_LINE else None
+                place += size
 
     def _seek(self, file: IO[bytes]) -> int:
         """To the first line that begins in the chunk or behind it; its place."""
         if self._first:
             file.seek(self._first - 1)
-            file.readline()
+            _rest_of_line(file)
             self._first = file.tell()
         return self._first
 
@@ -145,9 +149,30 @@ class _Lines:
         return DataError(f"{self._path}, line {self._before + self._given}{error}")
 
 
+def _rest_of_line(file: IO[bytes]) -> tuple[bytes, int]:
+    """(what is left of the line in which the file stands, its bytes); of a line that is too long the beginning."""
+    line = file.readline(LONGEST_LINE + 1)
+    size, piece = len(line), line
+    while len(line) > LONGEST_LINE and piece and not piece.endswith(b"\n"):
+        piece = file.readline(_BLOCK_BYTES)
+        size += len(piece)
+    return line, size
+
+
+def _cut(block: bytes) -> Sequence[str | bytes]:
+    block = block.removesuffix(b"\n")
+    try:
+        return block.decode().split("\n")
+    except UnicodeDecodeError:
+        return block.split(b"\n")
+
+
 def _jsonl(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
     lines = _Lines(chunk)
     for line in lines.texts():
+        if line is None:
+            bad.take(lines.refuse(too_long("")))
+            continue
         if not (line.strip(_WHITE_SPACE) if isinstance(line, str) else line.strip()):
             continue
         try:
@@ -162,6 +187,9 @@ def _jsonl(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
 def _lines(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
     lines = _Lines(chunk)
     for line in lines.texts():
+        if line is None:
+            bad.take(lines.refuse(too_long("")))
+            continue
         try:
             text = line if isinstance(line, str) else decoded(line, "")
         except DataError as error:
@@ -175,15 +203,20 @@ def _blank(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
     """From the first blank line in the chunk (or the file's begin) to the first one behind the chunk."""
     lines = _Lines(chunk)
     document: list[str] = []
-    inside = chunk.first == 0
+    held, inside = 0, chunk.first == 0
     for place, line in lines.places():
-        if line.strip():
-            if inside:
+        if line is None or line.strip():
+            held += LONGEST_LINE + 1 if line is None else len(line)
+            if inside and held > LONGEST_LINE:  # the rest up to a blank line goes with it
+                bad.take(lines.refuse(too_long("")))
+                document, inside = [], False
+            elif inside and line is not None:
                 try:
                     document.append(decoded(line, "").rstrip())
                 except DataError as error:
                     bad.take(lines.refuse(error))
             continue
+        held = 0
         if document:
             yield "\n".join(document)
             document = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megapar.errors import DataError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -54,4 +56,10 @@ class PieceCounts:
         import numpy as np
 
         lengths = np.diff(np.asarray(self._offsets[first : last + 1], dtype=np.int64))
+        if (lengths < 0).any():
+            document = first + int(np.argmax(lengths < 0))
+            raise DataError(
+                f"document {document} of the corpus ends {-int(lengths[document - first])} tokens before it begins: "
+                "its index is damaged, and megapar data check PREFIX says where"
+            )
         return self._pieces_of(lengths)

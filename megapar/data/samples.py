@@ -97,8 +97,16 @@ class DocumentWindows:
 
         document, part, _ = self._counts.find(number)
         start, end = (int(n) for n in self._store.offsets[document : document + 2])
-        start += part * self._length
-        return np.asarray(self._store.tokens[start : min(start + self._length + 1, end)], dtype=np.int64)
+        begin = start + part * self._length
+        until = min(begin + self._length + 1, end)
+        ids = np.asarray(self._store.tokens[begin:until], dtype=np.int64)
+        if len(ids) != until - begin or len(ids) < 2:
+            have = len(self._store.tokens)
+            raise DataError(
+                f"document {document} of the corpus is tokens {start} to {end}, where there are {have}: its index is "
+                "damaged, and megapar data check PREFIX says where"
+            )
+        return ids
 
 
 class PieceOrder(Protocol):

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, ShardFile
 from megapar.errors import CheckpointError
@@ -177,7 +178,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor -> plain name of its file. Raises CheckpointError."""
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads(read_regular(index, INDEX_BYTES))["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is damaged: {str(error)[:200]}") from error
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):

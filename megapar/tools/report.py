@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.draft import is_given
+from megapar.config.regular_file import read_regular
 from megapar.config.report import refusal
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.units import GIBIBYTE
@@ -24,6 +25,7 @@ from megapar.tools import chart
 from megapar.tools.parser import Parser
 
 COLUMNS = 80
+_MOST_BYTES = 1 << 30  # of a trace
 _SAID = '<tr class="flag">'
 SHOWN_RANKS = 512
 STYLE = """body{font:14px system-ui,sans-serif;margin:24px auto;max-width:1180px;color:#111}h1{font-size:22px}
@@ -55,7 +57,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(folder: Path) -> str:
-    """The page. Raises ConfigError where there are no metrics."""
+    """The page. Raises ConfigError where there are no metrics, or files that no run has written."""
+    try:
+        return _page(folder)
+    except OSError as error:
+        raise ConfigError([Complaint("run-folder", f"{folder} cannot be read: {error}.")]) from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        # The page looks at hundreds of values; that one of them is of another kind says all that there is to say.
+        message = f"{folder} holds what no run has written: {type(error).__name__}, {str(error)[:200]}."
+        raise ConfigError([Complaint("run-folder", message, "Give a folder as a run has left it.")]) from error
+
+
+def _page(folder: Path) -> str:
     path, records = _metrics(folder)
     facts = _object(folder / "run.json")
     experts = _lines(path.with_name(path.stem + ".experts.jsonl"))
@@ -98,16 +111,18 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
-        except ValueError:  # the last line of a run that was killed
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # the last line of a run that was killed
             continue
+        if isinstance(record, dict):
+            found.append(record)
     return found
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_regular(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Checkpoints:
         """What lies before the place that a run goes on from is its own, where it saves there too."""
         if self._options.save and source.root == Path(self._options.save):
             step = None if source.own else self._options.ckpt_step
-            paths = self._allowed(source.root, folders.candidates(source.root)[0])
+            paths = self._candidates(source.root)[0]
             self._line |= {path.name for path in paths if step is None or folders.iteration_of(path) <= step}
         return source
 
@@ -123,8 +123,10 @@ class Checkpoints:
         return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
 
     def _saved_by_this_job(self, root: Path) -> bool:
+        found = self._candidates(root)[0]
+
         def look() -> bool:
-            for folder in self._allowed(root, folders.candidates(root)[0]):
+            for folder in found:
                 try:
                     scalars = storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
                 except CheckpointError:
@@ -146,30 +148,44 @@ class Checkpoints:
         found, problem = self._candidates(root)
         if problem and options.on_bad_checkpoint == "stop":
             raise CheckpointError(problem)
-        failures = [problem] if problem else []
+        loaded, failures = self._first_sound(read, found, [problem] if problem else [])
+        if loaded is not None:
+            return loaded
+        if not failures:
+            folders.find(root)  # says what is missing
+            raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
+        raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
+
+    def load_newer(self, read: Callable[[Path], state.Loaded], source: Source, than: int) -> state.Loaded | None:
+        """The same where something of this iteration or a later one is sound; None where it is not, which is told.
+
+        Raises CheckpointError where something is damaged and --on-bad-checkpoint stop.
+        """
+        found = [path for path in self._candidates(source.root)[0] if folders.iteration_of(path) >= than]
+        loaded, failures = self._first_sound(read, found, [])
+        if loaded is None:
+            self.notes += [f"WARNING: {failure}" for failure in failures]
+        return loaded
+
+    def _first_sound(
+        self, read: Callable[[Path], state.Loaded], found: Sequence[Path], failures: list[str]
+    ) -> tuple[state.Loaded | None, list[str]]:
+        """(``read`` of the first folder that is sound, what was wrong with those before it)."""
         for folder in found:
             try:
                 loaded = read(folder)
             except CheckpointMismatchError:
                 raise
             except CheckpointError as error:
-                if options.on_bad_checkpoint == "stop":
+                if self._options.on_bad_checkpoint == "stop":
                     raise
                 failures.append(str(error))
                 continue
             self.notes += [f"WARNING: {failure}" for failure in failures]
             if failures:
                 self.notes.append(f"taking {folder.name} instead")
-            return self._resumed(folder, loaded)
-        if not failures:
-            folders.find(root)  # says what is missing
-            raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
-        raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
-
-    def newest(self, root: Path) -> int:
-        """The iteration of the checkpoint that would be tried first under a root; -1 where there is none."""
-        found, _ = self._candidates(root)
-        return folders.iteration_of(found[0]) if found else -1
+            return self._resumed(folder, loaded), failures
+        return None, failures
 
     def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
         self.resumed_from = folder
@@ -179,8 +195,15 @@ class Checkpoints:
 
     def _candidates(self, root: Path) -> tuple[list[Path], str]:
         """The checkpoints that may be tried, best first, and what is wrong with ``latest``, as rank 0 sees them."""
-        found, problem = folders.candidates(root)
-        names, told = self._agree([[path.name for path in found], problem])
+        names, told, failure = [], "", ""
+        try:
+            found, told = folders.candidates(root)
+            names = [path.name for path in found]
+        except CheckpointError as error:
+            failure = str(error)
+        names, told, failure = self._agree([names, told, failure])
+        if failure:
+            raise CheckpointError(failure)
         return self._allowed(root, [root / name for name in names]), told
 
     def _agree(self, value: Json) -> Any:

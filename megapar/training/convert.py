@@ -18,6 +18,7 @@ from megapar.arguments import parse
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
 from megapar.config.published import Unsupported, architecture, flags_of, read_config
+from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
@@ -203,7 +204,7 @@ def megapar_to_hf(
 def _facts(path: Path) -> dict[str, Any]:
     """What ``_write_beside`` wrote, or hands have changed since. Raises CheckpointError."""
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_regular(path, INDEX_BYTES))
         good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(TIED)
         good = good and all(isinstance(pattern, str) for pattern in facts["absent"]) and "family" in facts
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:

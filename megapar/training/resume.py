@@ -32,8 +32,6 @@ def resume(
     limit = checkpoints.clear_up(local_saves)
     source = checkpoints.source()
     found = None if local_saves is None else local_saves.find(limit)
-    if found is not None and source is not None and source.own and found.iteration <= checkpoints.newest(source.root):
-        found = None
     if source is None and found is None:
         return None
     # A restarted job goes on from what it saved itself, and that wholly.
@@ -45,10 +43,18 @@ def resume(
         override_schedule=config.optimizer.override_opt_param_scheduler,
         verify=options.checkpoint_verify,  # type: ignore[arg-type]  # one of the flag's choices
     )
+
+    def read(folder: Path) -> state.Loaded:
+        return state.load(folder, job, progress, schedule, wanted, loss_scale)
+
+    if found is not None and source is not None and source.own:  # what is newer on disk goes first, if it is sound
+        loaded = checkpoints.load_newer(read, source, found.iteration)
+        if loaded is not None:
+            return loaded
     if found is not None and local_saves is not None:
         place = Path(f"local checkpoint {found.iteration}")
         checkpoints.resumed_from = place
         checkpoints.notes.append(f"taking the local checkpoint of iteration {found.iteration}")
         return state.take(place, local_saves.load(found), job, progress, schedule, wanted, loss_scale)
     assert source is not None
-    return checkpoints.load(lambda folder: state.load(folder, job, progress, schedule, wanted, loss_scale), source)
+    return checkpoints.load(read, source)

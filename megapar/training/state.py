@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.core.box import Box
+from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.loss_scale import LossScale
@@ -17,6 +18,7 @@ from megapar.errors import CheckpointMismatchError
 from megapar.training.fit import Block, fitted
 from megapar.training.job import Job
 from megapar.training.learning_rate import another_schedule
+from megapar.training.scalars import check_scalars
 from megapar.training.sizes import facts_of
 
 
@@ -166,7 +168,10 @@ def take(
     options: LoadOptions,
     loss_scale: LossScale | None,
 ) -> Loaded:
-    """Go on from weights and moments that have been filled, and the scalars beside them."""
+    """Go on from weights and moments that have been filled, and the scalars beside them. Raises CheckpointError."""
+    if not options.finetune:
+        named = folders.iteration_of(folder)
+        check_scalars(str(folder), saved, named if named >= 0 else None, optimizer=options.optimizer)
     job.sharding.publish()
     if options.finetune:
         return Loaded(progress, {})

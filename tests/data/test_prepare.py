@@ -357,3 +357,25 @@ def test_the_commands(
         assert message in complained
         assert complained.count("\n") == 1
     assert not list(tmp_path.glob("out3*"))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100_000])
+@pytest.mark.parametrize("kind", ["jsonl", "lines", "blank"])
+def test_a_line_that_is_too_long_is_named_or_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: str
+) -> None:
+    monkeypatch.setattr("megapar.data.chunks.LONGEST_LINE", 40)
+    monkeypatch.setattr("megapar.data.chunks._BLOCK_BYTES", 16)
+    texts = ["first", "x" * 500, "third", "y" * 41, "last"]
+    path = tmp_path / f"a.{'jsonl' if kind == 'jsonl' else 'txt'}"
+    records = [json.dumps({"text": text}) for text in texts] if kind == "jsonl" else texts
+    path.write_text(("\n\n" if kind == "blank" else "\n").join(records) + "\n")
+    end = path.stat().st_size
+    chunks = [Chunk(kind, str(path), first, min(first + size, end)) for first in range(0, end, size)]
+    bad = BadRecords()
+    assert [one for chunk in chunks for one in chunk.documents(bad)] == ["first", "third", "last"]
+    assert bad.count == 2
+    line = 3 if kind == "blank" else 2
+    assert f"{path}, line {line}: it has more than 16,777,216 bytes" in bad.first[0]
+    with pytest.raises(DataError, match=f"line {line}: .* cut it into several"):
+        list(itertools.chain.from_iterable(chunk.documents(BadRecords(stops=True)) for chunk in chunks))

@@ -8,7 +8,7 @@ import pytest
 from megapar.data import Corpus
 from megapar.data.draws import Draws
 from megapar.data.permutation import Permutation
-from megapar.data.samples import NO_LOSS, DecoderSamples, Order, Windows
+from megapar.data.samples import NO_LOSS, DecoderSamples, DocumentWindows, Order, Windows
 from megapar.data.store import TokenStore
 from megapar.errors import DataError
 
@@ -100,3 +100,12 @@ def test_samples_are_functions_of_seed_and_number(decoder_corpus: Corpus) -> Non
     for number in numbers:
         assert np.array_equal(decoder_corpus.train[number]["tokens"], again[number]["tokens"])
     assert not all(np.array_equal(again[n]["tokens"], other[n]["tokens"]) for n in numbers)
+
+
+def test_an_index_that_is_wrong_anywhere_is_told_where_documents_are_apart() -> None:
+    tokens = np.arange(40)
+    with pytest.raises(DataError, match="document 1 of the corpus ends 5 tokens before it begins"):
+        DocumentWindows(TokenStore(tokens, np.array([0, 20, 15, 40])), 16)
+    windows = DocumentWindows(TokenStore(tokens, np.array([0, 20, 60])), 16)
+    with pytest.raises(DataError, match="document 1 of the corpus is tokens 20 to 60, where there are 40"):
+        [windows[number] for number in range(len(windows))]

@@ -11,7 +11,7 @@ import pytest
 
 from megapar.data import Corpus
 from megapar.data.mock import MockTokenizer
-from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer, train
+from megapar.data.sentencepiece_tokenizer import LONG_TEXT, SentencePieceTokenizer, _Limited, train
 from megapar.data.source import all_documents, open_sources
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import DataError
@@ -221,3 +221,16 @@ def test_the_mock_tokenizer_is_saved_too(tmp_path: Path) -> None:
     assert mock.decode([7, 0, 31]) == "t7 t31"
     with pytest.raises(DataError, match="vocabulary of 7"):
         MockTokenizer(7)
+
+
+def test_of_a_long_text_that_repeats_itself_the_beginning_is_trained_on() -> None:
+    other = "some other text, of which there is little"
+    start = time.monotonic()
+    assert train(["word " * 100_000, other], 300) == train(["word " * 2000, other], 300)
+    assert time.monotonic() - start < 60
+
+
+def test_a_long_text_that_does_not_is_trained_on_as_a_whole() -> None:
+    text = "".join(f"line {number} of {number * number % 977}\n" for number in range(5000))
+    assert len(text) > LONG_TEXT
+    assert [*_Limited([text])] == [text]

@@ -248,6 +248,25 @@ def damage_local() -> None:
     before(Trainer, "step", due)
 
 
+def damage_disk() -> None:
+    """Kill this rank in the step, with the newest checkpoint on disk damaged."""
+
+    def due(trainer: Trainer, *_: Any) -> bool:
+        if trainer.progress.iteration + 1 == SPEC["iteration"]:
+            trainer.checkpoints.settle()
+            if trainer.local_saves is not None:
+                trainer.local_saves.settle()
+            newest = max(Path(SPEC["name"]).glob("iter_*"))
+            path = next(newest.glob("shard-*"))
+            content = bytearray(path.read_bytes())
+            content[len(content) // 3] ^= 16
+            path.write_bytes(content)
+            strike()
+        return False
+
+    before(Trainer, "step", due)
+
+
 def no_space_check() -> None:
     """The disk is full before anybody has looked."""
     storage._check_space = lambda *_: None
@@ -392,6 +411,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "divergence": diverge,
     "flip in memory": flip_in_memory,
     "damage local": damage_local,
+    "damage disk": damage_disk,
     "no space check": no_space_check,
     "freeze": freeze,
     "SIGSTOP in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, _: file._path, signal.SIGSTOP),

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megapar.errors import ConfigError
 from megapar.tools.main import main
-from megapar.tools.report import _plan
+from megapar.tools.report import _plan, report
 from tests.support.training import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -111,3 +112,22 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path, make, capsys: pytes
     make(tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 2
     assert "run-folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", '[1]\n{"iteration": 1}\n'),
+        ("metrics.jsonl", '{"iteration": "x", "loss": []}\n'),
+        ("metrics.jsonl", "\xff\n"),
+        ("run.json", '{"configuration": 3}'),
+        ("run.json", '{"grid": {}}'),
+        ("trace.json", '{"traceEvents": [3]}'),
+        ("metrics.experts.jsonl", '{"layers": 3}\n'),
+    ],
+)
+def test_a_strangers_folder_is_refused_and_ends_in_no_traceback(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0, "consumed_tokens": 8}\n')
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match="run-folder"):
+        report(tmp_path)

@@ -19,6 +19,7 @@ import glob
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -46,14 +47,27 @@ def iteration_of(folder: Path) -> int:
 
 def every_checkpoint(root: Path) -> dict[int, list[Path]]:
     """Iteration -> folders of every finished checkpoint of it, the newest owner's last; iterations in rising order."""
-    if not root.is_dir():
-        return {}
-    found = sorted((name, path) for path in root.iterdir() if (name := of_name(path.name)))
+    try:
+        if not root.is_dir():
+            return {}
+        found = sorted((name, path) for path in root.iterdir() if (name := of_name(path.name)))
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be looked through: {error}") from error
     every: dict[int, list[Path]] = {}
     for (iteration, _), path in found:
-        if (path / FILE_NAME).is_file():
+        if _is_finished(path):
             every.setdefault(iteration, []).append(path)
     return every
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether it is to be taken for a checkpoint. One that may not be looked into is: whoever reads it says so."""
+    try:
+        return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
@@ -73,7 +87,7 @@ def latest(root: Path) -> Path | None:
     if found is None:
         return None
     name, _ = found
-    if not of_name(name) or not (root / name / FILE_NAME).is_file():
+    if not of_name(name) or not _is_finished(root / name):
         raise CheckpointError(f"{root / LATEST} names {name!r}, which is no checkpoint there. {_choices(root)}")
     return root / name
 

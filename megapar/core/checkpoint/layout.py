@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from megapar.config.regular_file import read_regular
 from megapar.core.checkpoint import tiling
 from megapar.core.checkpoint.tiling import Json, Tiling
 from megapar.errors import CheckpointError
@@ -29,8 +30,13 @@ from megapar.errors import CheckpointError
 FILE_NAME = "layout.json"
 FORMAT = "megapar checkpoint"
 VERSION = 1
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 28
+"""Of the file. That of 10,000 ranks has a megabyte of file names and some hundred bytes a tensor."""
 MAX_DIMS = 16
+MAX_BRACKETS = 1 << 20
+BYTES_PER_BRACKET = 8
+"""A layout has one list or object in so many bytes at most, and a million of them besides: more would be a file that
+takes twenty times its size of memory, and says nothing."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -108,11 +114,9 @@ def read(folder: Path) -> Layout:
     """The layout of a checkpoint folder. Raises CheckpointError where there is none or it is damaged."""
     path = folder / FILE_NAME
     try:
-        if not path.is_file():
-            raise CheckpointError(f"{folder} is not a checkpoint: it has no {FILE_NAME}")
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no layout needs more than {MAX_BYTES}")
-        content = path.read_bytes()
+        content = read_regular(path, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {FILE_NAME}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
@@ -123,10 +127,17 @@ def read(folder: Path) -> Layout:
 
 def parse(content: bytes) -> Layout:
     """A layout from the file's content."""
+    brackets = content.count(b"[") + content.count(b"{")
+    _expect(
+        brackets <= MAX_BRACKETS + len(content) // BYTES_PER_BRACKET,
+        f"damaged: it has {brackets:,} lists and objects in {len(content):,} bytes",
+    )
     try:
         root = json.loads(content)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, absurd numbers
         raise CheckpointError(f"damaged: not JSON ({str(error)[:200]})") from error
+    except MemoryError:
+        raise CheckpointError(f"it has {len(content):,} bytes, and this machine no memory for what they say") from None
     _expect(isinstance(root, dict) and root.get("format") == FORMAT, f"not a {FORMAT}")
     _expect(root.get("version") == VERSION, f"format version {str(root.get('version'))[:20]}, known is {VERSION}")
     body = content.partition(b"\n")[2]

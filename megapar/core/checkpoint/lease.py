@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.latest_name import LATEST, OWNERS, epochs_of, of_name, owners_latest, read_latest
+from megapar.config.regular_file import open_regular
 from megapar.core.process import MAX_TEXT, Process
 
 ENDED = "ended"
@@ -90,7 +91,7 @@ def highest(root: Path) -> int:
 def read(root: Path, epoch: int) -> Lease | None:
     """Who that owner is; None where its note is not to be understood."""
     try:
-        with (root / OWNERS / f"{epoch}.json").open("rb") as file:
+        with open_regular(root / OWNERS / f"{epoch}.json") as file:
             return Lease.from_json(epoch, json.loads(file.read(_MOST_BYTES)))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -146,7 +147,7 @@ def write_beat(root: Path, epoch: int, text: str, *, new: bool = False) -> None:
 def read_beat(root: Path, epoch: int) -> str:
     """What the owner has written last; "" where nothing can be read."""
     try:
-        with (root / OWNERS / f"{epoch}.beat").open("rb") as file:
+        with open_regular(root / OWNERS / f"{epoch}.beat") as file:
             return file.read(_BEAT_DIGITS + 1).decode(errors="replace").strip()
     except OSError:
         return ""

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -165,12 +166,27 @@ class ShardFile:
             raise CheckpointError(f"{self.path} is damaged: it claims a header of {length} bytes in {size}")
         self._num_bytes = size - self._start
         try:
-            header = json.loads(self._read_at(8, length))
+            header = json.loads(self._read_at(8, length), object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is damaged: its header is not JSON ({str(error)[:200]})") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{self.path} is damaged: its header is no object")
+        self._refuse_overlaps(header)
         return header
+
+    def _refuse_overlaps(self, header: Mapping[str, Json]) -> None:
+        """Two names of the same bytes would be two tensors of which one is a lie; no writer makes them."""
+        spans = []
+        for name, entry in header.items():
+            offsets = entry.get("data_offsets") if isinstance(entry, dict) and name != "__metadata__" else None
+            if isinstance(offsets, list) and len(offsets) == 2 and all(is_number(offset) for offset in offsets):
+                spans.append((*offsets, name))
+        spans.sort()
+        for (_, end, one), (first, last, other) in pairwise(spans):
+            if first < end and first < last:
+                raise CheckpointError(
+                    f"{self.path} is damaged: {one:.100} and {other:.100} share bytes {first}-{min(end, last)}"
+                )
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
         """Where the data of a tensor begins, counted from the file's; it must be as expected and inside the file."""
@@ -242,6 +258,16 @@ class ShardFile:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         return data
+
+
+def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """An object of JSON. Raises ValueError where it names something twice: readers differ in which they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice:.100} is there twice")
+    return found
 
 
 def hash_file(path: Path) -> str:

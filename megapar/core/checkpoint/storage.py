@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from megapar.config.regular_file import read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.folder import is_ours, move_into_place, name_aside, remove_left_over
@@ -36,6 +38,7 @@ from megapar.core.checkpoint.tiling import Json, tile
 from megapar.errors import CheckpointError
 
 SCALARS_NAME = "scalars.json"
+MAX_SCALAR_BYTES = 1 << 26
 # Beside the tensors: headers, scalars, layout.json and what a file system takes for itself.
 SPARE_BYTES = 1 << 20
 
@@ -254,6 +257,15 @@ def _by_file(reads: Sequence[Read]) -> dict[FileEntry, list[Read]]:
     return by_file
 
 
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number that a run saves")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
 def read_scalars(folder: Path, file: FileEntry, verify: Verify) -> dict[str, Json]:
     """The scalars of a checkpoint. Raises CheckpointError where their file is missing or damaged."""
     problem = check_file(folder, file, verify)
@@ -261,9 +273,7 @@ def read_scalars(folder: Path, file: FileEntry, verify: Verify) -> dict[str, Jso
         raise CheckpointError(f"{folder} is damaged or incomplete: {problem}")
     path = folder / file.name
     try:
-        if path.stat().st_size > layout_file.MAX_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no run has that many scalars")
-        scalars = json.loads(path.read_bytes())
+        scalars = json.loads(read_regular(path, MAX_SCALAR_BYTES), parse_constant=_no_number, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
     if not isinstance(scalars, dict):

@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megapar.config.regular_file import read_given, text_of
+from megapar.config.text_form import MAX_BYTES, loader
 from megapar.errors import MegaparError
 from megapar.tools.translation import shell
 from megapar.tools.translation.line import Line, starts, take_apart
@@ -63,7 +65,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     if path.suffix == ".py":
         raise UnreadableError(f"{path.name} is a Python script: give the line that starts it behind --")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(read_given(path, MAX_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableError(f"{path} cannot be read: {error}") from None
     if path.suffix in (*YAML, *JSON):
@@ -113,7 +115,7 @@ def _mapping(path: Path, text: str) -> Mapping[str, Any]:
 
     try:
         # A base loader leaves every scalar the text that it is; JSON is YAML to it, but for tabs.
-        loaded = json.loads(text) if path.suffix in JSON else yaml.BaseLoader(text).get_single_data()
+        loaded = json.loads(text) if path.suffix in JSON else loader(yaml.BaseLoader)(text).get_single_data()
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UnreadableError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict) or not loaded:

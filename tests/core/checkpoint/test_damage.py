@@ -239,6 +239,29 @@ def test_headers_that_lie_are_refused(folder: Path, key: str, value: Any) -> Non
     assert "model/weight" in refused(folder, "off")
 
 
+def test_tensors_that_share_bytes_are_refused(folder: Path) -> None:
+    def share(header: dict[str, Any]) -> None:
+        end = header["model/weight"]["data_offsets"][1]
+        header["another"] = {"dtype": "U8", "shape": [2], "data_offsets": [end - 1, end + 1]}
+
+    rewrite_header(folder / SHARD, share)
+    assert "share bytes" in refused(folder, "off")
+
+
+def test_a_header_that_names_a_tensor_twice_is_refused(folder: Path) -> None:
+    content = (folder / SHARD).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    text = content[8 : 8 + length].rstrip().replace(b"{", b'{"model/weight": {}, ', 1)
+    (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    assert "model/weight is there twice" in refused(folder, "off")
+
+
+def test_a_layout_of_nothing_but_brackets_takes_no_memory() -> None:
+    body = b'"tensors": [' + b"[]," * (2 << 20)
+    with pytest.raises(CheckpointError, match="lists and objects in"):
+        layout_file.parse(layout_file.seal(body))
+
+
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 99_000_000, 100_000_001])
 def test_a_header_of_eight_exabytes_takes_no_memory(folder: Path, length: int) -> None:
     content = (folder / SHARD).read_bytes()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -117,3 +120,43 @@ def test_a_save_killed_in_any_phase_leaves_the_old_checkpoint_the_latest(
     save_and_publish(0, 1, tmp_path, 200, "one")
     assert load_on(0, 1, store.find(tmp_path), "one") == ([], SCALARS)
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("iter_0000200.tmp-")]
+
+
+AS_ANOTHER = """
+import os, sys
+from pathlib import Path
+from megapar.core.checkpoint import layout
+from megapar.core.checkpoint.folder import candidates
+from megapar.errors import CheckpointError
+root = Path(sys.argv[1])
+layout.torch  # imported before the rights are given up
+os.seteuid(65534)
+print([path.name for path in candidates(root)[0]])
+for place in (root / "iter_0000002", root.parent / "closed"):
+    try:
+        layout.read(place) if place.name != "closed" else candidates(place)
+    except CheckpointError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_what_may_not_be_read_is_told_and_does_not_hide_the_rest() -> None:
+    with tempfile.TemporaryDirectory() as top:
+        root, closed = Path(top) / "c", Path(top) / "closed"
+        for folder in (root / "iter_0000001", root / "iter_0000002", closed):
+            folder.mkdir(parents=True)
+        for number in (1, 2):
+            (root / f"iter_000000{number}" / "layout.json").write_text("{}")
+        (root / "latest").write_text("iter_0000002\n")
+        Path(top).chmod(0o755)
+        (root / "iter_0000002").chmod(0o700)
+        closed.chmod(0o700)
+        command = [sys.executable, "-c", AS_ANOTHER, str(root)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    names, unreadable, other = done.stdout.splitlines()
+    assert names == "['iter_0000002', 'iter_0000001']", done.stderr
+    assert "CheckpointError" in unreadable
+    assert "cannot be read: [Errno 13]" in unreadable
+    assert "CheckpointError" in other
+    assert "closed cannot be looked through" in other
