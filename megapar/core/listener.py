@@ -170,7 +170,10 @@ def tell(text: str) -> None:
     waiting in a write for as long as it likes, and must not have those threads wait that are to end the process.
     """
     saying = threading.Thread(target=_say, args=(text + "\n",), name="megapar-tell", daemon=True)
-    saying.start()
+    try:
+        saying.start()
+    except RuntimeError:  # no more threads here, or the interpreter is about to end
+        return
     saying.join(TELL_SECONDS)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 
 import pytest
 
-from megapar.core.listener import STOPS, Insistence
+from megapar.core.listener import STOPS, Insistence, tell
 from tests.support.process import STICK, finish, read_until, start
 
 HEARD = (
@@ -27,6 +28,14 @@ def test_a_main_thread_that_is_stuck_in_c_hears(number: signal.Signals) -> None:
     read_until(process, f"heard {int(number)}")
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (0, "heard 15\n")
+
+
+def test_where_no_thread_can_be_started_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    tell("to nobody")
 
 
 def test_what_was_ignored_stays_ignored() -> None:

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+from megapar.core import watchdog as watchdog_module
 from megapar.core.axis import Axis
 from megapar.core.journal import Journal
 from megapar.core.sections import Overdue, Sections
@@ -233,6 +235,25 @@ def test_what_is_unusually_slow_is_told_by_the_first_rank() -> None:
     assert "evaluation after step 3 has taken" in told
     assert "s would be unusual" in told
     assert silent == []
+
+
+def test_a_reader_that_stands_still_does_not_hold_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning that is never read does not keep a section with a limit from ending the run."""
+    monkeypatch.setattr(watchdog_module, "GRACE_SECONDS", 0.1)
+    told, read, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def tell(text: str) -> None:
+        told.set()
+        read.wait(60)
+
+    watchdog = Watchdog(Sections({"save": 0.2}, least_seconds=0.1), tell=tell, end=lambda status: ended.set())
+    watchdog.start()
+    with watchdog.section("evaluation"):
+        assert told.wait(60)
+    with watchdog.section("save"):
+        assert ended.wait(30)
+    read.set()
+    watchdog.close()
 
 
 def test_the_slowest_rank_is_named_against_the_median() -> None:
