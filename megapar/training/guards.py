@@ -52,9 +52,13 @@ class Guard(Protocol):
 
 @runtime_checkable
 class Voter(Protocol):
-    """A guard whose finding travels with the gradient norm. news: lines for people, taken from it as they are told."""
+    """A guard whose finding travels with the gradient norm.
+
+    news: lines for people, taken from it as they are told. heard_late: steps after which its findings are heard.
+    """
 
     news: list[str]
+    heard_late: int
 
     def vote(self) -> int | Tensor:
         """Whether this rank has found something, as a number, of the host or on the device."""
@@ -72,6 +76,7 @@ class Guards:
         self._guards = tuple(guards)
         self._voters = [guard for guard in guards if isinstance(guard, Voter)]
         self._passed = start.verified([guard.name for guard in guards])
+        self._begun = dict(self._passed)
         self._ran = dict.fromkeys(self._passed, start.iteration)  # before the first step there is nothing to find
         self._iteration = start.iteration
         self.witness = witness
@@ -101,6 +106,11 @@ class Guards:
         that are others'.
         """
         own = len(self._voters)
+        for guard, found in zip(self._voters, sums[:own], strict=True):
+            if found:
+                # What was saved at this iteration was copied after its check: it may have the fault in it.
+                good = max(self._begun[guard.name], guard.vouches_for(iteration) - 1 - guard.heard_late)
+                self._passed[guard.name] = min(self._passed[guard.name], good)
         self.check([guard for guard, found in zip(self._voters, sums[:own], strict=True) if found], iteration)
         return sums[own:]
 

@@ -38,7 +38,8 @@ class StateGuard:
     """Masters and moments are what the last update left.
 
     steps: that a turn through all of them takes; ``AUTO``: as many as keep it below ``SHARE`` of a step, chosen after
-    the first steps. news: for people.
+    the first steps. news: for people. heard_late: in steps; where the host runs ahead it hears of a norm a step later,
+    and what is offloaded is compared when it next comes to the device.
     """
 
     name = "state"
@@ -52,6 +53,7 @@ class StateGuard:
         self._steps = self._turned = 0  # of a turn, and since the first one began
         self._digested: Digested | None = None
         self.news: list[str] = []
+        self.heard_late = int(job.world.device.runs_ahead) + int(isinstance(job.optimizer, OffloadedOptimizer))
         if steps == AUTO:
             self.news.append(f"masters and moments: compared after a few steps, for at most {SHARE:.0%} of a step")
         else:

@@ -31,6 +31,16 @@ def flipped(name: str, *flags: str) -> Callable[[Path], Outcome]:
     return case
 
 
+def flipped_in_save(folder: Path) -> Outcome:
+    """Behind the check before a save, so that the checkpoint has it: the restart goes on from the one before."""
+    fault = Fault("flip in a save", 1, 4, name="exp_avg")
+    ended = run_job(folder, 2, fault, *SHARDING, "--state-digest-steps", "1", restarts=1)
+    outcome = compared(ended, uninterrupted(2, *SHARDING))
+    if any(told not in ended.output for told in (TOLD, "iter_0000004.suspect", "resumed at iteration 2")):
+        outcome.survived, outcome.note = 0, "the checkpoint was taken: " + ended.output[-2000:]
+    return outcome
+
+
 def weak(folder: Path) -> Outcome:
     """A cell that loses its bit after every step, while a part of three is compared in each: found within a turn."""
     flags = (*SHARDING, "--state-digest-steps", "3", "--train-iters", "12", "--lr-decay-iters", "12")
@@ -44,4 +54,5 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
     for layout, flags in (("sharding 2", SHARDING), ("stage 3", STAGE_3), ("offloaded", OFFLOADED)):
         for name in ("master", "exp_avg", "exp_avg_sq") if flags == SHARDING else ("master", "exp_avg"):
             yield f"bit flip at rest, {name}, {layout}", flipped(name, *flags)
+    yield "bit flip between a check and the save that follows", flipped_in_save
     yield "weak memory cell, a part of three in each step", weak

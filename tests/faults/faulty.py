@@ -429,6 +429,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong product once": lambda: wrong_products.passing(SPEC["iteration"], note),
     "wrong product always": lambda: wrong_products.lasting(SPEC["iteration"], note),
     "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),
+    "flip in a save": lambda: state_flips.in_save(SPEC["name"], SPEC["iteration"], note),
     "weak cell": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note, always=True),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check", "flip in memory")

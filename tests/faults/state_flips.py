@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from megapar.trainer import Trainer
+from megapar.training.checkpoints import Checkpoints
+from megapar.training.job import Job
 
 
 def at_rest(name: str, iteration: int, note: Callable[[], None], *, always: bool = False) -> None:
@@ -22,10 +24,27 @@ def at_rest(name: str, iteration: int, note: Callable[[], None], *, always: bool
             if not struck:
                 note()
                 struck.append(at)
-            parts = self.job.sharding.parts
-            tensors = [part.master for part in parts] if name == "master" else self.job.optimizer.moments(name)
-            with torch.no_grad():
-                tensors[len(tensors) // 2].view(-1)[:1].view(torch.int32)[1:] ^= 1 << 12  # fp64: of the upper half
+            flip(self.job, name)
         return done
 
     Trainer.step = step  # type: ignore[method-assign]
+
+
+def in_save(name: str, iteration: int, note: Callable[[], None]) -> None:
+    """The same once, when the checks before a save have passed and its copy has not begun."""
+    kept = Checkpoints.save
+
+    def save(self: Checkpoints, at: int, *arguments: Any, **options: Any) -> None:
+        if at == iteration:
+            note()
+            flip(self._job, name)
+        kept(self, at, *arguments, **options)
+
+    Checkpoints.save = save  # type: ignore[method-assign]
+
+
+def flip(job: Job, name: str) -> None:
+    """One bit in the middle of what this rank holds."""
+    tensors = [part.master for part in job.sharding.parts] if name == "master" else job.optimizer.moments(name)
+    with torch.no_grad():
+        tensors[len(tensors) // 2].view(-1)[:1].view(torch.int32)[1:] ^= 1 << 12  # fp64: of the upper half
