@@ -92,3 +92,9 @@ class CorruptionError(TrainingError):
         self.ranks = tuple(ranks)
         self.parameters = tuple(parameters)
         super().__init__(message)
+
+
+class UnverifiedError(CheckpointError):
+    """A run found wrong numbers, and no checkpoint is left that is known to be from before them."""
+
+    exit_status = 2

@@ -57,6 +57,7 @@ from megapar.training.resume import resume
 from megapar.training.said import is_first_to_say
 from megapar.training.stragglers import Stragglers
 from megapar.training.streams import make_patient
+from megapar.training.verification import Start
 from megapar.training.watch import make_watch, meet
 from megapar.training.work import Feed, Work
 
@@ -206,7 +207,9 @@ class Trainer:
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
         self.gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
-        self.guards = make_guards(config, self.job, self.gradients, self.loader, self._say)
+        self.guards = make_guards(
+            *(config, self.job, self.gradients, self.loader, self._say), Start.after(loaded), self.local_saves
+        )
         self.judge = Judge(
             *(config, self.job, self.progress, self.gradients, self.loss_scale, self.numbers, self._skipped),
             self.monitor.mean_loss,
@@ -474,6 +477,7 @@ class Trainer:
             *(self.config, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale),
             *(self.checkpoints, self.local_saves),
         )
+        self._notes += tuple(self.checkpoints.notes)
         if loaded is None:
             if checkpoint.load_hf:
                 self._notes += load_hf(Path(checkpoint.load_hf), self.job)
@@ -482,7 +486,6 @@ class Trainer:
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
         if "spikes" in loaded.scalars:
             self.numbers.restore(loaded.scalars["spikes"])
-        self._notes += tuple(self.checkpoints.notes)
         if self.progress.iteration == 0:  # --finetune, or a checkpoint of weights alone
             self._notes += (f"weights: {self.checkpoints.resumed_from}; the run starts at iteration 0",)
         return loaded
@@ -517,7 +520,7 @@ class Trainer:
     # What people see; one rank speaks
 
     def _greet(self) -> None:
-        names = opening.hosts(self.world)  # all ranks ask
+        self.guards.witness.hosts = names = opening.hosts(self.world)  # all ranks ask
         if self.terminal is None:
             return
         for line in opening.opening(self.config, self.world, self.corpus, names):

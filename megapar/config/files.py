@@ -13,6 +13,7 @@ from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.latest_name import of_name
 from megapar.config.stored import LAYOUT
+from megapar.config.suspects import suspects
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
 from megapar.rules.rule import either
@@ -65,6 +66,7 @@ def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint("checkpoint-foreign", f"--load {path} is {foreign}.", FIX)
         return
     none = [] if _saves_where_it_loads(values) else list(_checkpoint(path))
+    none += _only_suspects(path) if values.get("ckpt_step") is None else []
     yield from none
     if not none and values.get("ckpt_step") is not None:
         yield from _step(path, values["ckpt_step"])
@@ -108,8 +110,17 @@ def saved_steps(path: Path) -> list[int]:
     return sorted({name[0] for one in path.glob("iter_*") if (name := of_name(one.name))})
 
 
+def _only_suspects(path: Path) -> Iterator[Complaint]:
+    """A run that found wrong numbers is not gone on with by accident, nor started anew over what it left."""
+    aside = [folder.name for folder in suspects(path).values()]
+    if aside and not saved_steps(path):
+        more = ", ".join(aside[-MOST_STEPS:])
+        message = f"--load {path} holds only checkpoints that were set aside, as they may hold a fault: {more}."
+        yield Complaint("checkpoint", message, "Give --ckpt-step N to take one all the same.")
+
+
 def _step(path: Path, step: int) -> Iterator[Complaint]:
-    there = saved_steps(path)
+    there = sorted({*saved_steps(path), *suspects(path)})
     if there and step not in there:
         yield Complaint(
             "checkpoint-missing",

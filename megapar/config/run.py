@@ -161,7 +161,12 @@ class Checkpoint:
     load_hf: str | None = flag(None, "Hugging Face model folder to start from", path=True)
     save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0)
     async_save: bool = flag(True, "write checkpoints while training goes on; the final one is waited for")
-    keep: int = flag(0, "newest checkpoints that are kept; 0: all", unit="checkpoints", low=0)
+    keep: int = flag(
+        0,
+        "newest checkpoints that are kept, besides the newest that each check vouches for; 0: all",
+        unit="checkpoints",
+        low=0,
+    )
     checkpoint_verify: str = flag(
         "full",
         "what is checked before a file is loaded: size and SHA-256, size, nothing",

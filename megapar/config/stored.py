@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.latest_name import newest_of, of_name, read_latest
+from megapar.config.suspects import suspects
 
 MAX_BYTES = 1 << 20
 LAYOUT, SCALARS = "layout.json", "scalars.json"
@@ -22,6 +23,8 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
         if not of_name(named):
             return None
         folder = root / named
+        if iteration is not None and not folder.exists():
+            folder = suspects(root).get(iteration, folder)
         with (folder / LAYOUT).open("rb") as file:
             head = file.read(MAX_BYTES).split(b"\n", 4)
         text = next(line for line in head if line.startswith(b'"model": '))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from megapar.core import messages
 from megapar.core.axis import Axis
 from megapar.core.sharding.cut import Described
 from megapar.core.world import World
-from megapar.errors import TrainingError
+from megapar.errors import CorruptionError
 
 WIDTH = 4096
 SHOWN = 5
+Row: TypeAlias = tuple[str, str, list[int], bool]
+"""What differs: in words, the parameter, ranks, and whether those are to blame or nobody can say."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,31 +61,42 @@ def digest(tensor: Tensor) -> Tensor:
     return (columns * weights).sum()
 
 
-def check(copies: Iterable[Copy], world: World, when: str) -> None:
-    """Compare all copies. Every rank of the world calls it, with the same names along each axis.
+def check(copies: Iterable[Copy], world: World, when: str) -> bool:
+    """Compare all copies; whether there are any. Every rank of the world calls it, with the same names along each axis.
 
-    Raises TrainingError, on every rank, naming the parameters and the ranks that differ. when: begins the message.
+    Raises CorruptionError, on every rank, naming the parameters and the ranks that differ. when: begins the message.
     """
     by_axis: dict[tuple[int, ...], list[Copy]] = {}
     for copy in copies:
         by_axis.setdefault(copy.axis.ranks, []).append(copy)
     device = world.device.torch_device
-    found = [problem for same in by_axis.values() for problem in _compare(same, device)]
+    found = [row for same in by_axis.values() for row in _compare(same, device)]
     everyone = world.axis("world")
-    bad = torch.tensor(len(found), dtype=torch.int64, device=device)
+    counts = torch.tensor([len(found), len(by_axis)], dtype=torch.int64, device=device)
     if everyone.group is not None:
-        dist.all_reduce(bad, group=everyone.group)
-    if bad.item():
-        texts = [found] if everyone.group is None else messages.all_gather(found, everyone.group)
-        told = list(dict.fromkeys(text for part in texts for text in part))
-        more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-        raise TrainingError(
-            f"{when}: replicas of parameters differ: {'; '.join(told[:SHOWN])}{more}. A rank computes or remembers "
-            "wrongly: look at its hardware, and resume from a checkpoint before this."
-        )
+        dist.all_reduce(counts, group=everyone.group)
+    bad, compared = counts.tolist()
+    if bad:
+        parts: list[Any] = [found]
+        if everyone.group is not None:
+            parts = messages.all_gather([list(row) for row in found], everyone.group)
+        raise _error([row for part in parts for row in part], when)
+    return bool(compared)
 
 
-def _compare(copies: Sequence[Copy], device: torch.device) -> list[str]:
+def _error(rows: Sequence[Row], when: str) -> CorruptionError:
+    told = list(dict.fromkeys(text for text, *_ in rows))
+    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    known = [row for row in rows if row[3]] or rows
+    return CorruptionError(
+        f"{when}: replicas of parameters differ: {'; '.join(told[:SHOWN])}{more}. A rank computes or remembers "
+        "wrongly: look at its hardware, and resume from a checkpoint before this.",
+        sorted({rank for row in known for rank in row[2]}),
+        list(dict.fromkeys(name for _, name, *_ in rows)),
+    )
+
+
+def _compare(copies: Sequence[Copy], device: torch.device) -> list[Row]:
     axis = copies[0].axis
     # Offloaded masters lie in host memory, and the group may reach the device alone.
     digests = torch.stack([digest(copy.tensor).to(device) for copy in copies])
@@ -97,10 +111,10 @@ def _compare(copies: Sequence[Copy], device: torch.device) -> list[str]:
     return [_differing(copies[i].name, axis, [int(g[i].item()) for g in gathered]) for i in wrong]
 
 
-def _differing(name: str, axis: Axis, digests: Sequence[int]) -> str:
+def _differing(name: str, axis: Axis, digests: Sequence[int]) -> Row:
     usual = max(digests, key=digests.count)
     odd = [rank for rank, value in zip(axis.ranks, digests, strict=True) if value != usual]
     others = [rank for rank in axis.ranks if rank not in odd]
     if len(odd) >= len(others):  # nobody can say who is right
-        return f"{name} on ranks {list(axis.ranks)} of {axis.name}"
-    return f"{name} on ranks {odd}, against {others} of {axis.name}"
+        return f"{name} on ranks {list(axis.ranks)} of {axis.name}", name, list(axis.ranks), False
+    return f"{name} on ranks {odd}, against {others} of {axis.name}", name, odd, True

@@ -14,14 +14,17 @@ import torch.distributed as dist
 
 from megapar.config.launched import job_id, starts_before
 from megapar.config.run import Checkpoint
+from megapar.config.suspects import suspects
 from megapar.core import messages
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import storage, store
 from megapar.core.checkpoint.background import Background, Section, State, Written, no_copy, unwatched
 from megapar.core.checkpoint.tiling import Json
-from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError
+from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
 from megapar.training import ownership, state
+from megapar.training.aftermath import Aftermath, Limits
 from megapar.training.job import Job
+from megapar.training.local_saves import LocalSaves
 from megapar.training.save_failures import SaveFailures
 
 Say = Callable[[str], None]
@@ -73,6 +76,7 @@ class Checkpoints:
         self.notes: list[str] = []
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
+        self._limits = Limits({})
         self._resumed_whole: tuple[Path, int] | None = None  # the same, unless its weights alone were taken
         if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
@@ -80,6 +84,19 @@ class Checkpoints:
         self._line: set[str] = set()  # names under --save that are this run's own, or that it comes from
 
     # Loading
+
+    def clear_up(self, local_saves: LocalSaves | None) -> int | None:
+        """Set aside what may hold a fault that ended the run before; the last iteration of a local checkpoint that may
+        be taken. Raises CheckpointError where nothing is left to go on from.
+        """
+        aftermath = Aftermath(self._options, self._job.world, local_saves, self._agree, self._owner)
+        self._limits = aftermath.clear_up()
+        self.notes += aftermath.notes
+        return self._limits.local
+
+    def _allowed(self, root: Path, found: list[Path]) -> list[Path]:
+        limit = self._limits.by_root.get(root)
+        return [one for one in found if limit is None or folders.iteration_of(one) <= limit]
 
     def source(self) -> Source | None:
         """The folder of checkpoints to go on from: --load; on a restart what this very job has saved since."""
@@ -89,7 +106,8 @@ class Checkpoints:
         if not options.load:
             return None
         root = Path(options.load)
-        if options.save and root == Path(options.save) and not self._candidates(root)[0]:
+        named = options.ckpt_step is not None and self._agree(sorted(suspects(root)))
+        if options.save and root == Path(options.save) and not self._candidates(root)[0] and not named:
             return None  # the usual script names one folder for both; its first run starts from scratch
         return self._continued(Source(root, own=False))
 
@@ -97,7 +115,7 @@ class Checkpoints:
         """What lies before the place that a run goes on from is its own, where it saves there too."""
         if self._options.save and source.root == Path(self._options.save):
             step = None if source.own else self._options.ckpt_step
-            paths = folders.candidates(source.root)[0]
+            paths = self._allowed(source.root, folders.candidates(source.root)[0])
             self._line |= {path.name for path in paths if step is None or folders.iteration_of(path) <= step}
         return source
 
@@ -106,7 +124,7 @@ class Checkpoints:
 
     def _saved_by_this_job(self, root: Path) -> bool:
         def look() -> bool:
-            for folder in folders.candidates(root)[0]:
+            for folder in self._allowed(root, folders.candidates(root)[0]):
                 try:
                     scalars = storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
                 except CheckpointError:
@@ -145,6 +163,7 @@ class Checkpoints:
             return self._resumed(folder, loaded)
         if not failures:
             folders.find(root)  # says what is missing
+            raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
         raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
 
     def newest(self, root: Path) -> int:
@@ -162,7 +181,7 @@ class Checkpoints:
         """The checkpoints that may be tried, best first, and what is wrong with ``latest``, as rank 0 sees them."""
         found, problem = folders.candidates(root)
         names, told = self._agree([[path.name for path in found], problem])
-        return [root / name for name in names], told
+        return self._allowed(root, [root / name for name in names]), told
 
     def _agree(self, value: Json) -> Any:
         """Rank 0's view, everywhere: a shared disk may show other ranks an older state."""
@@ -191,8 +210,9 @@ class Checkpoints:
             self._under_way = named
             self._line.add(named.name)
             if self._options.keep:
+                passed = scalars["verified"].values() if "verified" in scalars else ()
                 try:
-                    folders.keep_newest(root, iteration, self._options.keep, self._line, self._owner)
+                    folders.keep_newest(root, iteration, self._options.keep, self._line, self._owner, passed)
                 except (OSError, CheckpointError) as error:  # this one is safe all the same
                     self._unremoved = f"WARNING: an older checkpoint could not be removed: {error}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -10,11 +12,15 @@ from torch import Tensor
 from megapar.arguments import Config
 from megapar.core import replicas
 from megapar.data.batches import Loader
+from megapar.errors import TrainingError
 from megapar.training.gradients import Gradients
 from megapar.training.job import Job, copies
+from megapar.training.local_saves import LocalSaves
 from megapar.training.recheck import RecomputeGuard
 from megapar.training.stages import effective_schedule
 from megapar.training.state_guard import StateGuard
+from megapar.training.verification import Start
+from megapar.training.witness import Witness
 
 
 class Guard(Protocol):
@@ -38,7 +44,9 @@ class Guard(Protocol):
         ...
 
     def check(self, iteration: int) -> None:
-        """Raise TrainingError, on every rank, where something is wrong after an iteration."""
+        """Raise TrainingError, on every rank, where something is wrong after an iteration: CorruptionError, where it is
+        known on which ranks.
+        """
         ...
 
 
@@ -58,17 +66,26 @@ class Voter(Protocol):
 
 
 class Guards:
-    """All guards of a run. verified: for each, the last iteration after which it found nothing wrong."""
+    """All guards of a run. start: where it begins. witness: writes down what they find."""
 
-    def __init__(self, guards: Sequence[Guard]) -> None:
+    def __init__(self, guards: Sequence[Guard], start: Start, witness: Witness) -> None:
         self._guards = tuple(guards)
         self._voters = [guard for guard in guards if isinstance(guard, Voter)]
-        self.verified: dict[str, int] = {}
+        self._passed = start.verified([guard.name for guard in guards])
+        self._ran = dict.fromkeys(self._passed, start.iteration)  # before the first step there is nothing to find
+        self._iteration = start.iteration
+        self.witness = witness
+
+    @property
+    def verified(self) -> dict[str, int]:
+        """For each enabled guard, the last iteration after which nothing was wrong, or NEVER."""
+        return {guard.name: self._passed[guard.name] for guard in self._guards if guard.enabled}
 
     def before_update(self) -> None:
         """The optimizer is about to change what this rank holds."""
         for guard in self._guards:
-            guard.before_update()
+            with self._witnessed(guard):
+                guard.before_update()
 
     def after_update(self) -> None:
         """It has been told to."""
@@ -96,21 +113,30 @@ class Guards:
 
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
         """What is to run after an iteration. saved: a save follows, or the run's end."""
+        self._iteration = iteration
         return [
             guard
             for guard in self._guards
             if guard.enabled
             and ((saved and guard.before_saves) or iteration % guard.interval == 0)
-            and self.verified.get(guard.name) != iteration
+            and self._ran[guard.name] != iteration
         ]
 
     def check(self, guards: Sequence[Guard], iteration: int) -> None:
-        """Run guards, once nothing of the step is under way; raises TrainingError, on every rank."""
+        """Run guards, once nothing of the step is under way; raises CorruptionError, on every rank."""
         for guard in guards:
-            guard.check(iteration)
-            if guard.enabled:
-                good = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
-                self.verified[guard.name] = max(good, self.verified.get(guard.name, 0))
+            with self._witnessed(guard):
+                guard.check(iteration)
+            self._ran[guard.name] = iteration
+            good = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
+            self._passed[guard.name] = max(good, self._passed[guard.name])
+
+    @contextmanager
+    def _witnessed(self, guard: Guard) -> Iterator[None]:
+        try:
+            yield
+        except TrainingError as error:
+            raise self.witness.tell(guard.name, self._iteration, self.verified, error) from None
 
 
 class ReplicaGuard:
@@ -118,10 +144,10 @@ class ReplicaGuard:
 
     name = "replicas"
     before_saves = True
-    enabled = True
 
     def __init__(self, job: Job, interval: int) -> None:
         self.interval = interval
+        self.enabled = job.world.grid.world_size > 1
         self._job = job
 
     def before_update(self) -> None:
@@ -131,12 +157,20 @@ class ReplicaGuard:
         """Nothing to keep."""
 
     def check(self, iteration: int) -> None:
-        """Compare all copies; raises TrainingError, on every rank, naming parameters and ranks."""
-        replicas.check(copies(self._job), self._job.world, f"iteration {iteration}")
+        """Compare all copies; raises CorruptionError, on every rank, naming parameters and ranks."""
+        self.enabled = replicas.check(copies(self._job), self._job.world, f"iteration {iteration}")
 
 
-def make_guards(config: Config, job: Job, gradients: Gradients, loader: Loader, say: Callable[[str], None]) -> Guards:
-    """As the flags say. say: tells the run's log."""
+def make_guards(
+    config: Config,
+    job: Job,
+    gradients: Gradients,
+    loader: Loader,
+    say: Callable[[str], None],
+    start: Start,
+    local_saves: LocalSaves | None,
+) -> Guards:
+    """As the flags say. say: tells the run's log. What they find is written down where the next start looks."""
     guards: list[Guard] = []
     if interval := config.reliability.replica_check_interval:
         guards.append(ReplicaGuard(job, interval))
@@ -149,4 +183,7 @@ def make_guards(config: Config, job: Job, gradients: Gradients, loader: Loader, 
         )
     if steps := config.reliability.state_digest_steps:
         guards.append(StateGuard(job, steps))
-    return Guards(guards)
+    folders = [Path(config.checkpoint.save)] if config.checkpoint.save else []
+    if local_saves is not None:
+        folders.append(local_saves.folder)
+    return Guards(guards, start, Witness(folders, job.world, start.iteration))

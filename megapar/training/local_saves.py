@@ -10,6 +10,7 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.config.launched import launch_id
+from megapar.config.suspects import RECORD
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import Found, Local
 from megapar.core.checkpoint.local_owner import private_folder
@@ -61,9 +62,22 @@ class LocalSaves:
         if self.say is not None:
             self.say(f"WARNING: no local checkpoint on the node of rank 0: {written.error}")
 
-    def find(self) -> Found | None:
-        """The newest one that is whole."""
-        return self._local.find()
+    @property
+    def folder(self) -> Path:
+        """Where this node keeps those of this job."""
+        return self._local.folder
+
+    def find(self, limit: int | None = None) -> Found | None:
+        """The newest one that is whole, of no later iteration than the limit."""
+        return self._local.find(limit)
+
+    def remove_after(self, iteration: int) -> None:
+        """Give up the ones of later iterations, from which another start would go on."""
+        self._local.remove_after(iteration)
+
+    def forget_fault(self) -> None:
+        """What this node has recorded has been acted on."""
+        (self.folder / RECORD).unlink(missing_ok=True)
 
     def load(self, found: Found) -> dict[str, Any]:
         """Fill masters and moments; its scalars."""

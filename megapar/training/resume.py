@@ -29,8 +29,9 @@ def resume(
     progress: where the run stands without one. Raises CheckpointError.
     """
     options = config.checkpoint
+    limit = checkpoints.clear_up(local_saves)
     source = checkpoints.source()
-    found = None if local_saves is None else local_saves.find()
+    found = None if local_saves is None else local_saves.find(limit)
     if found is not None and source is not None and source.own and found.iteration <= checkpoints.newest(source.root):
         found = None
     if source is None and found is None:

@@ -30,6 +30,7 @@ from megapar.errors import DataError
 from megapar.tools.stopper import children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
+from megapar.training.guards import ReplicaGuard
 from megapar.training.work import Feed
 from tests.faults import state_flips, wrong_products
 
@@ -199,6 +200,35 @@ def diverge() -> None:
     Trainer.step = step  # type: ignore[method-assign]
 
 
+def flip_in_memory() -> None:
+    """One bit of what this rank holds of a parameter is another one after the step. name: master, moment, parameter."""
+    kept = Trainer.step
+
+    def step(self: Trainer) -> Any:
+        done = kept(self)
+        if self.progress.iteration == SPEC["iteration"]:
+            self.job.sharding.wait()  # on every rank: it may begin what others take part in
+            if SPEC["rank"] != RANK:
+                return done
+            note()
+            held = self.job.sharding.views
+            tensors = {
+                "master": lambda: [view.tensor for view in held([part.master for part in self.job.sharding.parts])],
+                "moment": lambda: [view.tensor for view in held(self.job.optimizer.moments("exp_avg"))],
+                "parameter": lambda: list(self.job.model.parameters()),
+            }[SPEC["name"]]()
+            whole = next(tensor for tensor in tensors if tensor.numel())
+            whole.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1 << 44)
+        return done
+
+    Trainer.step = step  # type: ignore[method-assign]
+
+
+def by_interval_only() -> None:
+    """The replica guard, on every rank, as a check that costs too much to run before saves."""
+    ReplicaGuard.before_saves = False
+
+
 def damage_local() -> None:
     """Kill this rank in the step, with its newest local checkpoint damaged."""
 
@@ -360,6 +390,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "NaN once": lambda: not_a_number(always=False),
     "NaN always": lambda: not_a_number(always=True),
     "divergence": diverge,
+    "flip in memory": flip_in_memory,
     "damage local": damage_local,
     "no space check": no_space_check,
     "freeze": freeze,
@@ -380,7 +411,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),
     "weak cell": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note, always=True),
 }
-EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
+EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check", "flip in memory")
 
 
 def watch_steps() -> None:
@@ -403,6 +434,8 @@ def watch_steps() -> None:
 
 if __name__ == "__main__":
     watch_steps()
+    if SPEC["harm"] == "found late":
+        by_interval_only()
     here = int(os.environ.get("LOCAL_RANK", "0")) if SPEC["kind"] == "kill node" else RANK
     if ATTEMPT in SPEC["attempts"] and (SPEC["kind"] in EVERY_RANK or SPEC["rank"] == here):
         FAULTS[SPEC["kind"]]()

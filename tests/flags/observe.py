@@ -165,9 +165,9 @@ def _host_calls(seen: Seen) -> Iterator[None]:
         seen.host.append(f"pinned {numel} {dtype}")
         return pinned_zeros(device, numel, dtype)
 
-    def checked(*arguments: Any) -> None:
+    def checked(*arguments: Any) -> bool:
         seen.host.append("replicas")
-        check(*arguments)
+        return check(*arguments)
 
     with (
         patch.object(torch, "compile", compiled),

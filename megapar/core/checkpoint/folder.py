@@ -20,9 +20,11 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 from megapar.config.latest_name import LATEST, OWNERS, iteration_name, of_name, owners_latest, read_latest
+from megapar.config.suspects import suspects
 from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
@@ -76,13 +78,16 @@ def latest(root: Path) -> Path | None:
 
 
 def find(root: Path, iteration: int | None = None) -> Path:
-    """The checkpoint of an iteration, or the latest. Raises CheckpointError with those that exist."""
+    """The checkpoint of an iteration, be it one that was set aside as suspect, or the latest.
+
+    Raises CheckpointError with those that exist.
+    """
     if iteration is None:
         folder = latest(root)
         if folder is None:
             raise CheckpointError(f"{root} has no checkpoint that was published as {LATEST}. {_choices(root)}")
         return folder
-    folder = checkpoints(root).get(iteration)
+    folder = checkpoints(root).get(iteration) or suspects(root).get(iteration)
     if folder is None:
         raise CheckpointError(f"{root} has no checkpoint of iteration {iteration}. {_choices(root)}")
     return folder
@@ -91,8 +96,9 @@ def find(root: Path, iteration: int | None = None) -> Path:
 def _choices(root: Path) -> str:
     if not root.exists():
         return "There is no such folder."
-    found = list(checkpoints(root))
-    return f"Iterations saved there: {', '.join(map(str, found[-10:]))}." if found else "No iteration is saved there."
+    found, aside = list(checkpoints(root)), list(suspects(root))
+    told = f"Iterations saved there: {', '.join(map(str, found[-10:]))}." if found else "No iteration is saved there."
+    return f"{told} Set aside as suspect: {', '.join(map(str, aside[-10:]))}." if aside else told
 
 
 def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
@@ -104,6 +110,11 @@ def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
     if owner is not None:
         own = root / iteration_name(iteration, owner.epoch)
         folder = own if own.exists() else folder
+    publish_folder(root, folder, owner)
+
+
+def publish_folder(root: Path, folder: Path, owner: Owner | None) -> None:
+    """Make one of a root's checkpoints the latest, as ``publish`` does."""
     if not (folder / FILE_NAME).is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint and cannot become the latest")
     if owner is None:
@@ -171,18 +182,23 @@ def candidates(root: Path) -> tuple[list[Path], str]:
     return (paths[: paths.index(named) + 1] if named in paths else paths)[::-1], problem
 
 
-def keep_newest(root: Path, iteration: int, count: int, line: set[str], owner: Owner | None) -> list[Path]:
+def keep_newest(
+    root: Path, iteration: int, count: int, line: set[str], owner: Owner | None, passed: Collection[int] = ()
+) -> list[Path]:
     """Remove all but the newest ``count`` checkpoints up to an iteration; those that were removed.
 
-    line: names of the checkpoints that the run has made or comes from; no other is touched. One is renamed before it
-    is removed, so that a killed removal leaves nothing that looks like a checkpoint.
+    line: names of the checkpoints that the run has made or comes from; no other is touched. passed: last iterations at
+    which a check vouches for the run; the newest up to each stays, too. One is renamed before it is removed, so that a
+    killed removal leaves nothing that looks like a checkpoint.
     """
-    upto = []
+    upto: dict[int, list[Path]] = {}
     for number, paths in every_checkpoint(root).items():
         own = [path for path in paths if path.name in line]
         if own and number <= iteration:
-            upto.append(own)
-    removed = [path for paths in upto[: max(0, len(upto) - count)] for path in paths]
+            upto[number] = own
+    spared = {max((number for number in upto if number <= last), default=-1) for last in passed}
+    old = [number for number in list(upto)[: max(0, len(upto) - count)] if number not in spared]
+    removed = [path for number in old for path in upto[number]]
     for path in removed:
         if owner is not None:
             owner.check()

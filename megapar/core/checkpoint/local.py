@@ -87,6 +87,11 @@ class Local:
         name = uuid.uuid4().hex
         self._start = str(name if group is None else messages.broadcast(name, group))
 
+    @property
+    def folder(self) -> Path:
+        """Of this job, on this node."""
+        return self._folder
+
     # Saving
 
     def save(self, iteration: int, state: Mapping[str, Shard] | CheckpointError, scalars: Facts) -> None:
@@ -184,11 +189,15 @@ class Local:
 
     # Loading
 
-    def find(self) -> Found | None:
-        """The newest local checkpoint that all ranks together still have whole; every rank calls it."""
+    def find(self, limit: int | None = None) -> Found | None:
+        """The newest local checkpoint that all ranks together still have whole; every rank calls it.
+
+        limit: the last iteration that may be.
+        """
         held = {
             (iteration, str(head["start"]), rank)
             for iteration, place in self._iterations().items()
+            if limit is None or iteration <= limit
             for rank in range(self._world_size)
             if (head := self._head(place, rank)) is not None
         }
@@ -253,6 +262,12 @@ class Local:
         except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
             return None
         return head if sound else None
+
+    def remove_after(self, iteration: int) -> None:
+        """Remove what this node has of later iterations."""
+        for at, place in self._iterations().items():
+            if at > iteration:
+                shutil.rmtree(place, ignore_errors=True)
 
     def release(self) -> None:
         """This rank ends; its local checkpoints stay for a restart."""
