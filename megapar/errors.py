@@ -71,12 +71,24 @@ class DistributedError(MegaparError):
 
 
 class TrainingError(MegaparError):
-    """Training cannot go on, for example because replicas differ."""
+    """Training cannot go on, for example because the loss is not finite.
 
-
-class NotFiniteError(TrainingError):
-    """Losses or gradients are not finite. samples: that they come from, A-B, where that is known."""
+    samples: that it comes from, A-B, where that is known.
+    """
 
     def __init__(self, message: str, samples: str = "") -> None:
         super().__init__(message)
         self.samples = samples
+
+
+class CorruptionError(TrainingError):
+    """A rank holds or computes wrong numbers.
+
+    ranks: those to blame, or those among which nobody can say who it is; () where not even that is known. parameters:
+    names of what is wrong.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
+        super().__init__(message)

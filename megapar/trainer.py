@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -201,12 +202,12 @@ class Trainer:
             data_ranks=self.data.size,
         )
         self.feed = Feed(config, self.job)
-        self.guards = make_guards(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
-        self.gradients = Gradients(self.job, self.objective, self.loss_scale, self.control.votes)
+        self.gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
+        self.guards = make_guards(config, self.job, self.gradients, self.loader, self._say)
         self.judge = Judge(
             *(config, self.job, self.progress, self.gradients, self.loss_scale, self.numbers, self._skipped),
             self.monitor.mean_loss,
@@ -298,7 +299,7 @@ class Trainer:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        for news in self.numbers.take_news():
+        for news in (*self.numbers.take_news(), *self.guards.take_news()):
             self._say(news)
 
     def _check(self, *, saved: bool) -> None:
@@ -356,8 +357,11 @@ class Trainer:
     def _hear(self, told: Tensor) -> float:
         """Take what all ranks ask of the run; the global norm. Waits for the device."""
         norm, *votes = self.world.device.values(told)
-        self.control.hear([round(vote) for vote in votes])
+        self.control.hear(self.guards.hear([round(vote) for vote in votes], self.progress.iteration))
         return norm
+
+    def _votes(self) -> Sequence[int | Tensor]:
+        return *self.guards.votes(), *self.control.votes()
 
     def _settle(self) -> bool:
         """Hear what became of the step before, where that is judged late; whether gradients were made for it again.
@@ -524,7 +528,7 @@ class Trainer:
             self.local_saves.say = self.terminal.say
         for line in report.greeting(self.config, self.job, self.monitor):
             self.terminal.tell(line)
-        for line in (*self._notes, self._degree):
+        for line in (*self._notes, *self.guards.take_news(), self._degree):
             if line:
                 self.terminal.say(line)
         if self.progress.iteration:

@@ -48,6 +48,8 @@ RUNS = (
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
     Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
     Run("dense, offloaded optimizer", "moe", 2, f"{DENSE} --optimizer-offload"),
+    Run("dense, sharding 2, state digested", "moe", 2, f"{DENSE} --state-digest-steps 1"),
+    Run("dense, offloaded optimizer, state digested", "moe", 2, f"{DENSE} --optimizer-offload --state-digest-steps 1"),
     Run("dense, recompute with offload", "moe", 1, f"{DENSE} --recompute-interval 1 --recompute-offload"),
     Run("dense, multi-token prediction", "moe", 1, f"{DENSE} --mtp-depth 1"),
     Run("dense, mp 8", "moe", 8, MP8),

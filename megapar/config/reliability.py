@@ -22,6 +22,17 @@ class Reliability:
     replica_check_interval: int = flag(
         100, "steps between comparisons of parameters that several ranks hold; 0: off", unit="steps", low=0
     )
+    recompute_check_interval: int = flag(
+        500, "steps between checks that a micro-batch, run again, gives the same bits; 0: off", unit="steps", low=0
+    )
+    state_digest_steps: int = flag(
+        -1,
+        "steps within which every master and moment is compared with itself from one update to the next, a part in "
+        "each: what changes in a part at rest is seen; 1: all in every step; auto: what costs 1 % of a step; 0: off",
+        unit="steps",
+        low=-1,
+        words={"auto": -1},
+    )
     step_timeout_seconds: float = flag(
         600.0,
         "a step that takes longer hangs: the late ranks are named and the run ends; 0: it is only told",

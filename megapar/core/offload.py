@@ -13,6 +13,7 @@ the device. On a CPU host and device are the same memory: the copies are made an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +24,21 @@ from megapar.core.optimizer import MOMENTS, AdamW
 from megapar.core.sharding.part import Part
 
 
+class Visitors(Protocol):
+    """Who wants to see a part's master and moments while they are on the device, by the part's number."""
+
+    def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """They are there as host memory has them."""
+
+    def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """They have been updated."""
+
+
 class OffloadedOptimizer:
     """The updates of ``Optimizer``, bit for bit, for parts whose masters lie in host memory.
 
-    Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one.
+    Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one. slots: two places on the
+    device for a part's master and moments. seen_by: whom they are shown there.
     """
 
     def __init__(self, parts: Sequence[Part], device: Device, numbers: AdamW) -> None:
@@ -37,9 +49,11 @@ class OffloadedOptimizer:
             name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
         }
         largest = max(part.master.numel() for part in parts)
-        self._slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
+        largest += largest % 2  # so that each begins at a whole 64-bit integer
+        self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
         self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self._in, self._out = device.new_stream(), device.new_stream()
+        self.seen_by: Visitors | None = None
 
     def step(self, lr: float, unless: Tensor | None = None) -> None:
         """One update of all masters from their parts' gradients; the current stream sees them in host memory.
@@ -54,15 +68,29 @@ class OffloadedOptimizer:
             current.wait_stream(self._in)
             if number + 1 < len(self._parts):
                 self._load(number + 1)
+            if self.seen_by is not None:
+                self.seen_by.arrived(number, self._views(number)[1])
             self._update(number, part, lr, steps.clone(), unless)
+            if self.seen_by is not None:
+                self.seen_by.leaves(number, self._views(number)[1])
             self._store(number, current)
         self._step += 1 if unless is None else 1 - unless
         current.wait_stream(self._out)
 
+    def visit(self) -> None:
+        """Bring every part's master and moments to the device, to be seen and not changed."""
+        current = self._device.current_stream()
+        for number in range(len(self._parts)):
+            self._in.wait_stream(current)
+            self._load(number)
+            current.wait_stream(self._in)
+            if self.seen_by is not None:
+                self.seen_by.arrived(number, self._views(number)[1])
+
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """A part's master and moments: in host memory, and in its slot."""
         host = [self._parts[number].master, *(self._moments[name][number] for name in MOMENTS)]
-        slot = self._slots[number % 2, :, : host[0].numel()]
+        slot = self.slots[number % 2, :, : host[0].numel()]
         return host, list(slot.unbind())
 
     def _load(self, number: int) -> None:

@@ -17,20 +17,23 @@ from megapar.core.sharding.part import Part
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int | Tensor] = ()) -> tuple[Tensor, Tensor]:
     """2-norm of all gradients of the model, each parameter counted once over every axis; a scalar, the same everywhere.
 
     One rank counts each piece (``Part.counted``), so that one sum over the world is right whatever replicates or
     splits a parameter. The squares are added in the device's widest dtype, so that the order of ranks does not show.
-    besides: small numbers of this rank that travel with it; the second tensor is their sums over all ranks. Both lie
-    where the gradients do, whatever memory the masters have: the host waits for neither.
+    besides: small numbers of this rank that travel with it, of the host or scalars on the device; the second tensor is
+    their sums over all ranks. Both lie where the gradients do, whatever memory the masters have: the host waits for
+    neither.
     """
     grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
     made = next((part.grad for part in parts if part.grad is not None), parts[0].master)
     device, dtype = made.device, parts[0].master.dtype
     total = torch.zeros(1 + len(besides), dtype=widest(device), device=device)
     for i, number in enumerate(besides, start=1):
-        if number:
+        if isinstance(number, Tensor):
+            total[i].copy_(number)
+        elif number:
             total[i].fill_(number)  # a copy from the host would wait for the device
     if grads:
         total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()

@@ -175,10 +175,17 @@ class Loader:
             self._ahead = following, self._worker.submit(self._made, following)
         return batches
 
-    def _made(self, request: _Request) -> list[MicroBatch]:
+    def first_of(self, data_rank: int, consumed_samples: int, length: int | None = None) -> MicroBatch:
+        """What another data rank's first micro-batch of the step after ``consumed_samples`` is."""
+        request = _Request(consumed_samples, 1, length)
+        if self._worker is None:
+            return self._made(request, data_rank)[0]
+        return self._worker.submit(self._made, request, data_rank).result()[0]  # where all samples are read
+
+    def _made(self, request: _Request, data_rank: int | None = None) -> list[MicroBatch]:
+        rank = self._rank if data_rank is None else data_rank
         starts = (
-            request.consumed_samples + (k * self._ranks + self._rank) * self._size
-            for k in range(request.num_micro_batches)
+            request.consumed_samples + (k * self._ranks + rank) * self._size for k in range(request.num_micro_batches)
         )
         return [
             self._collate([_cropped(self._samples[start + i], request.length) for i in range(self._size)])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import TYPE_CHECKING
+
+from megapar.errors import DistributedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -11,16 +14,23 @@ if TYPE_CHECKING:
 _KEY = "megapar/launch/"
 
 
-def launch_name(nodes: int, job: str, store: Store | None) -> str:
+def launch_name(nodes: int, job: str, store: Store | None, secret: bytes | None = None) -> str:
     """A name that no other launch has; "" where several nodes have no store to agree by.
 
     job: the name that was given, for one store may serve several jobs. store: where the nodes meet. A node that comes
-    later, or again, hears the same.
+    later, or again, hears the same. secret: by which nodes know each other, if they do. Raises DistributedError for
+    what no launcher has written there: the name becomes a folder's.
     """
     fresh = uuid.uuid4().hex
     if nodes == 1:
         return fresh
     if store is None:
         return ""
-    found: bytes = store.compare_set(_KEY + job, "", fresh)
+    from megapar.tools.rendezvous import Signer
+
+    signer, what = Signer(secret), f"the name of the launch of job {job or 'without a name'}"
+    told: bytes = store.compare_set(_KEY + job, "", signer.sign(what, fresh.encode()).decode())
+    found = signer.open(what, told)
+    if not re.fullmatch(rb"[0-9a-f]{32}", found):
+        raise DistributedError(f"{what} is {found[:100]!r}, which no launcher has written")
     return found.decode()

@@ -156,7 +156,8 @@ def _meet(launch: Launch) -> Place | None:
 
 def _named(launch: Launch, place: Place | None) -> Launch:
     """With a name that all nodes have heard, and with another one that no launch before it had."""
-    name = launch_name(launch.nnodes, launch.rdzv_id, place.store if place else None)
+    store, secret = (place.store, place.secret) if place else (None, None)
+    name = launch_name(launch.nnodes, launch.rdzv_id, store, secret)
     os.environ[LAUNCH] = name
     return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
 

@@ -47,7 +47,7 @@ class Gradients:
     """
 
     def __init__(
-        self, job: Job, objective: Objective, loss_scale: LossScale | None, votes: Callable[[], Sequence[int]]
+        self, job: Job, objective: Objective, loss_scale: LossScale | None, votes: Callable[[], Sequence[int | Tensor]]
     ) -> None:
         self._job = job
         self._objective = objective
@@ -55,15 +55,24 @@ class Gradients:
         self._votes = votes
         self._data = job.world.axis("data")
         self._watched: FirstBad | None = None
+        self.work: Work | None = None  # the step's, for whoever runs a part of it again
         self.last_reduction = WaitMeter(job.world.device.timed_event())
 
     def make(self, work: Work) -> Summed:
         """Forward and backward of a step, and the reduction."""
+        self.work = work
         with record_function("megapar: forward and backward"):
             totals = self._forward_backward(work)
         with record_function("megapar: reduce"):
             norm, votes = self._reduce(self._loss_factor(work.denominators))
         return Summed(totals, norm, votes)
+
+    def again(self, work: Work) -> Totals:
+        """Forward, backward and the sums over the data ranks, of which nobody hears; sharding then holds gradients."""
+        totals = self._forward_backward(work)
+        self._job.sharding.finish()
+        self._job.traffic.check_settled()
+        return totals
 
     def watched(self, work: Work) -> tuple[Summed, FirstBad]:
         """The same, and where the first number that is not finite came from."""

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.core import replicas
+from megapar.data.batches import Loader
+from megapar.training.gradients import Gradients
 from megapar.training.job import Job, copies
+from megapar.training.recheck import RecomputeGuard
+from megapar.training.stages import effective_schedule
+from megapar.training.state_guard import StateGuard
 
 
 class Guard(Protocol):
     """One check. Every rank has the same guards and calls them in the same steps.
 
-    name: as checkpoints record it. interval: in steps; it runs besides before every save and at the end.
+    name: as checkpoints record it. interval: in steps. before_saves: it runs besides before every save and at the end.
+    enabled: whether there is anything it can find here, as far as is known, the same on every rank.
     """
 
     name: str
     interval: int
+    before_saves: bool
+    enabled: bool
 
     def before_update(self) -> None:
         """The optimizer is about to change what this rank holds."""
@@ -32,11 +42,27 @@ class Guard(Protocol):
         ...
 
 
+@runtime_checkable
+class Voter(Protocol):
+    """A guard whose finding travels with the gradient norm. news: lines for people, taken from it as they are told."""
+
+    news: list[str]
+
+    def vote(self) -> int | Tensor:
+        """Whether this rank has found something, as a number, of the host or on the device."""
+        ...
+
+    def vouches_for(self, iteration: int) -> int:
+        """The last iteration after which nothing was wrong, where a check after this one has passed."""
+        ...
+
+
 class Guards:
     """All guards of a run. verified: for each, the last iteration after which it found nothing wrong."""
 
     def __init__(self, guards: Sequence[Guard]) -> None:
         self._guards = tuple(guards)
+        self._voters = [guard for guard in guards if isinstance(guard, Voter)]
         self.verified: dict[str, int] = {}
 
     def before_update(self) -> None:
@@ -49,25 +75,50 @@ class Guards:
         for guard in self._guards:
             guard.after_update()
 
+    def votes(self) -> list[int | Tensor]:
+        """This rank's findings, before an update; their sums over all ranks go to ``hear``."""
+        return [guard.vote() for guard in self._voters]
+
+    def hear(self, sums: Sequence[int], iteration: int) -> Sequence[int]:
+        """Raise TrainingError, on every rank, where one has found something since an iteration; what is left of sums
+        that are others'.
+        """
+        own = len(self._voters)
+        self.check([guard for guard, found in zip(self._voters, sums[:own], strict=True) if found], iteration)
+        return sums[own:]
+
+    def take_news(self) -> list[str]:
+        """What people are to be told since the last time."""
+        found = [line for guard in self._voters for line in guard.news]
+        for guard in self._voters:
+            guard.news.clear()
+        return found
+
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
-        """What is to run after an iteration. saved: a save follows, or the run's end, before which all run."""
+        """What is to run after an iteration. saved: a save follows, or the run's end."""
         return [
             guard
             for guard in self._guards
-            if (saved or iteration % guard.interval == 0) and self.verified.get(guard.name) != iteration
+            if guard.enabled
+            and ((saved and guard.before_saves) or iteration % guard.interval == 0)
+            and self.verified.get(guard.name) != iteration
         ]
 
     def check(self, guards: Sequence[Guard], iteration: int) -> None:
         """Run guards, once nothing of the step is under way; raises TrainingError, on every rank."""
         for guard in guards:
             guard.check(iteration)
-            self.verified[guard.name] = iteration
+            if guard.enabled:
+                good = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
+                self.verified[guard.name] = max(good, self.verified.get(guard.name, 0))
 
 
 class ReplicaGuard:
     """Parameters that several ranks hold are the same bits on all of them (``core/replicas.py``)."""
 
     name = "replicas"
+    before_saves = True
+    enabled = True
 
     def __init__(self, job: Job, interval: int) -> None:
         self.interval = interval
@@ -84,9 +135,18 @@ class ReplicaGuard:
         replicas.check(copies(self._job), self._job.world, f"iteration {iteration}")
 
 
-def make_guards(config: Config, job: Job) -> Guards:
-    """As the flags say."""
+def make_guards(config: Config, job: Job, gradients: Gradients, loader: Loader, say: Callable[[str], None]) -> Guards:
+    """As the flags say. say: tells the run's log."""
     guards: list[Guard] = []
     if interval := config.reliability.replica_check_interval:
         guards.append(ReplicaGuard(job, interval))
+    if interval := config.reliability.recompute_check_interval:
+        schedule, compiled = effective_schedule(config), config.training.compile
+        guards.append(
+            RecomputeGuard(
+                *(job, gradients, loader, interval), schedule=schedule, changes_kernels=not compiled, say=say
+            )
+        )
+    if steps := config.reliability.state_digest_steps:
+        guards.append(StateGuard(job, steps))
     return Guards(guards)

@@ -20,7 +20,7 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
 from megapar.core.meter import Waits
-from megapar.errors import NotFiniteError
+from megapar.errors import TrainingError
 from megapar.model.terms import ROUTING
 from megapar.rules.tasks import CLASSES, TASKS
 from megapar.training.denominators import Denominators
@@ -105,7 +105,7 @@ class Monitor:
     def flush(self) -> list[Record]:
         """Reduce what was kept over the data ranks and tell the loggers; the records, on every rank.
 
-        Raises NotFiniteError where a loss or a norm is not finite, after the loggers have been told.
+        Raises TrainingError where a loss or a norm is not finite, after the loggers have been told.
         """
         if not self._steps:
             return []
@@ -128,7 +128,7 @@ class Monitor:
             if record.skipped:
                 continue
             if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
-                raise NotFiniteError(
+                raise TrainingError(
                     f"iteration {record.iteration}: loss {record.loss}, gradient norm {record.grad_norm} "
                     f"after {record.consumed_samples} samples. Lower --lr, or resume from an earlier checkpoint."
                 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megapar.errors import NotFiniteError
+from megapar.errors import TrainingError
 
 WINDOW = 128
 LEAST = 16
@@ -82,12 +82,12 @@ class Numbers:
         self.in_a_row = 0
 
     def not_finite(self, iteration: int, norm: float, samples: str, why: str) -> None:
-        """A step to skip. Raises NotFiniteError where it is one too many."""
+        """A step to skip. Raises TrainingError where it is one too many."""
         self.in_a_row += 1
         what = f"iteration {iteration}: gradient norm {norm}; {why}; samples {samples}"
         if self.in_a_row > self._limit:
             note = self._note({"iteration": iteration, "samples": samples, "found": why})
-            raise NotFiniteError(
+            raise TrainingError(
                 f"{what}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. Lower --lr, or "
                 f"resume and step over the data by --skip-samples {samples}.{note}",
                 samples,

@@ -14,6 +14,7 @@ from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.sharding.zero import ZeroSharding
+from megapar.core.trail import Trail
 from megapar.core.weight_gradients import WeightGradients
 from megapar.data.batches import MicroBatch
 from megapar.model.decoder import Decoder
@@ -27,7 +28,8 @@ class PipelinedModel:
 
     model: what this rank holds. queues: to and from the neighbouring stages. shardings: of every chunk here, by its
     index. reduce_every_micro_batch: gradients are reduced behind every micro-batch's backward; else once per step.
-    weight_gradients: for schedules that split the backward. meter: of waits for other stages.
+    weight_gradients: for schedules that split the backward. meter: of waits for other stages. trail: notes what stages
+    give; None: nobody does.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PipelinedModel:
         self._reduce_every = reduce_every_micro_batch
         self._weight_gradients = weight_gradients
         self._meter = meter
+        self.trail: Trail | None = None
         mine = stages.on(queues.rank)
         both = any(chunk.first for chunk in mine) and any(chunk.last for chunk in mine)
         tied = model.tied_weight if both else None
@@ -159,6 +162,9 @@ class _Work:
         self._seed(micro_batch)
         y, terms = self._pipelined.run_chunk(here, self._batches[micro_batch], x)
         self._add(self._pipelined.whole(here, terms))
+        if self._pipelined.trail is not None:
+            unit = f"layers.{here.layers[-1]}" if here.layers else ""
+            self._pipelined.trail.output(unit, y, f"the output of stage {chunk}")
         return y, self._loss_of(terms)
 
 

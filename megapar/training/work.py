@@ -19,7 +19,7 @@ class Work:
     """Of one step: all that a second run of it needs to give the same.
 
     batches: this rank's. global_batch: samples on all ranks. first_sample, first_micro_batch: how many were read and
-    run before. dropout_seed: of the random streams.
+    run before. dropout_seed: of the random streams. length: that samples are cropped to; None: they are whole.
     """
 
     iteration: int
@@ -29,6 +29,7 @@ class Work:
     first_sample: int
     first_micro_batch: int
     dropout_seed: int
+    length: int | None = None
 
     def count_into(self, progress: Progress, *, skipped: bool) -> None:
         """It was done."""
@@ -62,6 +63,7 @@ class Feed:
             first_sample=progress.consumed_samples,
             first_micro_batch=progress.micro_batches,
             dropout_seed=progress.dropout_seed,
+            length=length,
         )
 
     def following(self, progress: Progress) -> tuple[int, str]:

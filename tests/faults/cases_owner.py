@@ -41,7 +41,7 @@ class Begun:
         self.folder = folder
         self._log = (folder / "log").open("w+")
         arguments = flags_of(folder, "--save", str(save), "--load", str(save), *flags)
-        if not load:
+        while not load and "--load" in arguments:
             at = arguments.index("--load")
             del arguments[at : at + 2]
         self.process = subprocess.Popen(

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed import Store
 
 from megapar.tools.agent import meet_at
-from megapar.tools.launch import _children
+from megapar.tools.stopper import children
 from tests.faults.job import ROOT, _ended, _environ, flags_of, run_job
 from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted
 
@@ -73,7 +73,7 @@ class Nodes:
         """End what is left, the ranks first."""
         for node in self._nodes:
             if node.poll() is None:
-                for rank in _children(node.pid):
+                for rank in children(node.pid):
                     os.kill(rank, signal.SIGKILL)
                 node.kill()
                 node.wait()

@@ -31,6 +31,7 @@ from megapar.tools.stopper import children
 from megapar.trainer import Trainer, main
 from megapar.training.gradients import Gradients
 from megapar.training.work import Feed
+from tests.faults import state_flips, wrong_products
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))
@@ -80,9 +81,10 @@ def in_step(number: int) -> None:
 
 
 def in_save(module: Any, name: str, path_of: Callable[..., Any], number: int = signal.SIGKILL) -> None:
-    """Strike in a phase of the save of the iteration."""
+    """Strike once in a phase of the save of the iteration: a stop takes a moment to reach its own thread."""
     wanted = f"iter_{SPEC['iteration']:07d}"
-    before(module, name, lambda *args, **_: wanted in str(path_of(*args)), number)
+    calls = iter([True])
+    before(module, name, lambda *args, **_: wanted in str(path_of(*args)) and next(calls, False), number)
 
 
 def node_is_due(trainer: Trainer, *_: Any) -> bool:
@@ -388,6 +390,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP and signal": stop_and_signal,
     "kill launcher": kill_launcher,
     "kill warm": kill_warm,
+    "wrong product once": lambda: wrong_products.passing(SPEC["iteration"], note),
+    "wrong product always": lambda: wrong_products.lasting(SPEC["iteration"], note),
+    "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),
+    "weak cell": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note, always=True),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check")
 

@@ -297,7 +297,9 @@ CHECKPOINT = (
 RELIABILITY = (
     Row("bad_step_limit", 1, "error", {"dtype": "fp32", "lr": 1e30, "train_iters": 8, "clip_grad": 0.0}),
     Row("skip_samples", ("0-1",), "steps"),
+    _two("state_digest_steps", 1, "lines"),
     _two("replica_check_interval", 1, "host", {"hybrid_dp": True, "sharding_degree": 1}),
+    Row("recompute_check_interval", 1, "order"),
 )
 
 REPORTS = (

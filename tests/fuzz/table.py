@@ -423,6 +423,7 @@ TRAINING = (
         wild=("cosine",),
     ),
     Option(name="min_lr", values=(None, 0.001), when=legal.exact, wild=(1.0,)),
+    Option(name="state_digest_steps", values=(None, 0, 1, 3)),
     Option(name="skip_samples", values=(None, None, ("0-1",), ("2-2", "4-9")), wild=(("3-1",),)),
 )
 
@@ -558,6 +559,8 @@ OTHERS = (
         layout=True,
         rare=True,
     ),
+    # It makes a run longer and excludes nothing: rarely drawn, and in no pair that must be run.
+    Option(name="recompute_check_interval", values=lambda d: (*(None,) * 9, 4, 1), layout=True, rare=True),
     *(Option(name=name, wild=(True,), layout=True) for name in ("recompute_in_advance", "recompute_in_bubble")),
     Option(name="multi_latent_attention", wild=(True,), kinds=MOE),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapar.config.launched import failure_file
-from megapar.errors import DataError, DistributedError, NotFiniteError, TrainingError
+from megapar.errors import DataError, DistributedError, TrainingError
 from megapar.tools.failures import Failure, again, first_failure
 from megapar.training import failure
 
@@ -49,7 +49,7 @@ def test_what_another_rank_or_the_machine_has_caused_is_nobody_s_own(tmp_path: P
 
 @pytest.mark.parametrize(
     ("error", "samples"),
-    [(TrainingError("replicas"), ""), (NotFiniteError("nan", "8-15"), "8-15"), (ValueError("a bug"), "")],
+    [(TrainingError("replicas"), ""), (TrainingError("nan", "8-15"), "8-15"), (ValueError("a bug"), "")],
 )
 def test_samples_are_stepped_over_only_where_they_may_be_the_cause(
     tmp_path: Path, error: BaseException, samples: str

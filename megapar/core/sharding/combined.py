@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from megapar.core.sharding.part import Part, Sharding, View
+from megapar.core.trail import Trail
 
 
 class CombinedSharding:
@@ -49,3 +50,8 @@ class CombinedSharding:
             end = start + len(member.parts)
             yield from member.views(tensors[start:end])
             start = end
+
+    def watch(self, trail: Trail | None) -> None:
+        """Note this rank's gradients, or no longer."""
+        for member in self._members:
+            member.watch(trail)

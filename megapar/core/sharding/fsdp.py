@@ -17,6 +17,7 @@ from megapar.core.axis import Axis
 from megapar.core.sharding.cut import Described, is_primary, master_box, shard_dim
 from megapar.core.sharding.part import Part, View
 from megapar.core.sharding.plan import PlannedSegment
+from megapar.core.trail import Trail
 from megapar.core.world import World
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
@@ -60,6 +61,8 @@ class FullSharding:
         self._reduce_every = reduce_every_micro_batch
         self._dtypes = (compute_dtype, master_dtype, reduce_dtype)
         left = whole_experts(world, specs)
+        self._unit_of = {spec.name: spec.unit for spec in specs}
+        self._reductions: list[_ReduceScatter] = []
         self._ignored = {model.get_parameter(spec.name) for spec in left}
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
@@ -127,9 +130,12 @@ class FullSharding:
             reshard_after_forward=not stays,
         )
         first = module[0] if isinstance(module, list) else module
+        names_here = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        member = next((names_here[id(p)] for p in first.parameters() if id(p) in names_here), "")
+        self._reductions.append(_ReduceScatter(shard, self._unit_of.get(member, ""), member))
         assert isinstance(first, FSDPModule)
         first.set_custom_all_gather(_AllGather(shard))  # type: ignore[arg-type]
-        first.set_custom_reduce_scatter(_ReduceScatter(shard))  # type: ignore[arg-type]
+        first.set_custom_reduce_scatter(self._reductions[-1])  # type: ignore[arg-type]
         if replica.size > 1:
             first.set_all_reduce_hook(_counts(replica))
 
@@ -156,6 +162,11 @@ class FullSharding:
 
     def wait(self) -> None:
         """Nothing is in flight between steps."""
+
+    def watch(self, trail: Trail | None) -> None:
+        """Note what each group of parameters gives to its reduction, or no longer."""
+        for reduction in self._reductions:
+            reduction.trail = trail
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
         """Each parameter's piece; parts are parameters here."""
@@ -184,7 +195,15 @@ class _AllGather(_Comm):
 
 
 class _ReduceScatter(_Comm):
-    """FSDP2's reduction through our transport, which counts it and sends half of what gloo's own would."""
+    """FSDP2's reduction through our transport, which counts it and sends half of what gloo's own would.
+
+    unit, member: of what it reduces, the first parameter's. trail: notes what this rank brings; None: nobody does.
+    """
+
+    def __init__(self, axis: Axis, unit: str, member: str) -> None:
+        super().__init__(axis)
+        self._unit, self._member = unit, member
+        self.trail: Trail | None = None
 
     def __call__(
         self,
@@ -195,6 +214,8 @@ class _ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         assert op == dist.ReduceOp.SUM, op
+        if self.trail is not None:
+            self.trail.gradient(self._unit, f"the segment of {self._member}", input_tensor)
         return transport.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megapar.core.box import Box
 from megapar.core.sharding.cut import Described
+from megapar.core.trail import Trail
 
 
 @dataclass
@@ -63,3 +64,6 @@ class Sharding(Protocol):
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
         """Each parameter's piece of tensors that lie beside ``parts`` one for one: masters, moments, gradients."""
+
+    def watch(self, trail: Trail | None) -> None:
+        """Until it is called with None: note each gradient of this rank as it is made, before ranks sum it."""

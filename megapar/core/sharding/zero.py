@@ -30,6 +30,7 @@ from megapar.core.sharding.cut import Described, is_primary, master_box
 from megapar.core.sharding.part import Part, View
 from megapar.core.sharding.plan import PlannedSegment
 from megapar.core.sharding.segment import Segment
+from megapar.core.trail import Trail
 from megapar.core.world import World
 
 IN_FLIGHT_BYTES = 1 << 26  # of gradients
@@ -77,6 +78,7 @@ class ZeroSharding:
         self._running = False  # a micro-batch's backward may have left segments to launch
         self._ready: set[int] = set()
         self._next = len(self.segments) - 1
+        self._trail: Trail | None = None
         self._flying: deque[int] = deque()  # launched and not settled, first one first
         # On an accelerator a wait would stand in the stream of the backward, and the allocator knows better.
         self._in_flight_bytes = math.inf if world.device.runs_ahead else IN_FLIGHT_BYTES
@@ -162,6 +164,10 @@ class ZeroSharding:
                 local = flat[start : start + member.numel].view(member.piece)
                 yield View(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
+    def watch(self, trail: Trail | None) -> None:
+        """Note each parameter's gradient as the backward gives it, or no longer."""
+        self._trail = trail
+
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         # torch shows the garbage collector no way through these hooks: a strong reference would keep the parameters,
         # this object and its groups' threads for ever.
@@ -176,6 +182,10 @@ class ZeroSharding:
 
     def _add(self, number: int, index: int) -> None:
         """Take the gradient of a segment's member; launch what is complete, in the planned order."""
+        if self._trail is not None:
+            member = self.segments[number].members[index]
+            assert member.parameter.grad is not None
+            self._trail.gradient(member.spec.unit, member.spec.name, member.parameter.grad)
         if self.segments[number].add(index) and self._overlap_reduce and self._reducing:
             self._ready.add(number)
             while self._next in self._ready:
