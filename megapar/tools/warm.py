@@ -19,7 +19,7 @@ from megapar.config.flag import SCRIPTS
 from megapar.core.listener import tell
 from megapar.tools.fresh import MODULES, ONE_THREAD, receive, send
 
-PATIENCE_SECONDS = 120.0  # for the imports, on a slow shared disk
+PATIENCE_SECONDS = 600.0  # for the imports, on a slow shared disk
 _ANSWER_SECONDS = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_LOOK_SECONDS = 0.05
