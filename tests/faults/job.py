@@ -127,6 +127,9 @@ def _ended(folder: Path, status: int, output: str) -> Ended:
 PATIENT = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=8"
 
 
+TOGETHER = "last_call_timeout=200"  # nothing goes on without the second node, however late it starts
+
+
 def run_nodes(folder: Path, ranks: int, iteration: int, *flags: str, another: bool = False) -> Ended:
     """An elastic job of one or two nodes on this machine, which meet in this process; the second is killed in a step.
 
@@ -162,7 +165,7 @@ def run_apart(folder: Path, nnodes: str, seconds: int, *flags: str) -> Ended:
     """A job of two nodes of one rank, which meet in this process; the clock of the second is ``seconds`` ahead."""
     folder.mkdir(parents=True, exist_ok=True)
     place = meet_at("localhost:0")
-    options = ["--nnodes", nnodes, "--rdzv-id", "job", "--rdzv-conf", PATIENT, "--rdzv-endpoint", place.endpoint]
+    options = ["--nnodes", nnodes, "--rdzv-id", "job", "--rdzv-conf", TOGETHER, "--rdzv-endpoint", place.endpoint]
     command = ["launch", *options, "--warm-start", "tests/faults/faulty.py", *flags_of(folder, *flags)]
     heads = (["-m", "megapar.tools.main"], ["-m", "tests.faults.late", str(seconds)])
     nodes = []
