@@ -36,7 +36,7 @@ from megapar.data.kept_tokenizer import keep
 from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.model.decoder import Decoder
-from megapar.training import build, degree, export, failure, local_saves, opening, report, state
+from megapar.training import build, degree, export, failure, innocent, local_saves, opening, report, state
 from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
@@ -98,9 +98,10 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     except BaseException as error:
         failure.note(error, os.environ)
         status = 1
-        import traceback
+        if not innocent.told(error, os.environ):
+            import traceback
 
-        traceback.print_exc()
+            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -74,7 +74,7 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         _end(f"megapar launch, process {launcher[0]}, is gone")
     if launcher is None and "TORCHELASTIC_RUN_ID" not in environ:
         return
-    _signal_at_death()
+    die_with_parent()
     if os.getppid() != parent:  # it went before it was asked for
         _end(f"its parent, process {parent}, is gone")
     end_with(parent)
@@ -104,7 +104,7 @@ def _end(why: str) -> None:
     os._exit(1)
 
 
-def _signal_at_death() -> None:
+def die_with_parent() -> None:
     """Let the kernel kill this process when its parent dies: no handler of ours would run in a rank that hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)

@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -37,12 +37,17 @@ from megapar.config.launched import RANK_FILE, ROUND, failure_file
 from megapar.core.parent import be_launcher
 from megapar.errors import DistributedError
 from megapar.tools import unkillable
+from megapar.tools.clocks import LAST_CALL_SECONDS, Clocks
+from megapar.tools.deaths import describe, following
 from megapar.tools.failures import Failure, again, first_failure, is_refusal
 from megapar.tools.places import RankFiles
+from megapar.tools.rank_logs import RankLogs
 from megapar.tools.rendezvous import JsonBackend, SignedStore
 from megapar.tools.stopper import Stopper
 from megapar.tools.unkillable import Dying
 from megapar.tools.waiting import Waiting, limit_of, nodes_of
+from megapar.tools.warm import Warm
+from megapar.tools.warm_start import starting
 
 LOOPBACK = "127.0.0.1"
 _FAILURES = "torch.distributed.elastic.multiprocessing.api"
@@ -165,11 +170,14 @@ def make_agent(
     grace: int,
     log_dir: str = "",
     stopper: Stopper | None = None,
+    *,
+    warm: bool = False,
 ) -> Any:
     """An agent that will run ``python ARGUMENTS`` on ``nproc`` ranks of this node.
 
     grace: seconds that ranks get to end after SIGTERM before a restart or the end of a failed job. log_dir: with one,
-    output also goes to files per rank there, and lines carry the rank. stopper: hears of what the agent does.
+    output also goes to files per rank there, and lines carry the rank. stopper: hears of what the agent does. warm:
+    whether ranks are forked from a process that has imported torch.
     """
     # The agent would end at once on a signal and forget how its ranks ended: the stopper has them all. No name is
     # the name of no signal; an empty list is taken for torch's own.
@@ -185,8 +193,7 @@ def make_agent(
         monitor_interval=0.1,
         local_addr=meeting.address,
     )
-    logs = DefaultLogsSpecs(log_dir=log_dir or None, tee=Std.ALL if log_dir else Std.NONE)
-    return _Agent(spec, logs, grace, stopper or Stopper(grace))
+    return _Agent(spec, RankLogs(log_dir), grace, stopper or Stopper(grace), Warm() if warm else None)
 
 
 class _Agent(LocalElasticAgent):
@@ -194,14 +201,17 @@ class _Agent(LocalElasticAgent):
     where they wait for it in a collective, or are stopped, and end by no signal but the last. Here nothing waits for a
     rank that no signal ends, and nobody is started again beside it, or where the same failure would end it.
 
-    The stopper hears of what it does, and ranks know whom they are to end with.
+    The stopper hears of what it does, and ranks know whom they are to end with. What ended ranks is said here.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, grace: int, stopper: Stopper) -> None:
-        super().__init__(spec, logs_specs=logs, shutdown_timeout=grace)
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, grace: int, stopper: Stopper, warm: Warm | None) -> None:
+        # Lines of logs carry the number that the ranks themselves have, not the node's.
+        super().__init__(spec, logs_specs=logs, shutdown_timeout=grace, log_line_prefix_template="[rank${rank}]:")
         self._stopper = stopper
+        self._warm = warm
         self._dying = Dying()
         self._looked = 0.0
+        self._over = False
         self._failure: Failure | None = None
 
     def run(self, role: str = "default") -> Any:
@@ -211,6 +221,9 @@ class _Agent(LocalElasticAgent):
         except RendezvousError as error:
             said = str(error) or "the job has ended on the other nodes, or takes no more of them"
             raise DistributedError(f"the nodes' rendezvous failed: {said}") from error
+        finally:
+            if self._warm is not None:
+                self._warm.close()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         handler = worker_group.spec.rdzv_handler
@@ -242,6 +255,7 @@ class _Agent(LocalElasticAgent):
                 self._start_no_more("the run is refused: not started again")
             if self._remaining_restarts and (why := again(before, self._failure)):
                 self._start_no_more(why)
+            self._tell(result, ranks.error_files)
         elif result.state == WorkerState.HEALTHY and time.monotonic() > self._looked + 1:
             self._looked = time.monotonic()
             if stuck := self._dying.stuck(ranks.pids()):
@@ -253,13 +267,27 @@ class _Agent(LocalElasticAgent):
                 return RunResult(WorkerState.FAILED, failures=failures)
         return result
 
+    def _tell(self, result: RunResult, error_files: Mapping[int, str]) -> None:
+        """Which ranks failed, and what comes now. error_files: by local rank."""
+        most, left = self._worker_group.spec.max_restarts, self._remaining_restarts
+        notes = {
+            rank: failure_file({"TORCHELASTIC_ERROR_FILE": error_files[one.local_rank]})
+            for rank, one in result.failures.items()
+        }
+        statuses = {rank: one.exitcode for rank, one in result.failures.items()}
+        if told := describe(statuses, notes, following(most, left, over=self._over or bool(self._stopper.asked))):
+            print(f"megapar launch: {told}", file=sys.stderr, flush=True)
+
     def _start_no_more(self, why: str) -> None:
-        self._remaining_restarts = 0
+        self._remaining_restarts, self._over = 0, True
         print(f"megapar launch: {why}", file=sys.stderr, flush=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         be_launcher(os.environ, self._worker_group.spec.rdzv_handler.get_run_id())
-        with self._stopper.starting():
+        if self._warm is not None:
+            with self._stopper.idle("torch was imported for the ranks"):
+                self._warm.ready()
+        with self._stopper.starting(), starting(self._warm):
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks: Any = self._pcontext  # torch's SubprocessContext
         close, grace = ranks.close, self._shutdown_timeout
@@ -302,7 +330,8 @@ def _handler(meeting: Meeting) -> Any:
     if meeting.store is None:
         return _fresh(get_rendezvous_handler(parameters))
     secret = meeting.secret
-    handler = create_handler(meeting.store, JsonBackend(meeting.store, meeting.id, secret), parameters)
+    limit = float(parameters.get("last_call_timeout") or LAST_CALL_SECONDS)
+    handler = create_handler(meeting.store, JsonBackend(meeting.store, meeting.id, secret, Clocks(limit)), parameters)
     # The ranks' own store is made by the handler, on all interfaces if left to itself.
     handler._create_tcp_store_server = listening_store  # type: ignore[method-assign,assignment]
     if secret is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megapar.config.flag import SCRIPTS
 from megapar.planning.nearest import nearest
+from megapar.tools.fresh import become
 from megapar.training.streams import make_patient
 
 
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if told and speaks:
         print(f"megapar launch: {told}", file=sys.stderr, flush=True)
-    os.execv(sys.executable, [sys.executable, "-u", *line])
+    become(["-u", *line])
+    return 0
 
 
 if __name__ == "__main__":

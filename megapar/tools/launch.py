@@ -27,6 +27,7 @@ from megapar.tools.job_name import launch_name
 from megapar.tools.parser import Parser, count, seconds
 from megapar.tools.stopper import Stopped, Stopper
 from megapar.tools.waiting import Waiting
+from megapar.tools.warm import wanted
 from megapar.training.streams import make_patient
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Launch:
     log_dir: str = ""
     secret_file: str = ""
     require_secret: bool = False
+    warm_start: bool = False
 
     @property
     def world_size(self) -> int:
@@ -112,6 +114,7 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
         measure = ("-m", "megapar.tools.preflight")
         name = f"{launch.rdzv_id}-preflight"
         before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
+        before = replace(before, warm_start=False)
         status = run(before, place, stopper)
         if status:
             print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
@@ -200,7 +203,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--require-secret", action="store_true", help="refuse to start several nodes without a secret")
     add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
-    add("--log-dir", default="", metavar="DIR", help="write every rank's output to files there, too, with its prefix")
+    add(
+        "--log-dir",
+        default="",
+        metavar="DIR",
+        help="write every rank's output to a file there, too: DIR/JOB/attempt-K/rank-N.log",
+    )
+    add(
+        "--warm-start",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="fork ranks from one process per node that has imported torch: a restart takes a second then (default: "
+        "for megapar's own scripts, unless torch_npu is installed)",
+    )
     add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
     add(
         "--stop-timeout",
@@ -243,6 +258,7 @@ def _launch(options: argparse.Namespace) -> Launch:
         log_dir=options.log_dir,
         secret_file=options.secret_file,
         require_secret=options.require_secret,
+        warm_start=wanted(options.warm_start, options.script),
     )
 
 
@@ -295,7 +311,10 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
         secret=place.secret if place else None,
     )
     grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))
-    agent = make_agent(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir, stopper)
+    agent = make_agent(
+        *(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir, stopper),
+        warm=launch.warm_start,
+    )
     stopper.when_asked = lambda: no_more_restarts(agent)
     alone = False
     try:
@@ -314,9 +333,4 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
 
 def _status(failures: Mapping[int, Any]) -> int:
     """2 where the earliest failure is a refusal (the agent kills the ranks that are left), else 1."""
-    if is_refusal(failures):
-        return REFUSED
-    for rank, failure in sorted(failures.items()):
-        how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"status {failure.exitcode}"
-        print(f"megapar launch: rank {rank} ended with {how}", file=sys.stderr)
-    return 1
+    return REFUSED if is_refusal(failures) else 1

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, _RendezvousState
 
 from megapar.errors import DistributedError
+from megapar.tools.clocks import Clocks
 
 NOTHING_YET = "-"
 UNSIGNED = "unsigned"
@@ -69,13 +70,16 @@ class Signer:
 class JsonBackend(RendezvousBackend):
     """Holds the state of a job's rendezvous in a store. Raises StateRefusedError for what no launcher has written.
 
+    Times that torch compares with this node's clock are of this node's clock (tools/clocks.py).
+
     Every writing has the number after the one it replaces, so that an older one, brought again, is known to everybody
     who has seen a newer one.
     """
 
-    def __init__(self, store: Store, job: str, secret: bytes | None) -> None:
+    def __init__(self, store: Store, job: str, secret: bytes | None, clocks: Clocks | None = None) -> None:
         self._store = store
         self._job = job
+        self._clocks = clocks or Clocks()
         self._signer = Signer(secret)
         self._key = f"megapar.rendezvous.{job}"
         self._number = self._round = 0
@@ -91,7 +95,7 @@ class JsonBackend(RendezvousBackend):
         """What torch reads, and a token; None before the first writing."""
         raw = self._call(self._store.get, self._key)
         state = self._read(raw)
-        return None if state is None else (pickle.dumps(state), raw)
+        return None if state is None else (pickle.dumps(self._clocks.ours(state)), raw)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, bytes, bool] | None:
         """Write, unless another node has written since ``token``; what is there then, its token, whether it is ours.
@@ -102,12 +106,14 @@ class JsonBackend(RendezvousBackend):
             found = self.get_state()
             return None if found is None else (*found, False)
         mine: _RendezvousState = pickle.loads(state)  # noqa: S301 (torch pickled it in the call above this one)
-        body = {"job": self._job, "number": self._number + 1, "state": to_json(mine)}
+        body = {"job": self._job, "number": self._number + 1, "state": to_json(self._clocks.theirs(mine))}
         text = self._signer.sign(self._context, json.dumps(body, separators=(",", ":")).encode()).decode()
         before = token.decode() if token else NOTHING_YET
         raw = self._call(self._store.compare_set, self._key, before, text)
         found_state = self._read(raw)
-        return None if found_state is None else (pickle.dumps(found_state), raw, raw == text.encode())
+        if found_state is None:
+            return None
+        return pickle.dumps(self._clocks.ours(found_state)), raw, raw == text.encode()
 
     @property
     def _context(self) -> str:

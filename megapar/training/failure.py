@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megapar.config.launched import failure_file
 from megapar.errors import DataError, DistributedError
+from megapar.training.innocent import lost_another
 
 # Another rank's, or of a machine that may be well again when the ranks are started anew.
 _OF_OTHERS = (DistributedError, dist.DistError, OSError, KeyboardInterrupt, SystemExit)
@@ -40,6 +41,7 @@ def note(
         "saved": saved,
         "own": not isinstance(error, _OF_OTHERS)
         and not (isinstance(error, RuntimeError) and any(name in text for name in _OF_LIBRARIES)),
+        "lost": lost_another(error),
         "samples": getattr(error, "samples", following[1] if isinstance(error, DataError) else ""),
         "at": time.time(),
     }

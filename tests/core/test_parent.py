@@ -49,7 +49,7 @@ def test_the_kernel_kills_a_rank_that_is_stuck() -> None:
 
 
 def test_a_thread_looks_where_the_kernel_does_not_tell() -> None:
-    assert "which it belongs to, is gone" in killed("parent._signal_at_death = lambda: None")
+    assert "which it belongs to, is gone" in killed("parent.die_with_parent = lambda: None")
 
 
 def test_a_process_between_launcher_and_rank_does_not_keep_it_alive() -> None:

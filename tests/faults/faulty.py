@@ -390,6 +390,20 @@ def kill_launcher() -> None:
     before(Gradients, "make", due)
 
 
+def kill_warm() -> None:
+    """Kill the process of which ranks are forks, and this rank, in the step."""
+
+    def due(_: Any, work: Any) -> bool:
+        if work.iteration != SPEC["iteration"]:
+            return False
+        for pid in children(os.getppid()):
+            if os.getsid(pid) != pid:  # ranks lead sessions
+                os.kill(pid, signal.SIGKILL)
+        return True
+
+    before(Gradients, "make", due)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "kill in step": lambda: in_step(signal.SIGKILL),
@@ -426,6 +440,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "two signals around a slow save": two_signals_around_a_slow_save,
     "SIGSTOP and signal": stop_and_signal,
     "kill launcher": kill_launcher,
+    "kill warm": kill_warm,
     "wrong product once": lambda: wrong_products.passing(SPEC["iteration"], note),
     "wrong product always": lambda: wrong_products.lasting(SPEC["iteration"], note),
     "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,8 @@ def run_job(
 ) -> Ended:
     """Launch, wait, and read what was written. ignored: signals, as by nohup."""
     line = [*started(ignored), sys.executable, "-m", "megapar.tools.main", "launch"]
-    line += ["--nproc-per-node", str(world_size), "--max-restarts", str(restarts), "--stop-timeout", "2", *launcher]
+    line += ["--nproc-per-node", str(world_size), "--max-restarts", str(restarts), "--stop-timeout", "2"]
+    line += ["--warm-start", *launcher]  # as for megapar's own scripts
     return run_line(folder, line, fault, *flags, seconds=PATIENCE_SECONDS * (1 + restarts))
 
 
@@ -125,6 +127,9 @@ def _ended(folder: Path, status: int, output: str) -> Ended:
 PATIENT = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=8"
 
 
+TOGETHER = "last_call_timeout=200"  # nothing goes on without the second node, however late it starts
+
+
 def run_nodes(folder: Path, ranks: int, iteration: int, *flags: str, another: bool = False) -> Ended:
     """An elastic job of one or two nodes on this machine, which meet in this process; the second is killed in a step.
 
@@ -149,6 +154,29 @@ def run_nodes(folder: Path, ranks: int, iteration: int, *flags: str, another: bo
             nodes[1].wait(PATIENCE_SECONDS)
             nodes[1] = node("third", none)
         statuses = [one.wait(PATIENCE_SECONDS) for one in (nodes if another else nodes[:1])]
+    finally:
+        for one in nodes:
+            one.kill()
+            one.wait()
+    return _ended(folder, max(statuses), "".join(path.read_text() for path in sorted(folder.glob("*.log"))))
+
+
+def run_apart(folder: Path, nnodes: str, seconds: int, *flags: str) -> Ended:
+    """A job of two nodes of one rank, which meet in this process; the clock of the second is ``seconds`` ahead."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = meet_at("localhost:0")
+    options = ["--nnodes", nnodes, "--rdzv-id", "job", "--rdzv-conf", TOGETHER, "--rdzv-endpoint", place.endpoint]
+    command = ["launch", *options, "--warm-start", "tests/faults/faulty.py", *flags_of(folder, *flags)]
+    heads = (["-m", "megapar.tools.main"], ["-m", "tests.faults.late", str(seconds)])
+    nodes = []
+    for name, head in zip(("first", "second"), heads, strict=True):
+        with (folder / f"{name}.log").open("w") as log:
+            environ = _environ(folder, Fault("none", attempts=()))
+            line = [sys.executable, *head, *command]
+            nodes.append(subprocess.Popen(line, env=environ, cwd=ROOT, stdout=log, stderr=log))
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        statuses = [one.wait(max(0.0, deadline - time.monotonic())) for one in nodes]
     finally:
         for one in nodes:
             one.kill()

@@ -77,7 +77,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         tmp_path, "--nproc-per-node", "2", script(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     )
     assert done.returncode == 1
-    assert "rank 1 ended with signal 9" in done.stderr
+    assert "megapar launch: rank 1 was killed (signal 9)\n" in done.stderr
 
 
 def test_ranks_get_flags_environment_and_threads(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_output_goes_to_files_of_every_rank_with_its_prefix(tmp_path: Path) -> N
     done = launch(tmp_path, "--nproc-per-node", "2", "--log-dir", str(logs), script(tmp_path, "print('here is', rank)"))
     assert done.returncode == 0
     assert "[rank1]:here is 1" in done.stdout
-    written = {path.parent.name: path.read_text() for path in logs.rglob("stdout.log")}
-    assert written == {"0": "here is 0\n", "1": "here is 1\n"}
+    written = {path.name: path.read_text() for path in logs.glob("*/attempt-0/*")}
+    assert written == {"rank-0.log": "here is 0\n", "rank-1.log": "here is 1\n"}
 
 
 def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
@@ -216,6 +216,7 @@ def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
     done = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", script(tmp_path, body), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
+    assert "megapar launch: rank 1 was killed (signal 9); starting again, 1 of 1\n" in done.stderr
 
 
 def test_a_failure_comes_again_though_another_rank_is_the_first_to_end(tmp_path: Path) -> None:

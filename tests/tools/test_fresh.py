@@ -1,0 +1,49 @@
+"""The process of which ranks are forks ends with its launcher, and imports everything without a thread or a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapar.tools.fresh import MODULES, ONE_THREAD
+from megapar.tools.warm import Warm
+
+PATIENCE_SECONDS = 120.0
+LAUNCHER = "from megapar.tools.warm import Warm\nw = Warm(())\nw.ready()\nprint(w._process.pid, flush=True)\ninput()\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("end", ["kill", "input"])
+def test_it_ends_with_the_launcher(end: str) -> None:
+    line = [sys.executable, "-c", LAUNCHER]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdin is not None
+        pid = int(launcher.stdout.readline())
+        assert "megapar.tools.fresh" in Path(f"/proc/{pid}/cmdline").read_text()
+        gone = os.pidfd_open(pid)
+        if end == "kill":
+            launcher.kill()
+        else:
+            launcher.stdin.close()
+        launcher.wait(PATIENCE_SECONDS)
+    import select
+
+    poll = select.poll()
+    poll.register(gone, select.POLLIN)
+    assert poll.poll(PATIENCE_SECONDS * 1000)
+    os.close(gone)
+
+
+def test_what_ranks_need_starts_no_thread_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.delenv(ONE_THREAD, raising=False)
+    warm = Warm(MODULES)
+    try:
+        assert warm.ready()
+    finally:
+        warm.close()
