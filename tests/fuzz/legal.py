@@ -17,7 +17,7 @@ def rest(d: Drawn) -> int:
 
 
 def sharding(d: Drawn) -> int:
-    return rest(d) // max(1, int(d.dp_degree)) if d.sharding_degree == -1 else max(1, int(d.sharding_degree))
+    return max(1, rest(d) // max(1, int(d.dp_degree)) if d.sharding_degree == -1 else int(d.sharding_degree))
 
 
 def emp(d: Drawn) -> int:
