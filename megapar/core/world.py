@@ -216,6 +216,11 @@ class World:
         with suppress(RuntimeError):  # where the vendor's library knows no abort, they end with the process
             abort_process_groups()
 
+    @property
+    def pretended(self) -> bool:
+        """Whether this rank is alone and nobody answers what it says (``tools/pretend.py``)."""
+        return self._store is None and self.grid.world_size > 1
+
     def spare_store(self, name: str) -> dist.Store | None:
         """A connection to the ranks' store for threads beside the training; None where there is one rank."""
         return None if self._store is None else dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]

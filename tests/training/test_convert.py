@@ -405,7 +405,7 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path
         ("Qwen3Moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
         ("Qwen3Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
         ("Mixtral", {"sliding_window": 8}, "sliding_window is 8"),
-        ("Mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope is of type yarn"),
+        ("Mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope is of type 'yarn'"),
         ("Mixtral", {"num_experts_per_tok": 1}, "top-1 routing"),
         ("Mixtral", {"architectures": ["LlamaForCausalLM"]}, "known are Ernie"),
         ("Ernie4_5_Moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
@@ -455,7 +455,7 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("target", ["/etc/hostname", "../secret.txt"])
 def test_no_file_from_outside_of_the_folder_is_copied(target: str, folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
-    source = shutil.copytree(folders["Ernie4_5ForCausalLM"], tmp_path / "source")
+    source = shutil.copytree(folders["Ernie4_5"], tmp_path / "source")
     (source / "inside.txt").symlink_to("config.json")
     hf_to_megapar(source, tmp_path / "allowed")
     (source / "notes.txt").symlink_to(target)
@@ -470,7 +470,7 @@ def test_no_file_from_outside_of_the_folder_is_copied(target: str, folders: dict
 
 def test_a_snapshot_in_the_cache_of_the_hub_is_converted(folders: dict[str, Path], tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1a2b"
-    shutil.copytree(folders["Ernie4_5ForCausalLM"], blobs)
+    shutil.copytree(folders["Ernie4_5"], blobs)
     snapshot.mkdir(parents=True)
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")

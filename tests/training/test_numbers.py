@@ -262,7 +262,7 @@ BIASED = ("--num-experts", "4", "--moe-router-bias-update-rate", "0.01")
 def test_a_replica_that_diverges_is_named(flags: tuple[str, ...], name: str, told: str) -> None:
     if "--mp-degree" in flags:
         flags = (*flags, "--num-query-groups", "4")
-    with pytest.raises(RanksFailed, match=rf"TrainingError: iteration 3: replicas .* differ: .*{name} .*{told}"):
+    with pytest.raises(RanksFailed, match=rf"CorruptionError: iteration 3: replicas .* differ: .*{name} .*{told}"):
         run_ranks(4, diverge, flags, name, 2, group=False)
 
 
