@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megapar.core.state_digest import Piece, digest, places, rotation
+from megapar.core.state_digest import FlatRange, digest, places, rotation
 
 # Comparisons that are kept until the host has heard of them, which may be two updates later.
 _KEPT = 4
@@ -90,14 +90,14 @@ class Visiting:
     def __init__(self, homes: Sequence[Sequence[Tensor]], steps: int, visit: Callable[[], None]) -> None:
         self._homes = [[tensor.view(-1) for tensor in home] for home in homes]
         self._visit = visit
-        self._groups: list[dict[int, list[Piece]]] = []
+        self._groups: list[dict[int, list[FlatRange]]] = []
         sizes = [flat.numel() for home in self._homes for flat in home]
         numbers = [(number, i) for number, home in enumerate(self._homes) for i in range(len(home))]
         for group in rotation(sizes, steps):
-            mine: dict[int, list[Piece]] = {}
+            mine: dict[int, list[FlatRange]] = {}
             for piece in group:
                 number, i = numbers[piece.tensor]
-                mine.setdefault(number, []).append(Piece(i, piece.start, piece.end))
+                mine.setdefault(number, []).append(FlatRange(i, piece.start, piece.end))
             self._groups.append(mine)
         self._turn = 0
         self._held: dict[int, Tensor] = {}
@@ -142,5 +142,5 @@ class Visiting:
         return list(dict.fromkeys(found))
 
 
-def _pieces(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+def _pieces(tensors: Sequence[Tensor], pieces: Sequence[FlatRange]) -> list[Tensor]:
     return [tensors[piece.tensor].view(-1)[piece.start : piece.end] for piece in pieces]

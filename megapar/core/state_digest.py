@@ -20,7 +20,7 @@ _GRAIN = 1024  # elements: pieces of a tensor begin at a multiple
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatRange:
     """A range of elements of one of several tensors."""
 
     tensor: int
@@ -28,17 +28,17 @@ class Piece:
     end: int
 
 
-def rotation(sizes: Sequence[int], steps: int) -> list[list[Piece]]:
+def rotation(sizes: Sequence[int], steps: int) -> list[list[FlatRange]]:
     """``steps`` groups of pieces, nearly the same number of elements in each, that have every element once.
 
     sizes: elements of the tensors. Small ones are not cut, so that groups may be empty.
     """
     starts = [0, *itertools.accumulate(sizes)]
-    groups: list[list[Piece]] = []
+    groups: list[list[FlatRange]] = []
     for number in range(steps):
         begin, end = (starts[-1] * n // steps for n in (number, number + 1))
         cuts = ((i, _within(begin - at, size), _within(end - at, size)) for i, (at, size) in _numbered(starts, sizes))
-        groups.append([Piece(i, first, last) for i, first, last in cuts if first < last])
+        groups.append([FlatRange(i, first, last) for i, first, last in cuts if first < last])
     return groups
 
 
