@@ -38,13 +38,14 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
 def read_regular(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
     """The content of a plain file of at most ``limit`` bytes.
 
-    Raises OSError where it cannot be read, is no plain file, or has more bytes; none of the three is read then.
+    Raises OSError where it cannot be read, is no plain file, has more bytes, or grows meanwhile. Python makes room
+    for as many bytes as a read asks for, so it asks for the file's own size.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise UnfitFileError(errno.EFBIG, _too_large(size, limit), str(path))
-        return _up_to(file.read(limit + 1), limit, path)
+        return _up_to(file.read(size + 1), size, path)
 
 
 def read_given(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:

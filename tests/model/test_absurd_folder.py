@@ -77,7 +77,7 @@ def test_any_entries_of_a_header(tmp_path: Path, entries: dict[str, Any]) -> Non
     if found is not None:
         assert set(found) == set(entries) - {"__metadata__"}
         assert all(list(tensor.shape) == entries[name]["shape"] for name, tensor in found.items())
-    elif all(entry == GOOD for entry in entries.values()):
+    elif list(entries.values()) in ([], [GOOD]):  # two would lie in the same bytes
         raise AssertionError("a good file was refused")
 
 

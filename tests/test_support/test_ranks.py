@@ -58,6 +58,7 @@ def test_a_call_starts_from_the_same_state_whatever_ran_before() -> None:
 
 
 def fail_on(rank: int, world_size: int, failing: tuple[int, ...]) -> None:
+    dist.barrier()  # a rank that is still connecting would fail at that
     if rank in failing:
         raise ValueError(f"rank {rank} is broken")
     dist.barrier()
