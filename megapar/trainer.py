@@ -5,28 +5,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from megapar.arguments import Config
 from megapar.config.from_hf import published_folder
 from megapar.config.launched import job_id
 from megapar.config.published import read_config
 from megapar.core.adaptive import Adaptive
-from megapar.core.device.base import Event
 from megapar.core.device.pick import pick
-from megapar.core.optimizer import clip
 from megapar.core.parent import end_with_launcher
 from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
@@ -35,7 +29,6 @@ from megapar.data.corpus import Corpus
 from megapar.data.kept_tokenizer import keep
 from megapar.data.skipping import Skipping, effective, merged, parse_range
 from megapar.errors import MegaparError
-from megapar.model.decoder import Decoder
 from megapar.training import build, degree, export, failure, innocent, local_saves, opening, report, state
 from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
@@ -44,11 +37,11 @@ from megapar.training.declared import make_declared
 from megapar.training.evaluate import evaluate
 from megapar.training.export import drops_tokens
 from megapar.training.going_on import go_on
-from megapar.training.gradients import Gradients, Summed
+from megapar.training.gradients import Gradients
 from megapar.training.guards import make_guards
 from megapar.training.identity import RECORD
 from megapar.training.job import check_device, make_job
-from megapar.training.judge import Judge, Verdict
+from megapar.training.judge import Judge
 from megapar.training.learning_rate import make_learning_rate
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.memory import Planned, out_of_memory
@@ -56,11 +49,12 @@ from megapar.training.monitor import Step
 from megapar.training.record import Record
 from megapar.training.resume import resume
 from megapar.training.said import is_first_to_say
+from megapar.training.stepper import Stepper
 from megapar.training.stragglers import Stragglers
 from megapar.training.streams import make_patient
 from megapar.training.verification import Start
 from megapar.training.watch import make_watch, meet
-from megapar.training.work import Feed, Work
+from megapar.training.work import Feed
 
 
 @dataclass(frozen=True)
@@ -142,10 +136,10 @@ def train(
         trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch)
         outcome = trainer.run()
     except torch.OutOfMemoryError as error:
-        failure = out_of_memory(config, device, error, planned)
+        refusal = out_of_memory(config, device, error, planned)
         watch.close()
         world.abandon()
-        raise failure from error
+        raise refusal from error
     except BaseException:
         # The other ranks may be gone: nobody waits for anybody on this way out.
         watch.close()
@@ -193,34 +187,42 @@ class Trainer:
             config, world, corpus, loaded, self.checkpoints.resumed_from, self._skipped
         )
         self._notes += told
-        corpus = self.corpus
         if config.checkpoint.save and world.rank == 0:
-            self._notes += keep(corpus.tokenizer, Path(config.checkpoint.save))
-        self.collate = build.make_collate(config, world, corpus)
-        self.loader = Loader(
-            Skipping(corpus.train, self._skipped) if self._skipped else corpus.train,
-            self.collate,
-            micro_batch_size=config.training.micro_batch_size,
-            data_rank=self.data.rank,
-            data_ranks=self.data.size,
-        )
-        self.feed = Feed(config, self.job)
+            self._notes += keep(self.corpus.tokenizer, Path(config.checkpoint.save))
+        self.collate = build.make_collate(config, world, self.corpus)
+        self.loader = self._make_loader()
+        feed = Feed(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
         self.world.ledger.clear()  # what start-up sent is no step's
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
-        self.gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
+        gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
         self.guards = make_guards(
-            *(config, self.job, self.gradients, self.loader, self._say), Start.after(loaded), self.local_saves
+            *(config, self.job, gradients, self.loader, self._say), Start.after(loaded), self.local_saves
         )
-        self.judge = Judge(
-            *(config, self.job, self.progress, self.gradients, self.loss_scale, self.numbers, self._skipped),
-            self.monitor.mean_loss,
+        self.stepper = Stepper(
+            *(config, self.job, feed, self.progress, self.learning_rate, gradients),
+            self._make_judge(gradients),
+            *(self.numbers, self.guards, self.control, self._before_update),
         )
-        self._pending: _Pending | None = None
         self._stragglers = Stragglers(config.reliability.straggler_factor)
         self._records: list[Record] | None = [] if keep_records else None
         self._evaluation: dict[str, float] | None = None
+
+    def _make_loader(self) -> Loader:
+        return Loader(
+            Skipping(self.corpus.train, self._skipped) if self._skipped else self.corpus.train,
+            self.collate,
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_rank=self.data.rank,
+            data_ranks=self.data.size,
+        )
+
+    def _make_judge(self, gradients: Gradients) -> Judge:
+        return Judge(
+            *(self.config, self.job, self.progress, gradients, self.loss_scale, self.numbers, self._skipped),
+            self.monitor.mean_loss,
+        )
 
     # The loop
 
@@ -242,7 +244,7 @@ class Trainer:
             exported = self._finish()
         except BaseException as error:
             saved = self.checkpoints.folder is not None
-            failure.note(error, os.environ, self.feed.following(self.progress), saved=saved)
+            failure.note(error, os.environ, self.stepper.feed.following(self.progress), saved=saved)
             raise
         finally:
             for companion in companions:
@@ -289,7 +291,7 @@ class Trainer:
         return self._export() if done else None
 
     def _flush(self) -> None:
-        self._settle()
+        self.stepper.settle()
         self.monitor.failed_saves = self.checkpoints.failures.in_a_row
         with self.watch.section("log", f"after step {self.progress.iteration}"):
             records = self.monitor.flush()
@@ -310,10 +312,16 @@ class Trainer:
     def _check(self, *, saved: bool) -> None:
         """Run the guards that are due, before a save all; raises TrainingError where this run holds wrong numbers."""
         if guards := self.guards.due(self.progress.iteration, saved=saved):
-            self._settle()
+            self.stepper.settle()
             self.job.sharding.wait()
             self._wait_for_offloaded()
             self.guards.check(guards, self.progress.iteration)
+
+    def _before_update(self) -> None:
+        """What is still being written of the model has to be written first."""
+        self.checkpoints.before_update()
+        if self.local_saves is not None:
+            self.local_saves.before_update()
 
     def _wait_for_offloaded(self) -> None:
         """Masters and moments in host memory are written by the device, behind the host that is about to read them."""
@@ -324,118 +332,12 @@ class Trainer:
         if self.terminal is not None:
             self.terminal.say(text)
 
-    # The step
-
     def step(self) -> Step:
-        """One optimizer step: forward and backward of every micro-batch, reduce, clip, update, publish.
-
-        A step whose gradients are not all finite changes nothing (in fp16 but the loss scale). Where the host runs
-        ahead of its device, the device decides that, and the host hears of it a step later (``_settle``).
-        """
-        start = time.perf_counter()
-        self._time_waits()
-        progress, work = self.progress, self.feed.next(self.loader, self.progress)
-        summed = self.gradients.make(work)
-        if self._settle():
-            summed = self.gradients.make(work)
-        bad: Tensor | None = None
-        if self.judge.late:
-            bad = summed.norm.isfinite().logical_not().float()
-            verdict = Verdict(summed, loss_scale=1.0, skipped=False)
-        else:
-            verdict = self.judge.of(work, summed, self._hear(summed.told()))
-        lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
-        if not verdict.skipped:
-            self._update(verdict.summed, lr, bad)
-        work.count_into(progress, skipped=verdict.skipped)
-        step = self._report_step(work, verdict, lr, time.perf_counter() - start)
-        if bad is not None:
-            self._pending = _Pending(work, summed, step, *self.world.device.host_copy(summed.told()))
-        return step
-
-    def _time_waits(self) -> None:
-        """The host's clock is free; a device's events cost launches: there one step in a line of the log is timed."""
-        due = _due(self.progress.iteration + 1, self.config.logging.log_interval)
-        for meter in (self.job.meter, self.gradients.last_reduction):
-            meter.on = due or not self.world.device.runs_ahead
-
-    def _hear(self, told: Tensor) -> float:
-        """Take what all ranks ask of the run; the global norm. Waits for the device."""
-        norm, *votes = self.world.device.values(told)
-        self.control.hear(self.guards.hear([round(vote) for vote in votes], self.progress.iteration))
-        return norm
+        """One optimizer step of the whole run; see ``Stepper``."""
+        return self.stepper.step(self.loader)
 
     def _votes(self) -> Sequence[int | Tensor]:
         return *self.guards.votes(), *self.control.votes()
-
-    def _settle(self) -> bool:
-        """Hear what became of the step before, where that is judged late; whether gradients were made for it again.
-
-        The device has changed nothing where the norm was not finite, so the step is run again as it would have been.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return False
-        pending.there.synchronize()
-        norm = self._hear(pending.told)
-        if math.isfinite(norm):
-            self.numbers.good()
-            return False
-        step, verdict = pending.step, self.judge.of(pending.work, pending.summed, norm)
-        step.skipped = verdict.skipped
-        self.progress.skipped_steps += step.skipped
-        if not step.skipped:
-            self._update(verdict.summed, step.lr, None)
-            step.totals, step.norm = verdict.summed.totals, verdict.summed.norm
-        return True
-
-    def _update(self, summed: Summed, lr: float, bad: Tensor | None) -> None:
-        """Change the model. bad: on the device, where it is 1 nothing changes; None: it is good."""
-        job = self.job
-        self.checkpoints.before_update()
-        self.guards.before_update()
-        if self.local_saves is not None:
-            self.local_saves.before_update()
-        if self.config.optimizer.clip_grad > 0:
-            clip(job.sharding.parts, summed.norm, self.config.optimizer.clip_grad)
-        with record_function("megapar: optimizer"):
-            job.optimizer.step(lr, bad)
-            job.sharding.publish()
-        self.guards.after_update()
-        self._move_router_bias(summed.totals.load, bad)
-        if bad is None:
-            self.numbers.good()
-
-    def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
-        """Raise the correction bias of experts that got less than their share of the global batch."""
-        rate = self.config.moe.moe_router_bias_update_rate
-        if rate and isinstance(self.job.model, Decoder):
-            total = load.clone()
-            if self.data.group is not None:
-                self.data.note("load")
-                dist.all_reduce(total, group=self.data.group)
-            # An index by a list would wait for the device.
-            rows = total if self.job.pipeline is None else [total[row] for row in self.job.model.load_rows]
-            self.job.model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
-
-    def _report_step(self, work: Work, verdict: Verdict, lr: float, seconds: float) -> Step:
-        progress, job = self.progress, self.job
-        return Step(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-            lr=lr,
-            denominators=work.denominators,
-            totals=verdict.summed.totals,
-            norm=verdict.summed.norm,
-            loss_scale=verdict.loss_scale,
-            skipped=verdict.skipped,
-            sent_bytes=self.world.ledger.take(),
-            seconds=seconds,
-            exposed=job.meter.take() if job.metered and job.meter.on else None,
-            waited=self.gradients.last_reduction.take(),
-            ended=time.time(),
-        )
 
     def _adapt(self) -> None:
         """After the steps that measure: choose what is recomputed from now on, and say so."""
@@ -451,7 +353,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         training, heldout = self.config.training, self.corpus.heldout
         assert heldout is not None  # a rule row: who evaluates holds something out
-        self._settle()
+        self.stepper.settle()
         self.job.sharding.wait()
         sent = dict(self.world.ledger)
         with self.monitor.paused(), self.watch.section("evaluation", f"after step {self.progress.iteration}"):
@@ -554,17 +456,6 @@ class Trainer:
             self._say(line)
         if self.checkpoints.folder and self.progress.iteration < self.config.training.train_iters:
             self._say(report.how_to_go_on(self.config))
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A step of which the host does not know yet what became of it. told: its norm and the votes, when it is there."""
-
-    work: Work
-    summed: Summed
-    step: Step
-    told: Tensor
-    there: Event
 
 
 def _due(iteration: int, interval: int) -> bool:

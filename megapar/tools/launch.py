@@ -5,18 +5,16 @@ torchrun turns every failure into status 1. Here a refusal stays 2, and a run th
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
-from megapar.config.hints import near_path
 from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
 from megapar.errors import MegaparError
@@ -24,10 +22,9 @@ from megapar.tools.environment import environment
 from megapar.tools.failures import REFUSED, is_refusal
 from megapar.tools.interfaces import interfaces
 from megapar.tools.job_name import launch_name
-from megapar.tools.parser import Parser, count, seconds
+from megapar.tools.launch_options import Launch, read
 from megapar.tools.stopper import Stopped, Stopper
 from megapar.tools.waiting import Waiting
-from megapar.tools.warm import wanted
 from megapar.training.streams import make_patient
 
 if TYPE_CHECKING:
@@ -36,51 +33,10 @@ if TYPE_CHECKING:
 MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw, not to finish anything
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What to start. environment: variables for the workers beside this process' own."""
-
-    nproc_per_node: int
-    min_nodes: int
-    nnodes: int
-    max_restarts: int
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_id: str
-    rdzv_conf: Mapping[str, str]
-    stop_timeout: float
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    local_addr: str = ""
-    log_dir: str = ""
-    secret_file: str = ""
-    require_secret: bool = False
-    warm_start: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Ranks on all nodes when all are there."""
-        return self.nproc_per_node * self.nnodes
-
-
 def main(argv: Sequence[str]) -> int:
     """Validate, run, and give the job's status: 0 done, 2 refused, 1 anything else."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    launch, options = read(argv)
     script = Path(options.script)
-    if not script.is_file():
-        parser.error(f"script {script} does not exist. {near_path(options.script)}")
-    most = options.nnodes[1]
-    if most > 1 and not options.rdzv_endpoint:
-        parser.error("several nodes need --rdzv-endpoint HOST:PORT of one of them")
-    if most > 1 and options.max_restarts and not options.rdzv_id and options.rdzv_backend != "c10d":
-        parser.error(
-            "--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node, or "
-            "--rdzv-backend c10d"
-        )
-    if options.max_restarts and options.rdzv_backend == "static":
-        parser.error("--max-restarts needs --rdzv-backend c10d: static nodes meet once")
-    launch = _launch(options)
     config = _validate(script, launch, options.node_rank)
     wanted = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
@@ -164,102 +120,6 @@ def _named(launch: Launch, place: Place | None) -> Launch:
     name = launch_name(launch.nnodes, launch.rdzv_id, store, secret)
     os.environ[LAUNCH] = name
     return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="megapar launch",
-        description="Check the configuration once, then start the ranks of this node.",
-        epilog="Exit status: 0 done (also after a signal, once the checkpoint is safe), 2 refused, 1 anything else.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this node (default: 1)")
-    add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="nodes (default: 1), or MIN:MAX of them")
-    add(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often all ranks are started again after one failed, from the newest sound checkpoint (default: 0)",
-    )
-    add("--node-rank", type=int, metavar="N", help="this node's number; only node 0 prints the report")
-    add("--rdzv-backend", default="c10d", help="rendezvous backend of torch's elastic agent (default: c10d)")
-    add(
-        "--rdzv-endpoint",
-        default="",
-        metavar="HOST:PORT",
-        help="where nodes meet, an address of one of them; on one node, localhost:0 gives scripts of your own the "
-        "MASTER_ADDR and MASTER_PORT that torchrun sets (default: one node meets by files, and nothing listens)",
-    )
-    add("--rdzv-id", default="", help="name of the job, the same on every node (default: a random one)")
-    add("--local-addr", default="", metavar="HOST", help="this node's address (default: as it reaches the endpoint)")
-    add(
-        "--secret-file",
-        default="",
-        metavar="FILE",
-        help="the job's secret, by which its nodes know each other: a file of mode 0600, the same on every node "
-        "(default: the variable MEGAPAR_SECRET)",
-    )
-    add("--require-secret", action="store_true", help="refuse to start several nodes without a secret")
-    add("--rdzv-conf", default="", metavar="K=V,...", help="further rendezvous settings")
-    add(
-        "--log-dir",
-        default="",
-        metavar="DIR",
-        help="write every rank's output to a file there, too: DIR/JOB/attempt-K/rank-N.log",
-    )
-    add(
-        "--warm-start",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="fork ranks from one process per node that has imported torch: a restart takes a second then (default: "
-        "for megapar's own scripts, unless torch_npu is installed)",
-    )
-    add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
-    add(
-        "--stop-timeout",
-        type=seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="time the ranks get to save after a signal before they are killed (default: 300)",
-    )
-    add("script", help="pretrain_moe.py, pretrain_ernie.py, or a script of your own")
-    add("flags", nargs=argparse.REMAINDER, help="the script's flags")
-    return parser
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    low, high = count(least), count(most or least)
-    if low > high:
-        raise argparse.ArgumentTypeError(f"MIN:MAX with MIN <= MAX, got {text}")
-    return low, high
-
-
-def _launch(options: argparse.Namespace) -> Launch:
-    settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
-    if options.rdzv_backend == "static" and options.node_rank is not None:
-        settings["rank"] = options.node_rank
-    least, most = options.nnodes
-    return Launch(
-        nproc_per_node=options.nproc_per_node,
-        min_nodes=least,
-        nnodes=most,
-        max_restarts=options.max_restarts,
-        rdzv_backend=options.rdzv_backend,
-        rdzv_endpoint=options.rdzv_endpoint,
-        rdzv_id=options.rdzv_id,
-        rdzv_conf=settings,
-        local_addr=options.local_addr,
-        stop_timeout=options.stop_timeout,
-        command=(options.script, *options.flags),
-        environment={},
-        log_dir=options.log_dir,
-        secret_file=options.secret_file,
-        require_secret=options.require_secret,
-        warm_start=wanted(options.warm_start, options.script),
-    )
 
 
 def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | None:

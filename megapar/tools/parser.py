@@ -36,6 +36,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """A whole number from 0 on, as argparse wants it said."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """A time from 0 on, as argparse wants it said."""
     try:

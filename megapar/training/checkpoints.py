@@ -28,11 +28,25 @@ from megapar.training.local_saves import LocalSaves
 from megapar.training.save_failures import SaveFailures
 
 Say = Callable[[str], None]
+LINE = "line_before"
+"""The scalar that says up to which iteration checkpoints beside this one are what its run comes from."""
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
     """Whether the launcher started this process in place of one that failed."""
     return starts_before(environ) > 0
+
+
+def _scalars_of(folder: Path) -> Mapping[str, Json] | None:
+    """What a checkpoint says of its run; None where that cannot be read."""
+    try:
+        return storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
+    except CheckpointError:
+        return None
+
+
+def _job_of(folder: Path) -> Json:
+    return (_scalars_of(folder) or {}).get("job")
 
 
 def _unwritable(root: Path) -> str:
@@ -82,6 +96,7 @@ class Checkpoints:
             raise CheckpointError(problem)
         self._owner = ownership.take(options.save, options.load, job.world, self._agree) if options.save else None
         self._line: set[str] = set()  # names under --save that are this run's own, or that it comes from
+        self._before = 0  # the last iteration there that it comes from
 
     # Loading
 
@@ -99,10 +114,20 @@ class Checkpoints:
         return [one for one in found if limit is None or folders.iteration_of(one) <= limit]
 
     def source(self) -> Source | None:
-        """The folder of checkpoints to go on from: --load; on a restart what this very job has saved since."""
-        options = self._options
-        if options.save and self._is_restart() and self._saved_by_this_job(Path(options.save)):
-            return self._continued(Source(Path(options.save), own=True))
+        """The folder of checkpoints to go on from: --load, or what this very job has saved since.
+
+        A job that is started again by the name that it was given has saved there as well as one that is restarted; who
+        names the same folder by --load asks for a step of it in the usual way.
+        """
+        options, restart = self._options, self._is_restart()
+        if options.save and (restart or not options.load or Path(options.load) != Path(options.save)):
+            saved = self._saved_by_this_job(Path(options.save))
+            if saved is not None:
+                if not restart:
+                    instead = f", not from --load {options.load}" if options.load else ""
+                    name = f"{options.save} holds checkpoints of this job, {job_id(os.environ)}"
+                    self.notes.append(f"--save {name}: it goes on from them{instead}")
+                return self._continued(Source(Path(options.save), own=True), saved)
         if not options.load:
             return None
         root = Path(options.load)
@@ -111,30 +136,39 @@ class Checkpoints:
             return None  # the usual script names one folder for both; its first run starts from scratch
         return self._continued(Source(root, own=False))
 
-    def _continued(self, source: Source) -> Source:
-        """What lies before the place that a run goes on from is its own, where it saves there too."""
+    def _continued(self, source: Source, saved: Mapping[str, Json] | None = None) -> Source:
+        """What lies before the place that a run goes on from is its own, where it saves there too.
+
+        saved: scalars of this very job's newest checkpoint, where that is the place.
+        """
         if self._options.save and source.root == Path(self._options.save):
-            step = None if source.own else self._options.ckpt_step
-            paths = self._candidates(source.root)[0]
-            self._line |= {path.name for path in paths if step is None or folders.iteration_of(path) <= step}
+            found = self._candidates(source.root)[0]
+            steps = {path.name: folders.iteration_of(path) for path in found}
+            step = self._options.ckpt_step if saved is None else saved.get(LINE)
+            newest = max(steps.values(), default=0)
+            self._before = step if isinstance(step, int) else newest
+            later = [path for path in found if steps[path.name] > self._before] if saved is not None else []
+            first = self._job.world.rank == 0
+            own = self._agree([path.name for path in later if _job_of(path) == job_id(os.environ)] if first else None)
+            self._line |= {name for name, step in steps.items() if step <= self._before} | set(own)
         return source
 
     def _is_restart(self) -> bool:
         return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
 
-    def _saved_by_this_job(self, root: Path) -> bool:
+    def _saved_by_this_job(self, root: Path) -> Mapping[str, Json] | None:
+        """What the newest readable checkpoint says of this job's line, where this very job has saved it."""
         found = self._candidates(root)[0]
 
-        def look() -> bool:
+        def look() -> dict[str, Json] | None:
             for folder in found:
-                try:
-                    scalars = storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
-                except CheckpointError:
-                    continue
-                return bool(job_id(os.environ)) and scalars.get("job") == job_id(os.environ)
-            return False
+                if (scalars := _scalars_of(folder)) is not None:
+                    ours = bool(job_id(os.environ)) and scalars.get("job") == job_id(os.environ)
+                    return {LINE: scalars.get(LINE)} if ours else None
+            return None
 
-        return bool(self._agree(look() if self._job.world.rank == 0 else None))
+        saved: dict[str, Json] | None = self._agree(look() if self._job.world.rank == 0 else None)
+        return saved
 
     def load(self, read: Callable[[Path], state.Loaded], source: Source) -> state.Loaded:
         """``read`` of the best checkpoint of a source; of an older one where that is damaged, which is told.
@@ -227,7 +261,7 @@ class Checkpoints:
         assert self._options.save is not None
         root = Path(self._options.save)
         folder = folders.iteration_folder(root, iteration)
-        scalars = {**scalars, "job": job_id(os.environ)}
+        scalars = {**scalars, "job": job_id(os.environ), LINE: self._before}
         layout = {"grid": state.grid_facts(self._job), "model": state.model_facts(self._job)}
 
         def published(named: Path) -> None:

@@ -59,7 +59,7 @@ _NEEDED_TO_GO_ON: Mapping[str, tuple[Check, str]] = {
 }
 # What older checkpoints have not.
 _FREE: Mapping[str, tuple[Check, str]] = {
-    **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree"), _COUNT),
+    **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree", "line_before"), _COUNT),
     "dropout_seed": (lambda value: _count(value, MAX_SEED), "a whole number from 0 on"),
     "skip_samples": (_pairs, "a list of pairs of sample numbers"),
     "verified": (_counts, "an object of whole numbers from 0 on"),

@@ -87,7 +87,7 @@ def trace(
             trainer._adapt()
             if isinstance(device, LazyDevice):
                 device.settle()
-        trainer._settle()
+        trainer.stepper.settle()
         records = trainer.monitor.flush()
         parameters = _parameters(trainer)
         trainer.loader.close()
@@ -105,7 +105,7 @@ def trace(
         gradients=gradients,
         parameters=parameters,
         routing=routing,
-        judged_late=trainer.judge.late,
+        judged_late=trainer.stepper.judge.late,
     )
 
 

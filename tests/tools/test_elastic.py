@@ -12,7 +12,7 @@ import pytest
 from megapar.arguments import parse
 from megapar.planning.nearest import nearest
 from megapar.tools.elastic import command
-from megapar.tools.launch import _parser
+from megapar.tools.launch_options import make_parser
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--num-layers", "2", "--num-attention-heads", "4", "--hidden-size", "32", "--micro-batch-size", "1")
@@ -67,11 +67,11 @@ def test_a_full_disk_under_the_log_keeps_no_rank_from_its_script(tmp_path: Path)
 
 @pytest.mark.parametrize(("text", "nodes"), [("3", (3, 3)), ("1:4", (1, 4))])
 def test_nodes_are_a_number_or_a_range(text: str, nodes: tuple[int, int]) -> None:
-    assert _parser().parse_args(["--nnodes", text, "job.py"]).nnodes == nodes
+    assert make_parser().parse_args(["--nnodes", text, "job.py"]).nnodes == nodes
 
 
 @pytest.mark.parametrize("text", ["0", "4:1", "a", ":"])
 def test_other_nodes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["--nnodes", text, "job.py"])
+        make_parser().parse_args(["--nnodes", text, "job.py"])
     assert "--nnodes" in capsys.readouterr().err

@@ -21,7 +21,8 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from megapar.arguments import parse_or_exit
 from megapar.errors import DistributedError
 from megapar.tools import agent
-from megapar.tools.launch import _launch, _parser, main, run
+from megapar.tools.launch import main, run
+from megapar.tools.launch_options import read
 from megapar.tools.preflight import describe
 from megapar.tools.stopper import Stopper
 from tests.support.command import Command
@@ -351,7 +352,7 @@ def test_an_endpoint_where_nobody_answers_is_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_node_that_stood_by_until_the_end_ends_well(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's agent gives no result where the rendezvous is closed to a node beyond those that it takes."""
 
@@ -359,9 +360,11 @@ def test_a_node_that_stood_by_until_the_end_ends_well(
         raise RendezvousGracefulExitError("closed")
 
     monkeypatch.setattr(agent.LocalElasticAgent, "_invoke_run", closed)
-    options = _parser().parse_args(["--nnodes", "2", "--rdzv-id", "job", "job.py"])
+    (tmp_path / "job.py").touch()
+    endpoint = ("--rdzv-endpoint", "127.0.0.1:1")
+    launch, _ = read(["--nnodes", "2", *endpoint, "--rdzv-id", "job", str(tmp_path / "job.py")])
     store = HashStore()
-    assert run(_launch(options), agent.Place(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
+    assert run(launch, agent.Place(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
     assert "the other nodes, which did not need this one" in capsys.readouterr().err
 
 

@@ -232,6 +232,33 @@ def test_a_restart_goes_on_from_what_its_own_job_saved(
     assert losses(run_here(own, **restart)) == {step: saved[1][step] for step in (4, 5, 6)}
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_job_that_is_started_again_by_its_name_goes_on_from_what_it_saved(
+    root: Path, tmp_path: Path, saved: tuple[Path, dict[int, float]], told: list[str], elsewhere: bool
+) -> None:
+    own, load = tmp_path / "own", ("--load", str(root), "--ckpt-step", "2") if elsewhere else ()
+    run_here(own, *load, "--exit-interval", "3", TORCHELASTIC_RUN_ID="job-a")
+    assert losses(run_here(own, *load, TORCHELASTIC_RUN_ID="job-a")) == {step: saved[1][step] for step in (4, 5, 6)}
+    instead = f", not from --load {root}" if elsewhere else ""
+    assert f"--save {own} holds checkpoints of this job, job-a: it goes on from them{instead}" in told
+
+
+def test_after_a_restart_no_checkpoint_of_an_abandoned_line_is_removed(root: Path) -> None:
+    """Of three checkpoints the second is gone on from: the third is what another run made of it."""
+    job = {"TORCHELASTIC_RUN_ID": "job-a"}
+    run_here(root, "--load", str(root), "--ckpt-step", "4", "--exit-interval", "5", **job)
+    assert {path.name for path in root.glob("iter_*")} == {f"iter_000000{step}" for step in (2, 4, 6)} | {
+        "iter_0000005"
+    }
+    run_here(root, "--load", str(root), "--ckpt-step", "4", "--keep", "1", TORCHELASTIC_RESTART_COUNT="1", **job)
+    made = folders.latest(root)
+    assert made is not None
+    assert made.name.startswith("iter_0000006.e")
+    left = {path.name for path in root.glob("iter_*")}
+    assert {"iter_0000006", made.name} <= left
+    assert not {"iter_0000002", "iter_0000005"} & left
+
+
 def test_a_restart_before_the_first_save_starts_as_the_job_did(
     root: Path, tmp_path: Path, saved: tuple[Path, dict[int, float]]
 ) -> None:

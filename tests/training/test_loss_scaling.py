@@ -78,7 +78,7 @@ def spoil(trainer: Trainer, rank: int, bad: Bad) -> None:
         def of(self, *args: Any) -> Tensor:
             return infinite(super().of(*args))
 
-    trainer.gradients._objective = Spoiled(*astuple(trainer.objective))
+    trainer.stepper.gradients._objective = Spoiled(*astuple(trainer.objective))
 
 
 LAYOUTS = {
