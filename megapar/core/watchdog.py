@@ -1,7 +1,7 @@
 """Ends a run that hangs, and says which ranks it waits for, in which collective or file, and where in the code.
 
     every rank    thread: a section too long, or an alarm in the store -> puts its report into the store
-                          -> a few seconds later reads all reports; the lowest rank that answered prints -> exit 1
+                          -> a few seconds later the first that did reads all of them and prints -> exit 1
 
 A section whose limit nobody has given is told in the same way, with the stacks of the late ranks, and goes on.
 """
@@ -9,11 +9,9 @@ A section whose limit nobody has given is told in the same way, with the stacks 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megapar.core import standing
+from megapar.core.gathering import GRACE_SECONDS, Gathered, Gathering, found_in
 from megapar.core.journal import Journal
 from megapar.core.listener import takes_text
 from megapar.core.sections import FIRST, STEP, Overdue, Sections
@@ -29,7 +28,6 @@ from megapar.core.standing import Report
 from megapar.core.torch_names import flight_record
 
 STATUS = 1
-GRACE_SECONDS = 3.0
 HELD_SECONDS = 30.0  # how much longer than a step the interpreter may be held by one thread
 
 
@@ -135,17 +133,18 @@ class Watchdog:
 
     def _fire(self, overdue: Overdue | None) -> None:
         """End the run. overdue: None where another rank found it."""
-        own, reports, overdue = self._gather("", "alarm", overdue)
+        own, gathered = self._gather("", "alarm", overdue)
         if self._closed.is_set():
             return
         # The disk of the log or of the records may be what hangs.
-        ending = threading.Thread(target=self._last_words, args=(own, reports, overdue), daemon=True)
+        ending = threading.Thread(target=self._last_words, args=(own, gathered), daemon=True)
         ending.start()
         ending.join(2 * GRACE_SECONDS)
         self._end(STATUS)
 
-    def _last_words(self, own: Report, reports: Mapping[int, Report], overdue: Overdue) -> None:
-        self._say(own, reports, overdue, f"ended by the watchdog; {standing.place(own, overdue.name)}")
+    def _last_words(self, own: Report, gathered: Gathered) -> None:
+        overdue = gathered.overdue
+        self._say(own, gathered, f"ended by the watchdog; {standing.place(own, overdue.name)}")
         # Not to a disk that may be what hangs: this rank would wait in the kernel as well, where nothing ends it.
         if overdue.name not in standing.AT_FILES and (record := flight_record()):
             self._keep(record)
@@ -156,24 +155,24 @@ class Watchdog:
         """Tell of what takes unusually long, with the stacks of ranks that are late; the run goes on."""
         prefix = f"warning/{self._warnings}/"
         self._warnings += 1
-        own, reports, overdue = self._gather(prefix, f"{prefix}asked", overdue)
+        own, gathered = self._gather(prefix, f"{prefix}asked", overdue)
         # Whoever reads it may stand still, and must not keep this thread from the next look.
-        saying = threading.Thread(target=self._say, args=(own, reports, overdue, ""), daemon=True)
+        saying = threading.Thread(target=self._say, args=(own, gathered, ""), daemon=True)
         saying.start()
         saying.join(GRACE_SECONDS)
-        late = standing.late_ranks(reports, self._world_size, overdue.name)
-        if takes_text() and (self._rank in late or self._world_size == 1):
+        if takes_text() and (self._rank in gathered.late or self._world_size == 1):
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(all_threads=True)
 
-    def _say(self, own: Report, reports: Mapping[int, Report], overdue: Overdue, otherwise: str) -> None:
-        """The lowest rank that answered explains; others have a line of their own, if any."""
+    def _say(self, own: Report, gathered: Gathered, otherwise: str) -> None:
+        """One of the ranks that answered explains; others have a line of their own, if any."""
+        overdue = gathered.overdue
         with suppress(Exception):  # a closed terminal keeps nobody from ending
             if self._world_size == 1 or self._store is None:
                 where = standing.place(own, overdue.name)
                 self._tell(f"{standing.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
-            elif self._rank == min(reports):
-                self._tell(standing.explain(reports, self._world_size, overdue, self._named(overdue.name)))
+            elif gathered.explains:
+                self._tell(standing.explain(gathered.reports, self._world_size, overdue, self._named(overdue.name)))
             elif otherwise:
                 self._tell(f"rank {self._rank}: {otherwise}")
 
@@ -190,32 +189,20 @@ class Watchdog:
         """Where this rank stands."""
         return standing.report(self.iteration, self.sections, self._journal, self._axes(), self._watched)
 
-    def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, dict[int, Report], Overdue]:
-        """(where this rank stands, where all that answered stand, what took too long there). key: asks the others."""
+    def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Gathered]:
+        """(where this rank stands, what all that answered come to). key: asks the others."""
         own = self.report()
         own["overdue"] = overdue
-        reports: dict[int, Report] = {self._rank: own}
-        # The store may hang with the rank that holds it: it is asked from a thread that need not come back.
-        asking = threading.Thread(target=self._exchange, args=(prefix, key, own, reports), daemon=True)
-        asking.start()
-        asking.join(GRACE_SECONDS + 2)
-        reports = dict(reports)
-        found = [Overdue(*one["overdue"]) for one in reports.values() if one["overdue"]]
-        # A rank may be asked by one whose report is late: then the longest section of all is what it is about.
-        about = Overdue(own["section"] or STEP, own["detail"], own["seconds"], 0.0, False)
-        return own, reports, max(found, key=lambda one: one.seconds, default=about)
+        found: list[Gathered] = []
+        store = self._store
 
-    def _exchange(self, prefix: str, key: str, own: Report, reports: dict[int, Report]) -> None:
-        if self._store is None:
-            return
-        deadline = time.monotonic() + GRACE_SECONDS
-        try:
-            self._store.set(f"{prefix}report/{self._rank}", json.dumps(own))
-            self._store.set(key, "1")
-            while len(reports) < self._world_size and time.monotonic() < deadline:
-                for rank in range(self._world_size):
-                    if rank not in reports and self._store.check([f"{prefix}report/{rank}"]):
-                        reports[rank] = json.loads(self._store.get(f"{prefix}report/{rank}"))
-                time.sleep(0.05)
-        except (RuntimeError, dist.DistStoreError):
-            return
+        def ask() -> None:
+            if store is not None:
+                with suppress(RuntimeError):  # torch's errors of a store are some
+                    found.append(Gathering(store, prefix, key, self._rank, self._world_size).ask(own))
+
+        # The store may hang with the rank that holds it: it is asked from a thread that need not come back.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(GRACE_SECONDS + 4)
+        return own, (found or [found_in({self._rank: own}, own, self._world_size, explains=True)])[0]
