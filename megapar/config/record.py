@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import IO, Any
 
 from megapar.errors import DataError
 
@@ -17,6 +18,7 @@ LONGEST_LINE = 1 << 24
 """Bytes of a record or a line. Tokenising takes some 50 times as much memory as a document has; a long book has a third
 of this."""
 
+_BLOCK_BYTES = 1 << 18
 _BYTE_ORDER_MARK = "\ufeff"  # json takes it from bytes, and not from text
 
 
@@ -26,6 +28,27 @@ def too_long(place: str, limit: int = LONGEST_LINE) -> DataError:
         f"{place}: it has more than {limit:,} bytes, the most that are read as one document; cut it into several, or "
         "give --on-bad-record skip"
     )
+
+
+def rest_of_line(file: IO[bytes]) -> tuple[bytes, int]:
+    """(what is left of the line in which the file stands, its bytes); of a line that is too long the beginning."""
+    line = file.readline(LONGEST_LINE + 1)
+    size, piece = len(line), line
+    while len(line) > LONGEST_LINE and piece and not piece.endswith(b"\n"):
+        piece = file.readline(_BLOCK_BYTES)
+        size += len(piece)
+    return line, size
+
+
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """(number from 1 on, line); None for a line of more than LONGEST_LINE bytes, of which no more is held."""
+    number = 0
+    while True:
+        line, size = rest_of_line(file)
+        if not size:
+            return
+        number += 1
+        yield number, line if size <= LONGEST_LINE else None
 
 
 def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from megapar.config.data_files import is_compressed, opened
-from megapar.config.record import FIELD, LONGEST_LINE, checked_text, decoded, text_of_line, too_long
+from megapar.config.record import (
+    FIELD,
+    LONGEST_LINE,
+    checked_text,
+    decoded,
+    rest_of_line,
+    text_of_line,
+    too_long,
+)
 from megapar.data.source import BadRecords, BuiltinSource, JsonlFile, ParquetFile, Source, TextFile, open_sources
 from megapar.errors import DataError
 
@@ -110,7 +118,7 @@ class _Lines:
         with opened(Path(self._path)) as file:
             place = self._seek(file)
             while (left := self._last - place) > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
-                rest, size = (b"", 0) if block.endswith(b"\n") else _rest_of_line(file)
+                rest, size = (b"", 0) if block.endswith(b"\n") else rest_of_line(file)
                 place += len(block) + size
                 last = block.rfind(b"\n") + 1
                 long = size > 0 and len(block) - last + size > LONGEST_LINE
@@ -127,7 +135,7 @@ class _Lines:
         with opened(Path(self._path)) as file:
             place = self._seek(file)
             while True:
-                line, size = _rest_of_line(file)
+                line, size = rest_of_line(file)
                 if not size:
                     return
                 self._given += 1
@@ -138,7 +146,7 @@ class _Lines:
         """To the first line that begins in the chunk or behind it; its place."""
         if self._first:
             file.seek(self._first - 1)
-            _rest_of_line(file)
+            rest_of_line(file)
             self._first = file.tell()
         return self._first
 
@@ -147,16 +155,6 @@ class _Lines:
         if self._before is None:
             self._before = _newlines(self._path, self._first)
         return DataError(f"{self._path}, line {self._before + self._given}{error}")
-
-
-def _rest_of_line(file: IO[bytes]) -> tuple[bytes, int]:
-    """(what is left of the line in which the file stands, its bytes); of a line that is too long the beginning."""
-    line = file.readline(LONGEST_LINE + 1)
-    size, piece = len(line), line
-    while len(line) > LONGEST_LINE and piece and not piece.endswith(b"\n"):
-        piece = file.readline(_BLOCK_BYTES)
-        size += len(piece)
-    return line, size
 
 
 def _cut(block: bytes) -> Sequence[str | bytes]:

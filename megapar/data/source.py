@@ -21,7 +21,16 @@ from megapar.config.data_files import (
     refusal_of,
 )
 from megapar.config.hints import near_path
-from megapar.config.record import FIELD, JSONL, checked_text, decoded, text_of_line
+from megapar.config.record import (
+    FIELD,
+    JSONL,
+    LONGEST_LINE,
+    checked_text,
+    decoded,
+    numbered_lines,
+    text_of_line,
+    too_long,
+)
 from megapar.data import builtin
 from megapar.data.cache import digest, known, made_once
 from megapar.data.remembered import Unread, remembered
@@ -150,37 +159,50 @@ class TextFile(_File):
 
     def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
+        bad = bad or BadRecords(stops=True)
         line_is_document = not self.has_blank_line()
         lines: list[str] = []
-        for line in self._lines(bad or BadRecords(stops=True)):
-            if line.strip():
-                lines.append(line.rstrip())
-            if lines and (line_is_document or not line.strip()):
-                yield "\n".join(lines)
-                lines = []
+        held = 0  # bytes of the document so far, of which no more than LONGEST_LINE are kept
+        with opened(self.path) as file:
+            for number, line in numbered_lines(file):
+                text, size = self._text(number, line, bad)
+                held += size
+                if size and held > LONGEST_LINE:  # what follows up to a blank line goes with it
+                    if held - size <= LONGEST_LINE:
+                        bad.take(too_long(f"{self.path}, line {number}"))
+                    lines = []
+                elif text:
+                    lines.append(text)
+                if line_is_document or not size:
+                    if lines:
+                        yield "\n".join(lines)
+                    lines, held = [], 0
         if lines:
             yield "\n".join(lines)
+
+    def _text(self, number: int, line: bytes | None, bad: BadRecords) -> tuple[str, int]:
+        """(a line's text, its bytes, 0 of a blank one); "" for one that is too long or no text."""
+        if line is None:
+            return "", LONGEST_LINE + 1
+        try:
+            text = decoded(line, f"{self.path}, line {number}").rstrip()
+            return text, len(line) if text else 0
+        except DataError as error:
+            bad.take(error)
+            return "", len(line)
 
     def has_blank_line(self) -> bool:
         """Whether a blank line stands between two others."""
         seen = blank = False
-        with opened(self.path) as lines:
-            for line in lines:
-                if line.strip():
+        with opened(self.path) as file:
+            for _, line in numbered_lines(file):
+                if line is None or line.strip():
                     if blank:
                         return True
                     seen = True
                 else:
                     blank = seen
         return False
-
-    def _lines(self, bad: BadRecords) -> Iterator[str]:
-        with opened(self.path) as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield decoded(line, f"{self.path}, line {number}")
-                except DataError as error:
-                    bad.take(error)
 
 
 @dataclass(frozen=True)
@@ -190,11 +212,14 @@ class JsonlFile(_Records):
     def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
         """See Source."""
         bad = bad or BadRecords(stops=True)
-        with opened(self.path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
+        with opened(self.path) as file:
+            for number, line in numbered_lines(file):
+                if line is None or line.strip():
+                    place = f"{self.path}, line {number}"
                     try:
-                        text = text_of_line(line, f"{self.path}, line {number}", self.field)
+                        if line is None:
+                            raise too_long(place)
+                        text = text_of_line(line, place, self.field)
                     except DataError as error:
                         bad.take(error)
                         continue

@@ -364,8 +364,10 @@ def test_the_commands(
 def test_a_line_that_is_too_long_is_named_or_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: str
 ) -> None:
-    monkeypatch.setattr("megapar.data.chunks.LONGEST_LINE", 40)
-    monkeypatch.setattr("megapar.data.chunks._BLOCK_BYTES", 16)
+    for module in ("config.record", "data.chunks", "data.source"):
+        monkeypatch.setattr(f"megapar.{module}.LONGEST_LINE", 40)
+    for module in ("config.record", "data.chunks"):
+        monkeypatch.setattr(f"megapar.{module}._BLOCK_BYTES", 16)
     texts = ["first", "x" * 500, "third", "y" * 41, "last"]
     path = tmp_path / f"a.{'jsonl' if kind == 'jsonl' else 'txt'}"
     records = [json.dumps({"text": text}) for text in texts] if kind == "jsonl" else texts
@@ -377,5 +379,8 @@ def test_a_line_that_is_too_long_is_named_or_passed_over(
     assert bad.count == 2
     line = 3 if kind == "blank" else 2
     assert f"{path}, line {line}: it has more than 16,777,216 bytes" in bad.first[0]
+    straight = BadRecords()  # by whoever trains on the file as it is
+    assert list(all_documents(open_sources([str(path)]), straight)) == ["first", "third", "last"]
+    assert straight.first == bad.first
     with pytest.raises(DataError, match=f"line {line}: .* cut it into several"):
         list(itertools.chain.from_iterable(chunk.documents(BadRecords(stops=True)) for chunk in chunks))
