@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,22 +19,32 @@ from megapar.core.checkpoint.owner import Owner
 from megapar.core.world import World
 from megapar.errors import CheckpointError, FolderOwnedError
 
+_WAITING = "waiting"
+
 
 def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any]) -> Owner | None:
     """Own the folder of ``--save`` until this rank leaves the world; None on ranks that are not the first.
 
-    agree: gives rank 0's value to all ranks. Raises FolderOwnedError or CheckpointError, on every rank.
+    agree: gives rank 0's value to all ranks. Whether an owner lives can take a minute to see; the others hear meanwhile
+    that they wait, for a collective may have less time. Raises FolderOwnedError or CheckpointError, on every rank.
     """
     owner, failure = None, ["", ""]
+
+    def pause(seconds: float) -> None:
+        agree([_WAITING, ""])
+        time.sleep(seconds)
+
     if world.rank == 0:
         try:
-            owner = owners.take(Path(save), _claim(), owners.Watch(_say))
+            owner = owners.take(Path(save), _claim(), owners.Watch(_say, pause=pause))
             _check_saved_meanwhile(owner, save, load)
         except CheckpointError as error:
             failure = ["owned" if isinstance(error, FolderOwnedError) else "unwritable", str(error)]
             if owner is not None:
                 owner.release()
     kind, text = agree(failure)
+    while kind == _WAITING:
+        kind, text = agree(None)
     if kind:
         raise (FolderOwnedError if kind == "owned" else CheckpointError)(text)
     if owner is not None:
