@@ -71,9 +71,9 @@ def line_of(thread: int) -> tuple[str, str, bool]:
 
 
 def _file_in(names: Mapping[str, Any]) -> str:
-    """The path among the local names of a function, or in the object that it is a method of."""
-    own = names.get("self")
-    for value in (getattr(own, "_path", None), getattr(own, "path", None), *names.values()):
+    """The path among the local names of a function, or in the object that it is a method of; no property is run."""
+    own = getattr(names.get("self"), "__dict__", {})
+    for value in (own.get("_path"), own.get("path"), *names.values()):
         if isinstance(value, Path):
             return str(value)
     return ""
