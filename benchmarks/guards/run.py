@@ -17,37 +17,20 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
-import torch
-
+from benchmarks.support.watching import SMALL, look_seconds, timed
 from megapar.arguments import parse
 from megapar.core.device.pick import pick
-from megapar.core.replicas import digest
 from megapar.core.world import World
 from megapar.trainer import Trainer
 from megapar.training import build
 
 FLAGS = (
-    *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),
-    *("--seq-length", "256", "--vocab-size", "4096", "--micro-batch-size", "4", "--global-batch-size", "8"),
-    *(
-        "--num-experts",
-        "0",
-        "--data-path",
-        "mock",
-        "--eval-interval",
-        "0",
-        "--log-interval",
-        "1000000",
-        "--dtype",
-        "fp32",
-    ),
-    *("--train-iters", "1000000"),
+    *SMALL,
+    *("--seq-length", "256", "--micro-batch-size", "4", "--global-batch-size", "8"),
+    *("--log-interval", "1000000", "--train-iters", "1000000"),
 )
 OFF = {"--state-digest-steps": "0", "--replica-check-interval": "0", "--recompute-check-interval": "0"}
 NONE = "none"
@@ -85,32 +68,10 @@ def steps(trainer: Trainer, count: int) -> float:
 
 def calls(trainer: Trainer, count: int) -> float:
     """Share of so many steps that the guards' calls took."""
-    spent = [0.0]
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*args, **more)
-            finally:
-                spent[0] += time.perf_counter() - start
-
-        return run
-
-    with ExitStack() as stack:
-        for name in ("votes", "hear", "before_update", "after_update", "due", "check"):
-            stack.enter_context(patch.object(trainer.guards, name, timed(getattr(trainer.guards, name))))
+    names = ("votes", "hear", "before_update", "after_update", "due", "check")
+    with timed((trainer.guards, name) for name in names) as spent:
         whole = steps(trainer, count)
     return spent[0] / whole
-
-
-def look_seconds(trainer: Trainer) -> float:
-    """Of one look at all parameters and masters."""
-    start = time.perf_counter()
-    held = (*trainer.job.model.parameters(), *(part.master for part in trainer.job.sharding.parts))
-    torch.stack([digest(tensor) for tensor in held])
-    trainer.world.device.synchronize()
-    return time.perf_counter() - start
 
 
 def main() -> None:

@@ -16,19 +16,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
 from unittest.mock import patch
 
-import torch
-
+from benchmarks.support.watching import SMALL, look_seconds, timed
 from megapar.arguments import parse
 from megapar.core.axis import Axis
 from megapar.core.device.pick import pick
 from megapar.core.journal import Journal
-from megapar.core.replicas import digest
 from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
 from megapar.trainer import Trainer
@@ -36,9 +31,8 @@ from megapar.training import build, monitor
 from megapar.training.judge import Judge
 
 FLAGS = (
-    *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),
-    *("--seq-length", "128", "--vocab-size", "4096", "--micro-batch-size", "2", "--global-batch-size", "4"),
-    *("--num-experts", "0", "--data-path", "mock", "--eval-interval", "0", "--log-interval", "10", "--dtype", "fp32"),
+    *SMALL,
+    *("--seq-length", "128", "--micro-batch-size", "2", "--global-batch-size", "4", "--log-interval", "10"),
 )
 
 
@@ -72,35 +66,13 @@ def without(trainer: Trainer, count: int) -> float:
 
 def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
     """Seconds spent in the calls that watch, over so many steps; what timing them costs is counted as theirs."""
-    spent = [0.0]
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*args, **more)
-            finally:
-                spent[0] += time.perf_counter() - start
-
-        return run
-
     watching = (
         *((Judge, "_is_bad"), (Journal, "note"), (Axis, "note"), (Watchdog, "before_step"), (Watchdog, "after_step")),
         *((type(trainer.numbers), "watch"), (monitor, "find_pace")),
     )
-    with ExitStack() as stack:
-        for owner, name in watching:
-            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name))))
+    with timed(watching) as spent:
         steps(trainer, count, watchdog)
     return spent[0]
-
-
-def guard_seconds(trainer: Trainer) -> float:
-    """Of one look at all parameters and masters."""
-    start = time.perf_counter()
-    torch.stack([digest(p) for p in (*trainer.job.model.parameters(), *(q.master for q in trainer.job.sharding.parts))])
-    trainer.world.device.synchronize()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -130,7 +102,7 @@ def main() -> None:
     calls = watch_calls(trainer, 100, watchdog) / 100 / step
     watchdog.close()
     trainer.loader.close()
-    look = statistics.median(guard_seconds(trainer) for _ in range(9))
+    look = statistics.median(look_seconds(trainer) for _ in range(9))
     guard = look / config.reliability.replica_check_interval / step
     watching = statistics.median(ratios) - 1
     print(f"step                     {step:9.4f} s")
