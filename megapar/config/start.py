@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.files import saved_steps
-from megapar.config.latest_name import newest_of
+from megapar.config.latest_name import newest_of, of_name, read_latest
 from megapar.config.launched import job_id, starts_before
 from megapar.config.regular_file import read_regular
 from megapar.config.stored import MAX_BYTES
@@ -68,10 +68,20 @@ def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Co
         return []
     saved = saved_steps(Path(save))
     unnamed_restart = starts_before(environ) and not job_id(environ)  # whose they are is not to be known
-    if not saved or unnamed_restart or _saved_by(environ, Path(save) / newest_of(Path(save), saved[-1])):
+    if not saved or unnamed_restart or _saved_by(environ, _best(Path(save), saved[-1])):
         return []
     message = f"--save {save} holds checkpoints of another run, up to iteration {saved[-1]}."
     return [Complaint("checkpoint", message, f"Go on from them by --load {save}, or give another folder.")]
+
+
+def _best(save: Path, last: int) -> Path:
+    """The checkpoint that a run would go on from: what is called the latest, else the last one's newest."""
+    try:
+        latest = read_latest(save)
+    except OSError:
+        latest = None
+    named = latest is not None and of_name(latest[0]) is not None and (save / latest[0]).is_dir()
+    return save / (latest[0] if latest is not None and named else newest_of(save, last))
 
 
 def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:

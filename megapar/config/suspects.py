@@ -24,7 +24,7 @@ RECORD = "corruption.json"
 NEVER = -1
 """The iteration of a check that has not passed yet."""
 _MAX_BYTES = 1 << 20
-_SUSPECT = re.compile(r"iter_([0-9]{7,18})(?:\.e[0-9]+)?\.suspect(?:-([0-9]+))?")
+_SUSPECT = re.compile(r"iter_([0-9]{7,18})(?:\.e([0-9]+))?\.suspect(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Fault:
     """What a guard has found. check: its name. iteration: after which it found it. began: the iteration at which that
     start of the run began.
 
-    verified: for every check that was on the last iteration after which it found nothing, or NEVER.
+    verified: for every check that was on the last iteration after which it found nothing, or NEVER. others: names of
+    checkpoints that lay in the folder when that start began and are of other lines than its own.
     """
 
     check: str
@@ -54,6 +55,7 @@ class Fault:
     blamed: tuple[Blamed, ...]
     parameters: tuple[str, ...]
     message: str
+    others: tuple[str, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -107,6 +109,7 @@ def fault_of(found: Any) -> Fault:
             tuple(Blamed(_count(one["rank"]), _text(one["node"]), _text(one["device"])) for one in found["blamed"]),
             tuple(map(_text, found["parameters"])),
             _text(found["message"]),
+            tuple(map(_text, found.get("others", ()))),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -132,12 +135,14 @@ def _unreadable(path: Path, error: Exception) -> UnverifiedError:
 
 
 def suspects(root: Path) -> dict[int, Path]:
-    """Iteration -> checkpoint that was set aside, the last one where several were, in rising order."""
-    found: dict[int, tuple[int, Path]] = {}
+    """Iteration -> checkpoint that was set aside, of several the newest owner's and of its own the last, in rising
+    order.
+    """
+    found: dict[int, tuple[tuple[int, int], Path]] = {}
     for path in root.iterdir() if root.is_dir() else ():
         match = _SUSPECT.fullmatch(path.name)
         if match:
-            at, again = int(match[1]), int(match[2] or 1)
-            if at not in found or again > found[at][0]:
-                found[at] = (again, path)
+            at, age = int(match[1]), (int(match[2] or 0), int(match[3] or 1))
+            if at not in found or age > found[at][0]:
+                found[at] = (age, path)
     return {at: path for at, (_, path) in sorted(found.items())}

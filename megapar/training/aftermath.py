@@ -25,10 +25,22 @@ Agree = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Last iterations that a run may go on from. by_root: of folders of checkpoints. local: in the nodes' memory."""
+class Limit:
+    """Of a folder's checkpoints: the last iteration. others: names of other lines than the one that the fault is in."""
 
-    by_root: dict[Path, int]
+    iteration: int
+    others: frozenset[str] = frozenset()
+
+    def allows(self, folder: Path) -> bool:
+        """Whether a checkpoint is from before the fault, or has nothing to do with it."""
+        return folder.name in self.others or folders.iteration_of(folder) <= self.iteration
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run may go on from. by_root: of folders of checkpoints. local: the last iteration in the nodes' memory."""
+
+    by_root: dict[Path, Limit]
     local: int | None = None
 
 
@@ -44,7 +56,9 @@ class Aftermath:
         self._agree = agree
         self._owner = owner
         self._save = Path(options.save) if options.save else None
-        self._elsewhere = Path(options.load) if options.load and options.load != options.save else None
+        self._elsewhere = Path(options.load) if options.load else None
+        if self._elsewhere == self._save:
+            self._elsewhere = None
         self.notes: list[str] = []
 
     def clear_up(self) -> Limits:
@@ -54,9 +68,9 @@ class Aftermath:
         """
         local, start_is_right = self._local_limit()
         fault, other = self._recorded(self._save, self._local_saves), self._recorded(self._elsewhere, None)
-        limits: dict[Path, int] = {}
+        limits: dict[Path, Limit] = {}
         if other is not None and self._elsewhere is not None:  # its own run sets them aside when it goes on
-            limits[self._elsewhere] = other.limit
+            limits[self._elsewhere] = Limit(other.limit, frozenset(other.others))
             self.notes.append(f"WARNING: {self._elsewhere}: {other}. Only older checkpoints are taken")
         if fault is not None:
             local, start_is_right = min(local, fault.limit), fault.limit >= fault.began
@@ -66,9 +80,11 @@ class Aftermath:
         aside: list[str] = []
         left = [0] if found else []
         if self._save is not None:
-            limits[self._save] = local
+            others = frozenset(fault.others if fault is not None else ())
+            limits[self._save] = Limit(local, others)
             aside = self._on_rank_0(lambda: self._set_aside(fault))
-            left += self._agree([at for at in folders.checkpoints(self._save) if at <= local])
+            every = folders.every_checkpoint(self._save).items()
+            left += self._agree([at for at, paths in every if at <= local and {path.name for path in paths} - others])
         again = start_is_right and (not aside or bool(self._elsewhere and fault and fault.began > 0))
         if not left and not again and self._options.ckpt_step is None:
             raise self._nothing_left(fault, aside)
@@ -111,7 +127,7 @@ class Aftermath:
         """Names that are set aside now, or were by a start that was killed before it had come to an end with it."""
         if self._save is None or fault is None:
             return []
-        set_aside(self._save, fault.limit, fault.iteration, self._owner)
+        set_aside(self._save, fault.limit, fault.iteration, self._owner, fault.others)
         return [path.name for at, path in suspects(self._save).items() if fault.limit < at <= fault.iteration]
 
     def _nothing_left(self, fault: Fault | None, aside: list[str]) -> UnverifiedError:

@@ -7,46 +7,34 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megapar.config.launched import job_id, starts_before
+from megapar.config.launched import job_id, launch_id, starts_before
 from megapar.config.run import Checkpoint
 from megapar.config.suspects import suspects
 from megapar.core import messages
 from megapar.core.checkpoint import folder as folders
-from megapar.core.checkpoint import storage, store
+from megapar.core.checkpoint import store
 from megapar.core.checkpoint.background import Background, Section, State, Written, no_copy, unwatched
 from megapar.core.checkpoint.tiling import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
 from megapar.training import ownership, state
 from megapar.training.aftermath import Aftermath, Limits
 from megapar.training.job import Job
+from megapar.training.line import NAMES, Line, before, in_order, scalars_of
 from megapar.training.local_saves import LocalSaves
 from megapar.training.save_failures import SaveFailures
 
 Say = Callable[[str], None]
-LINE = "line_before"
-"""The scalar that says up to which iteration checkpoints beside this one are what its run comes from."""
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
     """Whether the launcher started this process in place of one that failed."""
     return starts_before(environ) > 0
-
-
-def _scalars_of(folder: Path) -> Mapping[str, Json] | None:
-    """What a checkpoint says of its run; None where that cannot be read."""
-    try:
-        return storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
-    except CheckpointError:
-        return None
-
-
-def _job_of(folder: Path) -> Json:
-    return (_scalars_of(folder) or {}).get("job")
 
 
 def _unwritable(root: Path) -> str:
@@ -95,8 +83,8 @@ class Checkpoints:
         if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
         self._owner = ownership.take(options.save, options.load, job.world, self._agree) if options.save else None
-        self._line: set[str] = set()  # names under --save that are this run's own, or that it comes from
-        self._before = 0  # the last iteration there that it comes from
+        self.line = Line()
+        self._turned_from: set[str] = set()
 
     # Loading
 
@@ -111,7 +99,7 @@ class Checkpoints:
 
     def _allowed(self, root: Path, found: list[Path]) -> list[Path]:
         limit = self._limits.by_root.get(root)
-        return [one for one in found if limit is None or folders.iteration_of(one) <= limit]
+        return [one for one in found if limit is None or limit.allows(one)]
 
     def source(self) -> Source | None:
         """The folder of checkpoints to go on from: --load, or what this very job has saved since.
@@ -119,56 +107,85 @@ class Checkpoints:
         A job that is started again by the name that it was given has saved there as well as one that is restarted; who
         names the same folder by --load asks for a step of it in the usual way.
         """
-        options, restart = self._options, self._is_restart()
-        if options.save and (restart or not options.load or Path(options.load) != Path(options.save)):
-            saved = self._saved_by_this_job(Path(options.save))
-            if saved is not None:
-                if not restart:
-                    instead = f", not from --load {options.load}" if options.load else ""
-                    name = f"{options.save} holds checkpoints of this job, {job_id(os.environ)}"
-                    self.notes.append(f"--save {name}: it goes on from them{instead}")
-                return self._continued(Source(Path(options.save), own=True), saved)
+        options, restart = self._options, self.is_restart
+        if options.save and (restart or not self._loads_what_it_saves) and self._saved_by_this_job(Path(options.save)):
+            if not restart:
+                instead = f", not from --load {options.load}" if options.load else ""
+                name = f"{options.save} holds checkpoints of this job, {job_id(os.environ)}"
+                self.notes.append(f"--save {name}: it goes on from them{instead}")
+            return Source(Path(options.save), own=True)
         if not options.load:
             return None
         root = Path(options.load)
         named = options.ckpt_step is not None and self._agree(sorted(suspects(root)))
-        if options.save and root == Path(options.save) and not self._candidates(root)[0] and not named:
+        if self._loads_what_it_saves and not self._candidates(root)[0] and not named:
             return None  # the usual script names one folder for both; its first run starts from scratch
-        return self._continued(Source(root, own=False))
+        return Source(root, own=False)
 
-    def _continued(self, source: Source, saved: Mapping[str, Json] | None = None) -> Source:
-        """What lies before the place that a run goes on from is its own, where it saves there too.
+    def begin_anew(self) -> None:
+        """There is nothing to go on from. Raises CheckpointError where the run would lose what lies in --save."""
+        options = self._options
+        if not options.save or options.load:
+            return
+        root = Path(options.save)
+        found, problem = self._candidates(root)
+        if found or problem:
+            readable = self._agree(self._asks and any(scalars_of(path) is not None for path in found))
+            why = "they are not known to be of this job" if readable else "none of them can be read"
+            best = f", the best one {found[0].name}" if found else ""
+            raise CheckpointError(
+                f"--save {root} holds checkpoints{best}, and {why}: without --load the run would begin at iteration 0 "
+                f"beside them. Go on from them by --load {root}, or give another folder."
+            )
 
-        saved: scalars of this very job's newest checkpoint, where that is the place.
-        """
-        if self._options.save and source.root == Path(self._options.save):
-            found = self._candidates(source.root)[0]
-            steps = {path.name: folders.iteration_of(path) for path in found}
-            step = self._options.ckpt_step if saved is None else saved.get(LINE)
-            newest = max(steps.values(), default=0)
-            self._before = step if isinstance(step, int) else newest
-            later = [path for path in found if steps[path.name] > self._before] if saved is not None else []
-            first = self._job.world.rank == 0
-            own = self._agree([path.name for path in later if _job_of(path) == job_id(os.environ)] if first else None)
-            self._line |= {name for name, step in steps.items() if step <= self._before} | set(own)
-        return source
+    def follow(self, loaded: state.Loaded | None, *, local: bool = False) -> None:
+        """Know the run's line, once all ranks know what it goes on from. local: a checkpoint in nodes' memory."""
+        if not self._options.save:
+            return
+        root, place = Path(self._options.save), self.resumed_from
+        names = [path.name for paths in folders.every_checkpoint(root).values() for path in paths] if self._asks else []
+        there: list[str] = self._agree(names)
+        own: set[str] = set()
+        here = place is not None and (local or place.parent.resolve() == root.resolve())
+        if place is not None and here and loaded is not None and loaded.scalars:
+            own = before(place.name if place.name in there else "", loaded.scalars, there)
+        self.line.begin(there, self._agree(sorted(own)))
 
-    def _is_restart(self) -> bool:
+    @property
+    def _asks(self) -> bool:
+        """Whether this rank looks at folders for all."""
+        return self._job.world.rank == 0 or self._job.world.pretended
+
+    @property
+    def _loads_what_it_saves(self) -> bool:
+        options = self._options
+        return bool(options.save and options.load) and Path(str(options.load)) == Path(str(options.save))
+
+    def saves_into(self, source: Source) -> bool:
+        """Whether the run saves where it goes on from."""
+        return bool(self._options.save) and source.root == Path(str(self._options.save))
+
+    @cached_property
+    def is_restart(self) -> bool:
+        """Whether the launcher started this run in place of one that failed; all ranks ask."""
         return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
 
-    def _saved_by_this_job(self, root: Path) -> Mapping[str, Json] | None:
-        """What the newest readable checkpoint says of this job's line, where this very job has saved it."""
-        found = self._candidates(root)[0]
+    def _saved_by_this_job(self, root: Path) -> bool:
+        """Whether this very job has saved the best checkpoint that can be read.
 
-        def look() -> dict[str, Json] | None:
-            for folder in found:
-                if (scalars := _scalars_of(folder)) is not None:
-                    ours = bool(job_id(os.environ)) and scalars.get("job") == job_id(os.environ)
-                    return {LINE: scalars.get(LINE)} if ours else None
-            return None
+        Where a step of this folder is asked for, or tuned, by this launch: an earlier one of the same job is what it
+        was to turn back from.
+        """
+        options, found = self._options, self._candidates(root)[0]
+        named = self._loads_what_it_saves and (options.ckpt_step is not None or options.finetune)
 
-        saved: dict[str, Json] | None = self._agree(look() if self._job.world.rank == 0 else None)
-        return saved
+        def look() -> bool:
+            saved: Mapping[str, Json] = next(filter(None, map(scalars_of, found)), {})
+            launch = saved.get("launch")
+            other = bool(named and launch and launch_id(os.environ) and launch != launch_id(os.environ))
+            return bool(job_id(os.environ)) and saved.get("job") == job_id(os.environ) and not other
+
+        return bool(self._agree(look() if self._asks else None))
 
     def load(self, read: Callable[[Path], state.Loaded], source: Source) -> state.Loaded:
         """``read`` of the best checkpoint of a source; of an older one where that is damaged, which is told.
@@ -177,7 +194,7 @@ class Checkpoints:
         """
         options, root = self._options, source.root
         if options.ckpt_step is not None and not source.own:
-            folder = folders.find(root, options.ckpt_step)
+            folder = self._found(root, options.ckpt_step)
             return self._resumed(folder, read(folder))
         found, problem = self._candidates(root)
         if problem and options.on_bad_checkpoint == "stop":
@@ -189,6 +206,19 @@ class Checkpoints:
             folders.find(root)  # says what is missing
             raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
         raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
+
+    def _found(self, root: Path, iteration: int) -> Path:
+        """The checkpoint of an iteration, as rank 0 sees it. Raises CheckpointError, on every rank."""
+        name, problem = "", ""
+        if self._asks:
+            try:
+                name = folders.find(root, iteration).name
+            except CheckpointError as error:
+                problem = str(error)
+        name, problem = self._agree([name, problem])
+        if problem:
+            raise CheckpointError(problem)
+        return root / str(name)
 
     def load_newer(self, read: Callable[[Path], state.Loaded], source: Source, than: int) -> state.Loaded | None:
         """The same where something of this iteration or a later one is sound; None where it is not, which is told.
@@ -217,7 +247,8 @@ class Checkpoints:
                 continue
             self.notes += [f"WARNING: {failure}" for failure in failures]
             if failures:
-                self.notes.append(f"taking {folder.name} instead")
+                turned = ", which is of a line that the run had turned back from" * (folder.name in self._turned_from)
+                self.notes.append(f"taking {folder.name} instead{turned}")
             return self._resumed(folder, loaded), failures
         return None, failures
 
@@ -231,8 +262,10 @@ class Checkpoints:
         """The checkpoints that may be tried, best first, and what is wrong with ``latest``, as rank 0 sees them."""
         names, told, failure = [], "", ""
         try:
-            found, told = folders.candidates(root)
-            names = [path.name for path in found]
+            if self._asks:
+                found, told = folders.candidates(root)
+                found, self._turned_from = in_order(found)
+                names = [path.name for path in found]
         except CheckpointError as error:
             failure = str(error)
         names, told, failure = self._agree([names, told, failure])
@@ -261,17 +294,18 @@ class Checkpoints:
         assert self._options.save is not None
         root = Path(self._options.save)
         folder = folders.iteration_folder(root, iteration)
-        scalars = {**scalars, "job": job_id(os.environ), LINE: self._before}
         layout = {"grid": state.grid_facts(self._job), "model": state.model_facts(self._job)}
 
         def published(named: Path) -> None:
             folders.publish(root, iteration, self._owner)
             self._under_way = named
-            self._line.add(named.name)
+            self.line.names.add(named.name)
             if self._options.keep:
                 passed = scalars["verified"].values() if "verified" in scalars else ()
+                keep, line = self._options.keep, self.line.names
                 try:
-                    folders.keep_newest(root, iteration, self._options.keep, self._line, self._owner, passed)
+                    removed = folders.keep_newest(root, iteration, keep, line, self._owner, passed)
+                    line.difference_update(path.name for path in removed)
                 except (OSError, CheckpointError) as error:  # this one is safe all the same
                     self._unremoved = f"WARNING: an older checkpoint could not be removed: {error}"
 
@@ -281,6 +315,8 @@ class Checkpoints:
 
         in_background = self._background is not None and not final
         self.settle()
+        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.line.told()}
+        scalars = {**scalars, **names}
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return
         self._saved_at = iteration

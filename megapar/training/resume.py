@@ -31,11 +31,19 @@ def resume(
     options = config.checkpoint
     limit = checkpoints.clear_up(local_saves)
     source = checkpoints.source()
-    found = None if local_saves is None else local_saves.find(limit)
+    own = source is not None and source.own
+    found = None
+    if local_saves is not None:
+        if not own and not checkpoints.is_restart and (options.ckpt_step is not None or options.finetune):
+            local_saves.remove_after(-1)  # whoever asks for a step turns back from what came later
+        else:
+            found = local_saves.find(limit)
     if source is None and found is None:
+        checkpoints.begin_anew()
+        checkpoints.follow(None)
         return None
     # A restarted job goes on from what it saved itself, and that wholly.
-    own = found is not None or (source is not None and source.own)
+    own = own or found is not None
     wanted = state.LoadOptions(
         finetune=options.finetune and not own,
         optimizer=own or not options.no_load_optim,
@@ -47,14 +55,19 @@ def resume(
     def read(folder: Path) -> state.Loaded:
         return state.load(folder, job, progress, schedule, wanted, loss_scale)
 
-    if found is not None and source is not None and source.own:  # what is newer on disk goes first, if it is sound
-        loaded = checkpoints.load_newer(read, source, found.iteration)
-        if loaded is not None:
-            return loaded
     if found is not None and local_saves is not None:
-        place = Path(f"local checkpoint {found.iteration}")
-        checkpoints.resumed_from = place
-        checkpoints.notes.append(f"taking the local checkpoint of iteration {found.iteration}")
-        return state.take(place, local_saves.load(found), job, progress, schedule, wanted, loss_scale)
-    assert source is not None
-    return checkpoints.load(read, source)
+        # What is newer on disk goes first, if it is sound.
+        newer = source is not None and checkpoints.saves_into(source)
+        loaded = checkpoints.load_newer(read, source, found.iteration) if source is not None and newer else None
+        if loaded is None:
+            place = Path(f"local checkpoint {found.iteration}")
+            checkpoints.resumed_from = place
+            checkpoints.notes.append(f"taking the local checkpoint of iteration {found.iteration}")
+            loaded = state.take(place, local_saves.load(found), job, progress, schedule, wanted, loss_scale)
+            checkpoints.follow(loaded, local=True)
+            return loaded
+    else:
+        assert source is not None
+        loaded = checkpoints.load(read, source)
+    checkpoints.follow(loaded)
+    return loaded

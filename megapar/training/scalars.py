@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from megapar.config.latest_name import of_name
 from megapar.config.shown import shown
+from megapar.config.suspects import NEVER
 from megapar.config.values import MAX_INT
 from megapar.errors import CheckpointError
 
@@ -47,8 +49,12 @@ def _pairs(value: Any) -> bool:
     )
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_count, value.values()))
+def _iterations(value: Any) -> bool:
+    return isinstance(value, dict) and all(at == NEVER or _count(at) for at in value.values())
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) and of_name(one) for one in value)
 
 
 _COUNT, _NUMBERS = (_count, "a whole number from 0 on"), (_numbers, "a list of finite numbers")
@@ -59,10 +65,11 @@ _NEEDED_TO_GO_ON: Mapping[str, tuple[Check, str]] = {
 }
 # What older checkpoints have not.
 _FREE: Mapping[str, tuple[Check, str]] = {
-    **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree", "line_before"), _COUNT),
+    **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree"), _COUNT),
     "dropout_seed": (lambda value: _count(value, MAX_SEED), "a whole number from 0 on"),
     "skip_samples": (_pairs, "a list of pairs of sample numbers"),
-    "verified": (_counts, "an object of whole numbers from 0 on"),
+    "verified": (_iterations, "an object of whole numbers from 0 on, or -1 for never"),
+    "line": (_names, "a list of names of checkpoints"),
 }
 _INSIDE: Mapping[str, Mapping[str, tuple[Check, str]]] = {
     "loss_scale": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megapar.config.suspects import RECORD, Blamed, Fault
@@ -19,6 +19,7 @@ class Witness:
     """Every rank has one. The failing ranks move or remove nothing: they are the ones that cannot be trusted.
 
     folders: where the next start looks. began: the iteration at which this one began. hosts: by rank, once known.
+    others: names of checkpoints there that are of other lines than this run's.
     """
 
     def __init__(self, folders: Sequence[Path], world: World, began: int) -> None:
@@ -26,6 +27,7 @@ class Witness:
         self._world = world
         self._began = began
         self.hosts: Sequence[str] = ()
+        self.others: Collection[str] = ()
 
     def tell(self, check: str, iteration: int, verified: Mapping[str, int], error: TrainingError) -> CorruptionError:
         """Write down a fault, unless another rank has; the error to raise, which says where the fault lies."""
@@ -33,7 +35,9 @@ class Witness:
         ranks, parameters = known.ranks, known.parameters
         blamed = tuple(self._blamed(rank) for rank in ranks)
         message = " ".join([str(error), *(f"R{str(one)[1:]}." for one in blamed if one.node not in str(error))])
-        fault = Fault(check, iteration, self._began, dict(verified), blamed, parameters, str(error))
+        fault = Fault(
+            check, iteration, self._began, dict(verified), blamed, parameters, str(error), tuple(sorted(self.others))
+        )
         content = json.dumps(fault.to_json(), indent=1).encode() + b"\n"
         for folder in self._folders:
             try:

@@ -364,10 +364,10 @@ def test_the_commands(
 def test_a_line_that_is_too_long_is_named_or_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: str
 ) -> None:
-    for module in ("config.record", "data.chunks", "data.source"):
-        monkeypatch.setattr(f"megapar.{module}.LONGEST_LINE", 40)
-    for module in ("config.record", "data.chunks"):
-        monkeypatch.setattr(f"megapar.{module}._BLOCK_BYTES", 16)
+    for place in ("config.record", "data.chunks", "data.source"):
+        monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", 40)
+    for place in ("config.record", "data.chunks"):
+        monkeypatch.setattr(f"megapar.{place}._BLOCK_BYTES", 16)
     texts = ["first", "x" * 500, "third", "y" * 41, "last"]
     path = tmp_path / f"a.{'jsonl' if kind == 'jsonl' else 'txt'}"
     records = [json.dumps({"text": text}) for text in texts] if kind == "jsonl" else texts

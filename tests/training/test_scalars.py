@@ -56,7 +56,7 @@ def test_what_runs_write_is_taken() -> None:
         ({"spikes": {"losses": [], "norms": [], "in_a_row": "x"}}, "spikes.in_a_row is 'x'"),
         ({"skip_samples": [[5, 2]]}, "skip_samples is"),
         ({"skip_samples": {"a": 1}}, "skip_samples is"),
-        ({"verified": {"replicas": -1}}, "verified is"),
+        ({"verified": {"replicas": -2}}, "verified is"),
     ],
 )
 def test_what_no_run_writes_is_refused(other: dict[str, Any], said: str) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapar.config.latest_name import LATEST, OWNERS, epochs_of, of_name, owners_latest, read_latest
+from megapar.config.latest_name import OWNERS, epochs_of, of_name, owners_latest, read_latest
 from megapar.config.regular_file import open_regular
 from megapar.core.process import MAX_TEXT, Process
 
@@ -185,9 +185,12 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def tidy(root: Path, epoch: int) -> None:
-    """Remove the notes of owners long before this one."""
+    """Remove the notes of owners long before this one.
+
+    What one of them has published stays until another one publishes: nothing else may know of it.
+    """
     for old in epochs_of(root):
         if old < epoch - _KEPT:
-            for suffix in ("json", "beat", LATEST):
+            for suffix in ("json", "beat"):
                 with suppress(OSError):
                     (root / OWNERS / f"{old}.{suffix}").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,16 +14,21 @@ from megapar.core.durable import sync_folder
 from megapar.errors import CheckpointError
 
 
-def set_aside(root: Path, after: int, upto: int, owner: Owner | None) -> list[Path]:
+def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Collection[str] = ()) -> list[Path]:
     """Rename the checkpoints of iterations ``after`` < i <= ``upto`` to .suspect; their new paths, oldest first.
 
     ``latest`` goes back first to the newest one up to ``after``, or away: a start that is killed in between finds no
-    name that leads nowhere, and the next one goes on here. owner: of the root. Raises CheckpointError.
+    name that leads nowhere, and the next one goes on here. owner: of the root. others: names of checkpoints that the
+    fault has nothing to do with, which ``latest`` goes back to only where no other one is left. Raises CheckpointError.
     """
     every = folders.every_checkpoint(root)
-    found = [path for at, paths in every.items() if after < at <= upto for path in paths]
+    own = [(at, path) for at, paths in every.items() for path in paths if path.name not in others]
+    found = [path for at, path in own if after < at <= upto]
+    left = [path for at, path in own if at <= after]
     try:
-        _take_back(root, [paths[-1] for at, paths in every.items() if at <= after], found, owner)
+        _take_back(
+            root, left or [path for paths in every.values() for path in paths if path.name in others], found, owner
+        )
         renamed = [path.rename(_free(path.with_name(f"{path.name}.suspect"))) for path in found]
         if renamed:
             sync_folder(root)
