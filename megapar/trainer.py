@@ -410,7 +410,7 @@ class Trainer:
         scalars["spikes"] = self.numbers.state()
         scalars["verified"] = dict(self.guards.verified)
         scalars[RECORD] = self._identity
-        scalars[NAMES] = self.checkpoints.line.told()
+        scalars[NAMES] = self.checkpoints.line.told
         scalars["drops_tokens"] = drops_tokens(self.job.sizes)
         return scalars
 

@@ -7,8 +7,10 @@ send it a million requests, and most would be called dead for want of an answer.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from megapar.core import standing
 from megapar.core.sections import STEP, Overdue
 from megapar.core.standing import Report
 
+ALARM = "alarm"
 GRACE_SECONDS = 3.0
+MOST_SECONDS = GRACE_SECONDS + 4
 PAUSE_SECONDS = 0.05
 
 
@@ -55,7 +59,7 @@ class Gathering:
         self._world_size = world_size
 
     def ask(self, own: Report) -> Gathered:
-        """Tell where this rank stands, and hear what became of it within seconds. The first to tell explains.
+        """Tell where this rank stands, and hear what became of it within ``MOST_SECONDS``. The first to tell explains.
 
         Raises RuntimeError (torch's errors of a store are some) where the store does not answer.
         """
@@ -65,35 +69,89 @@ class Gathering:
         self._store.add(f"{self._prefix}told", 1)
         if number > 1 and (heard := self._hear(own)) is not None:
             return heard
+        if number == 1:  # others have waited for as long by now
+            self._counts("told", self._world_size, GRACE_SECONDS)
         reports = self._read()
         gathered = found_in(reports, own, self._world_size, explains=number == 1 or self._rank == min(reports))
         if number == 1:
             self._store.set(f"{self._prefix}found", json.dumps([gathered.late, gathered.overdue]))
-            self._wait("heard", len(reports) - 1, 1.0)  # the store may end with this rank
+            self._let_hear(len(reports))
         return gathered
 
     def _hear(self, own: Report) -> Gathered | None:
         """What the first rank found; None where it says nothing."""
-        if not self._wait("found", 0, GRACE_SECONDS + 1):
+        key = f"{self._prefix}found"
+        if not _within(GRACE_SECONDS + 1, lambda: self._store.check([key])):
             return None
-        late, overdue = json.loads(self._store.get(f"{self._prefix}found"))
+        late, overdue = json.loads(self._store.get(key))
         self._store.add(f"{self._prefix}heard", 1)
+        if self._rank == 0:
+            self._let_hear(self._store.add(f"{self._prefix}told", 0))
         return Gathered({self._rank: own}, late, Overdue(*overdue), explains=False)
 
+    def _let_hear(self, ranks: int) -> None:
+        """Give the others a moment: the store may end with this rank, and this one may be the last that waits there."""
+        with suppress(RuntimeError):
+            self._counts("heard", ranks - 1, 1.0)
+
     def _read(self) -> dict[int, Report]:
-        """The reports of all ranks, or of those that have told within the time."""
-        self._wait("told", self._world_size, GRACE_SECONDS)
+        """The reports of those that have told."""
+        told = self._store.add(f"{self._prefix}told", 0)
         begun = self._store.add(f"{self._prefix}begun", 0)
         keys = [f"{self._prefix}report/{number}" for number in range(1, begun + 1)]
-        if self._store.add(f"{self._prefix}told", 0) < begun:
+        if told < begun:  # somebody is about to, or was stopped in between: nobody waits for that
             keys = [key for key in keys if self._store.check([key])]
         return dict(map(json.loads, self._store.multi_get(keys)))
 
-    def _wait(self, name: str, count: int, seconds: float) -> bool:
-        """Whether a counter has come so far within a time; 0: whether a key is there."""
-        key, deadline = f"{self._prefix}{name}", time.monotonic() + seconds
-        while not (self._store.add(key, 0) >= count if count else self._store.check([key])):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(PAUSE_SECONDS)
-        return True
+    def _counts(self, name: str, count: int, seconds: float) -> bool:
+        """Whether a counter comes so far within a time."""
+        return _within(seconds, lambda: self._store.add(f"{self._prefix}{name}", 0) >= count)
+
+
+class Ear:
+    """Hears from a thread of its own whether another rank has asked: a store whose holder stands still never answers.
+
+    alarm: set for good once one has. number: of the warning that is listened for.
+    """
+
+    def __init__(self, store: dist.Store, pause: float) -> None:
+        self.alarm = threading.Event()
+        self.number = 0
+        self._store = store
+        self._pause = pause
+        self._warned = -1
+        self._closed = threading.Event()
+        threading.Thread(target=self._listen, name="megapar-watchdog-ear", daemon=True).start()
+
+    @property
+    def warned(self) -> bool:
+        """Whether somebody has asked for the warning of this number."""
+        return self._warned == self.number
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._closed.set()
+
+    def _listen(self) -> None:
+        with suppress(RuntimeError):  # the rank that holds the store is gone; the step will show it
+            while not self._closed.wait(self._pause):
+                number = self.number
+                if self._store.check([f"{warning(number)}asked"]):
+                    self._warned = number
+                if self._store.check([ALARM]):
+                    self.alarm.set()
+                    return
+
+
+def warning(number: int) -> str:
+    """Before the keys of a warning; an alarm's have nothing before them."""
+    return f"warning/{number}/"
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PAUSE_SECONDS)
+    return True

@@ -107,6 +107,8 @@ def _within(one: Report, section: str) -> list[Mapping[str, Any]]:
 def headline(overdue: Overdue, limit: str) -> str:
     """What has taken how long. limit: where its limit is from, "" for one that was learned."""
     what = f"{overdue.name} {overdue.detail}".strip()
+    if not overdue.limit:
+        limit = "and another rank has given the alarm"
     limit = limit or f"{overdue.limit:g} s would be unusual"
     return f"megapar watchdog: {what} has taken {overdue.seconds:.1f} s, {limit}."
 

@@ -12,6 +12,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -20,7 +21,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megapar.core import standing
-from megapar.core.gathering import GRACE_SECONDS, Gathered, Gathering, found_in
+from megapar.core.gathering import (
+    ALARM,
+    GRACE_SECONDS,
+    MOST_SECONDS,
+    PAUSE_SECONDS,
+    Ear,
+    Gathered,
+    Gathering,
+    found_in,
+    warning,
+)
 from megapar.core.journal import Journal
 from megapar.core.listener import takes_text
 from megapar.core.sections import FIRST, STEP, Overdue, Sections
@@ -54,6 +65,7 @@ class Watchdog:
         self._rank = rank
         self._world_size = 1
         self._store: dist.Store | None = None
+        self._ear: Ear | None = None
         self._journal = Journal()
         self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
         self._named = named
@@ -84,6 +96,7 @@ class Watchdog:
         """
         self._rank, self._world_size, self._journal, self._axes = rank, world_size, journal, axes
         self._store = store
+        self._ear = None if store is None else Ear(store, self._pause)
 
     def start(self) -> None:
         """Begin to watch, once."""
@@ -109,6 +122,8 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
+        if self._ear is not None:
+            self._ear.close()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(GRACE_SECONDS)  # or it might arm what is taken back here
         faulthandler.cancel_dump_traceback_later()
@@ -118,22 +133,25 @@ class Watchdog:
             if self._held and self.iteration:  # a library may take its time with a corpus
                 # Where even this thread is not let run (somebody holds the interpreter), C code ends the process.
                 faulthandler.dump_traceback_later(self._held, exit=True)
-            overdue = self.sections.overdue()
-            if (overdue is not None and overdue.ends) or self._asked("alarm"):
-                self._fire(overdue if overdue is not None and overdue.ends else None)
-                return
-            if overdue is not None or self._asked(f"warning/{self._warnings}/asked"):
+            overdue, ear = self.sections.overdue(), self._ear
+            if (overdue is None or not overdue.ends) and not self._alarmed:
+                if overdue is None and (ear is None or not ear.warned):
+                    continue
                 self._warn(overdue)
+                if not self._alarmed:
+                    continue
+                overdue = None
+            self._fire(overdue if overdue is not None and overdue.ends else None)
+            return
 
-    def _asked(self, key: str) -> bool:
-        try:
-            return self._store is not None and self._store.check([key])
-        except (RuntimeError, dist.DistStoreError):
-            return False  # the rank that holds the store is gone; the step will show it
+    @property
+    def _alarmed(self) -> bool:
+        """Whether another rank has found that the run is to end."""
+        return self._ear is not None and self._ear.alarm.is_set()
 
     def _fire(self, overdue: Overdue | None) -> None:
         """End the run. overdue: None where another rank found it."""
-        own, gathered = self._gather("", "alarm", overdue)
+        own, gathered = self._gather("", ALARM, overdue)
         if self._closed.is_set():
             return
         # The disk of the log or of the records may be what hangs.
@@ -152,10 +170,17 @@ class Watchdog:
             sys.stderr.flush()
 
     def _warn(self, overdue: Overdue | None) -> None:
-        """Tell of what takes unusually long, with the stacks of ranks that are late; the run goes on."""
-        prefix = f"warning/{self._warnings}/"
+        """Tell of what takes unusually long, with the stacks of ranks that are late; the run goes on.
+
+        Unless there is an alarm meanwhile, which waits for every rank's answer.
+        """
+        prefix = warning(self._warnings)
         self._warnings += 1
         own, gathered = self._gather(prefix, f"{prefix}asked", overdue)
+        if self._ear is not None:
+            self._ear.number = self._warnings
+        if self._alarmed:
+            return
         # Whoever reads it may stand still, and must not keep this thread from the next look.
         saying = threading.Thread(target=self._say, args=(own, gathered, ""), daemon=True)
         saying.start()
@@ -204,5 +229,7 @@ class Watchdog:
         # The store may hang with the rank that holds it: it is asked from a thread that need not come back.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(GRACE_SECONDS + 4)
+        deadline = time.monotonic() + MOST_SECONDS
+        while asking.is_alive() and time.monotonic() < deadline and not (prefix and self._alarmed):
+            asking.join(PAUSE_SECONDS)
         return own, (found or [found_in({self._rank: own}, own, self._world_size, explains=True)])[0]

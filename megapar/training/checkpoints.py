@@ -315,7 +315,7 @@ class Checkpoints:
 
         in_background = self._background is not None and not final
         self.settle()
-        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.line.told()}
+        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.line.tell(self._agree)}
         scalars = {**scalars, **names}
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return

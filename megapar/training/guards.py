@@ -39,7 +39,7 @@ class Guard(Protocol):
         """The optimizer is about to change what this rank holds."""
         ...
 
-    def after_update(self) -> None:
+    def after_update(self, iteration: int) -> None:
         """It has been told to; a device may still be at it."""
         ...
 
@@ -92,10 +92,10 @@ class Guards:
             with self._witnessed(guard):
                 guard.before_update()
 
-    def after_update(self) -> None:
+    def after_update(self, iteration: int) -> None:
         """It has been told to."""
         for guard in self._guards:
-            guard.after_update()
+            guard.after_update(iteration)
 
     def votes(self) -> list[int | Tensor]:
         """This rank's findings, before an update; their sums over all ranks go to ``hear``."""
@@ -163,7 +163,7 @@ class ReplicaGuard:
     def before_update(self) -> None:
         """Nothing to keep."""
 
-    def after_update(self) -> None:
+    def after_update(self, iteration: int) -> None:
         """Nothing to keep."""
 
     def check(self, iteration: int) -> None:

@@ -6,7 +6,7 @@ Every checkpoint names those before it on its own; what another line made is no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,25 @@ MOST_NAMES = 4096
 
 
 class Line:
-    """names: of the run's line, as rank 0 knows them while the run goes on. others: names that lay there when it began
-    and are of other lines, the same on all ranks.
+    """names: of the run's line, as rank 0 knows them while the run goes on. told: the same as of the last save, in
+    order, and others: names that lay there when the run began and are of other lines; both the same on all ranks.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.told: list[str] = []
         self.others: frozenset[str] = frozenset()
 
     def begin(self, there: Collection[str], own: Collection[str]) -> None:
         """A run begins beside these checkpoints, some of them its own."""
         self.names = set(there) & set(own)
         self.others = frozenset(there) - self.names
+        self.tell(lambda names: names)
 
-    def told(self) -> list[str]:
-        """The names for the next checkpoint's scalars."""
-        return sorted(self.names, key=_place)[-MOST_NAMES:]
+    def tell(self, agree: Callable[[list[str]], list[str]]) -> list[str]:
+        """The names for the next checkpoint's scalars. agree: gives rank 0's to all ranks."""
+        self.told = agree(sorted(self.names, key=_place)[-MOST_NAMES:])
+        return self.told
 
 
 def before(name: str, scalars: Mapping[str, Any], there: Collection[str]) -> set[str]:

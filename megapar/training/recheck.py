@@ -71,7 +71,7 @@ class RecomputeGuard:
     def before_update(self) -> None:
         """Nothing to keep."""
 
-    def after_update(self) -> None:
+    def after_update(self, iteration: int) -> None:
         """Nothing to keep."""
 
     def check(self, iteration: int) -> None:

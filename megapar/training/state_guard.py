@@ -13,6 +13,7 @@ import socket
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -50,7 +51,8 @@ class StateGuard:
     def __init__(self, job: Job, steps: int) -> None:
         self._job = job
         self._updates: list[float] = []
-        self._steps = self._turned = 0  # of a turn, and since the first one began
+        self._steps = 0  # of a turn
+        self._held_after: deque[int] = deque()  # iterations of the last turn's updates
         self._digested: Digested | None = None
         self.news: list[str] = []
         self.heard_late = int(job.world.device.runs_ahead) + int(isinstance(job.optimizer, OffloadedOptimizer))
@@ -62,7 +64,7 @@ class StateGuard:
     def before_update(self) -> None:
         """It was compared with the gradient norm."""
 
-    def after_update(self) -> None:
+    def after_update(self, iteration: int) -> None:
         """Digest the part whose turn it is."""
         if self._digested is None:
             self._updates.append(time.perf_counter())
@@ -71,7 +73,7 @@ class StateGuard:
             self._begin(self._steps_for(self._updates))
         assert self._digested is not None
         self._digested.hold()
-        self._turned += 1
+        self._held_after.append(iteration)
 
     def vote(self) -> int | Tensor:
         """1, or true on the device, where this rank's memory has changed since the last update."""
@@ -80,7 +82,8 @@ class StateGuard:
 
     def vouches_for(self, iteration: int) -> int:
         """Memory that changes again and again from then on would have been seen: every part has had its turn."""
-        return iteration - self._steps + 1 if self._turned >= self._steps > 0 else 0
+        del iteration  # a step that changed nothing is none of a turn's
+        return self._held_after[0] if 0 < self._steps == len(self._held_after) else 0
 
     def check(self, iteration: int) -> None:
         """Compare what is held; raises CorruptionError, on every rank, naming ranks, nodes, devices and parameters."""
@@ -110,6 +113,7 @@ class StateGuard:
 
     def _begin(self, steps: int) -> None:
         job, self._steps = self._job, steps
+        self._held_after = deque(maxlen=steps)
         masters = [part.master for part in job.sharding.parts]
         homes = list(zip(masters, *(job.optimizer.moments(name) for name in MOMENTS), strict=True))
         if isinstance(job.optimizer, OffloadedOptimizer):

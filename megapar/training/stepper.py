@@ -91,7 +91,7 @@ class Stepper:
             verdict = self.judge.of(work, summed, self._hear(summed.told()))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
-            self._update(verdict.summed, lr, bad)
+            self._update(work.iteration, verdict.summed, lr, bad)
         work.count_into(progress, skipped=verdict.skipped)
         step = self._report(work, verdict, lr, time.perf_counter() - start)
         if bad is not None:
@@ -115,7 +115,7 @@ class Stepper:
         step.skipped = verdict.skipped
         self.progress.skipped_steps += step.skipped
         if not step.skipped:
-            self._update(verdict.summed, step.lr, None)
+            self._update(step.iteration, verdict.summed, step.lr, None)
             step.totals, step.norm = verdict.summed.totals, verdict.summed.norm
         return True
 
@@ -132,8 +132,11 @@ class Stepper:
         self.control.hear(self.guards.hear([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
-    def _update(self, summed: Summed, lr: float, bad: Tensor | None) -> None:
-        """Change the model. bad: on the device, where it is 1 nothing changes; None: it is good."""
+    def _update(self, iteration: int, summed: Summed, lr: float, bad: Tensor | None) -> None:
+        """Change the model, in the step of this number.
+
+        bad: on the device, where it is 1 nothing changes; None: it is good.
+        """
         job = self.job
         self._before_update()
         self.guards.before_update()
@@ -142,7 +145,7 @@ class Stepper:
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, bad)
             job.sharding.publish()
-        self.guards.after_update()
+        self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, bad)
         if bad is None:
             self.numbers.good()

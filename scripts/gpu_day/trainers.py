@@ -86,5 +86,5 @@ def losses(made: Trainer, steps: int) -> list[float]:
     """What every token's mean loss was, step by step; the host waits once, at the end."""
     for _ in range(steps):
         made.monitor.add(made.step())
-    made._settle()
+    made.stepper.settle()
     return [record.lm_loss for record in made.monitor.flush()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -63,8 +65,60 @@ def test_a_rank_that_does_not_answer_is_late(monkeypatch: pytest.MonkeyPatch) ->
     assert (found.late, found.explains, sorted(found.reports)) == ([1], True, [0])
 
 
+class Dead:
+    """A store that ends with the rank that holds it, at the call for a key."""
+
+    def __init__(self, key: str) -> None:
+        self.store = dist.HashStore()
+        self._key = key
+
+    def add(self, key: str, amount: int) -> int:
+        if key == self._key:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return self.store.add(key, amount)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_what_was_found_is_kept_where_the_store_ends_behind_it() -> None:
+    store = Dead("heard")
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(ask, store, 0, 2, overdue=OVERDUE)
+        while not store.check(["told"]):
+            pass
+        with pytest.raises(dist.DistNetworkError):
+            ask(store, 1, 2)
+        assert sorted(other.result().reports) == [0, 1]
+
+
+def test_nobody_waits_for_a_report_that_is_not_there_yet() -> None:
+    """Between two looks of the rank that reads another one begins and tells; a third has only begun."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+
+    class Between(Counted):
+        def add(self, key: str, amount: int) -> int:
+            found = store.add(key, amount)
+            if amount == 0 and key in ("told", "begun") and not self.calls["told"]:
+                self.calls["told"] += 1
+                store.set(f"report/{store.add('begun', 1)}", json.dumps([2, report(2)]))
+                store.add("told", 1)
+            return found
+
+    between = Between()
+    between.store = store
+    store.add("begun", 1)
+    store.set("report/1", json.dumps([0, report(0)]))
+    store.add("told", 1)
+    store.add("begun", 1)  # rank 1, which is stopped there
+    assert set(Gathering(between, "", "alarm", 0, 3)._read()) >= {0}  # type: ignore[arg-type]
+
+
 def test_where_the_first_to_answer_says_nothing_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: they have waited for it as long as it would have waited for them."""
     monkeypatch.setattr(gathering, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(Gathering, "_counts", lambda *_: pytest.fail("it waits again"))
     store = dist.HashStore()
     store.add("begun", 1)  # and was stopped before it told anything
     found = ask(store, 1, 2)

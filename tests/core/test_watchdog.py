@@ -241,6 +241,56 @@ def test_what_is_unusually_slow_is_told_by_the_rank_that_found_it() -> None:
     assert silent == []
 
 
+class Silent:
+    """A store whose holder stands still: it takes a question and never answers."""
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait()
+        return False
+
+    add = set = check
+
+
+def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module, "MOST_SECONDS", 0.3)
+    ended, told = threading.Event(), list[str]()
+    watchdog = Watchdog(Sections({"save": 0.3}), tell=told.append, end=lambda status: ended.set())
+    watchdog.meet(0, 2, Silent(), Journal(), dict)  # type: ignore[arg-type]
+    watchdog.start()
+    threading.Event().wait(0.2)  # it listens
+    with watchdog.section("save"):
+        assert ended.wait(30)
+    watchdog.close()
+    assert "save has taken" in told[0]
+
+
+def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:
+    """Rank 0 is unusually long in its log, and rank 1, which waits for it in a step, gives the alarm meanwhile."""
+    store = dist.PrefixStore("watchdog", dist.FileStore(f"{rendezvous}-watchdog", world_size))
+    told: list[str] = []
+    ended = threading.Event()
+    sections = Sections({}, least_seconds=0.5) if rank == 0 else Sections({"first-step": 0.7})
+    watchdog = Watchdog(sections, tell=told.append, end=lambda status: ended.set())
+    axis = Axis("data", world_size, rank, None, tuple(range(world_size)))
+    watchdog.meet(rank, world_size, store, axis.ledger.journal, lambda: {"data": axis.ranks})
+    watchdog.start()
+    if rank == 0:
+        with watchdog.section("log", "after step 3"):
+            assert ended.wait(60)
+    else:
+        axis.note("all_reduce")
+        watchdog.before_step(4)
+        assert ended.wait(60)
+    watchdog.close()
+    return told
+
+
+def test_a_warning_keeps_no_rank_from_answering_an_alarm() -> None:
+    told = [line for lines in run_ranks(2, at_once, group=False) for line in lines]
+    assert any("late: rank 0 in log after step 3" in text for text in told)
+    assert not [text for text in told if "does not answer" in text]
+
+
 def test_a_reader_that_stands_still_does_not_hold_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that is never read does not keep a section with a limit from ending the run."""
     monkeypatch.setattr(watchdog_module, "GRACE_SECONDS", 0.1)

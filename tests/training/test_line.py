@@ -59,7 +59,7 @@ def test_a_checkpoint_names_those_before_it_on_its_line() -> None:
     assert before(there[1], {"iteration": 4}, there) == set(there[:2])  # of an earlier version
     line = Line()
     line.begin(there, before("", {NAMES: [there[0], "iter_0000001"], "iteration": 3}, there))
-    assert line.told() == there[:1]
+    assert line.told == there[:1]
     assert line.others == set(there[1:])
 
 

@@ -72,7 +72,7 @@ def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) 
     run = Trainer.run
 
     def spoil(self: Trainer) -> Any:
-        left, running, forward_backward = dict.fromkeys(steps, times), [0], self.gradients._forward_backward
+        left, running, forward_backward = dict.fromkeys(steps, times), [0], self.stepper.gradients._forward_backward
 
         def noted(work: Any) -> Any:
             running[0] = work.iteration
@@ -89,7 +89,7 @@ def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) 
         name = "layers.1.mlp_norm" if math.isnan(factor) else "final_norm"
         if name in modules:
             modules[name].register_forward_hook(hook)
-        self.gradients._forward_backward = noted
+        self.stepper.gradients._forward_backward = noted
         return run(self)
 
     return spoil

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 from megapar.arguments import parse
+from megapar.core.device.base import Device
+from megapar.core.world import World
 from megapar.errors import CorruptionError
 from megapar.trainer import Trainer, train
-from megapar.training import state_guard
+from megapar.training import build, state_guard
 from megapar.training.judge import Judge
 from megapar.training.loggers import PlainTerminal
 from tests.support.ranks import run_ranks
@@ -135,3 +139,19 @@ def test_what_is_said_of_the_coverage() -> None:
     assert "before the next update" in state_guard.coverage(1)
     assert "all compared within 8 steps" in state_guard.coverage(8)
     assert "a chance of 1 in 8" in state_guard.coverage(8)
+
+
+def test_steps_that_change_nothing_are_none_of_a_turn() -> None:
+    """The second half is digested after iteration 2; what 3 and 4 skip vouches for nothing."""
+    line = last_wins((*SMALL["moe"], *COMMON), ("--dtype", "fp32", "--state-digest-steps", "2"))
+    config = parse("moe", line, {})
+    world = World.start(config.grid, Device(), timedelta(seconds=60))
+    with closing((trainer := Trainer(config, world, build.make_corpus(config))).loader):
+        (guard,) = [one for one in trainer.guards._guards if isinstance(one, state_guard.StateGuard)]
+        assert guard.vouches_for(0) == 0
+        for iteration in (1, 2):
+            guard.after_update(iteration)
+        assert [guard.vouches_for(at) for at in (2, 4)] == [1, 1]
+        guard.after_update(5)
+        assert guard.vouches_for(5) == 2
+    world.close()

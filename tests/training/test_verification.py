@@ -42,7 +42,7 @@ class Late:
     def before_update(self) -> None:
         pass
 
-    def after_update(self) -> None:
+    def after_update(self, iteration: int) -> None:
         pass
 
     def check(self, iteration: int) -> None:
