@@ -88,12 +88,16 @@ class Trail:
 
     @contextmanager
     def watching(self, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
-        """Inside, the outputs of a rank's units are noted; of layers that run slice by slice there are none."""
+        """Inside, the outputs of a rank's units are noted; of layers that run slice by slice there are none.
+
+        A module of several units, as the head beside the copy of a tied embedding, is the last one's: it runs there.
+        """
 
         def hook(unit: str) -> Any:
             return lambda module, inputs, output: self.output(unit, output)
 
-        hooks = [m.register_forward_hook(hook(unit)) for unit, modules in units.items() for m in modules]
+        unit_of = {module: unit for unit, modules in units.items() for module in modules}
+        hooks = [module.register_forward_hook(hook(unit)) for module, unit in unit_of.items()]
         try:
             yield
         finally:

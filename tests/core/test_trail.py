@@ -75,3 +75,12 @@ def test_outputs_of_units_are_noted_while_they_are_watched() -> None:
         layer(torch.ones(1, 2))
     layer(torch.ones(1, 2))
     assert [place.name for place in trail.end().places] == ["the output of layers.0"]
+
+
+def test_a_head_beside_the_copy_of_an_embedding_is_the_head() -> None:
+    """The last stage of a pipeline has the tied weight, and names it by the unit that runs first on another stage."""
+    layer, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    trail = Trail(["embedding", "layers.0", "head"])
+    with trail.watching({"embedding": (head,), "layers.0": (layer,), "head": (head,)}):
+        head(layer(torch.ones(1, 2)))
+    assert [place.name for place in trail.end().places] == ["the output of layers.0", "the output of head"]

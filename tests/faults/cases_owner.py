@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megapar.config.latest_name import read_latest
 from megapar.core.process import Process
-from megapar.tools.agent import meet_here
 from tests.faults.job import PATIENCE_SECONDS, PATIENT, ROOT, Ended, Fault, _ended, _environ, flags_of, run_job
 from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted
 
@@ -164,8 +163,8 @@ def nameless(folder: Path) -> Outcome:
     """Two jobs of several nodes that were given no name, one after the other: the second is refused."""
 
     def job(name: str, *flags: str) -> Ended:
-        place = meet_here()
-        line = (*LAUNCH, "--nnodes", "1:2", "--rdzv-conf", PATIENT, "--rdzv-endpoint", place.endpoint)
+        meet = ("--rdzv-conf", f"store_type=file,{PATIENT}", "--rdzv-endpoint", str(folder / f"{name}.meet"))
+        line = (*LAUNCH, "--nnodes", "1:2", *meet)
         return Begun(folder / name, folder / "c", flags, line=line, load=False).end()
 
     first, second = job("a"), job("b", "--seed", "2")

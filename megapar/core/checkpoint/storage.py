@@ -97,9 +97,12 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder aside; called on one rank. Raises CheckpointError where it cannot be made."""
+        """Make the folder aside; called on one rank. Raises CheckpointError where it cannot be made.
+
+        An owner has a name of its own where this one is taken, by whatever it is.
+        """
         folder = self.folder
-        if folder.exists() and not is_ours(folder):
+        if self._owner is None and folder.exists() and not is_ours(folder):
             raise CheckpointError(f"{folder} exists and is not a checkpoint; it is not replaced")
         if self._owner is not None:
             self._owner.check()

@@ -51,6 +51,16 @@ def test_epochs_rise_and_outlive_the_notes(tmp_path: Path) -> None:
         assert owner.epoch == 3
 
 
+def test_whatever_has_the_name_stays(tmp_path: Path) -> None:
+    strange = tmp_path / "iter_0000002"
+    strange.mkdir()
+    os.mkfifo(strange / "layout.json")
+    with owning(tmp_path) as owner:
+        save(owner, 2)
+    assert (tmp_path / "latest").read_text() == "iter_0000002.e1 1\n"
+    assert [path.name for path in strange.iterdir()] == ["layout.json"]
+
+
 def test_a_run_that_resumes_tries_its_own_line_before_what_it_turned_back_from(tmp_path: Path) -> None:
     """The second owner went back to 2; what the first one had saved as 4 is an earlier checkpoint of another way."""
     for steps in ((2, 4), (3, 4, 5)):
