@@ -43,7 +43,7 @@ from megapar.training.identity import RECORD
 from megapar.training.job import check_device, make_job
 from megapar.training.judge import Judge
 from megapar.training.learning_rate import make_learning_rate
-from megapar.training.line import NAMES
+from megapar.training.lineage import NAMES
 from megapar.training.load_hf import load_hf, trained_family
 from megapar.training.memory import Planned, out_of_memory
 from megapar.training.monitor import Step
@@ -201,7 +201,7 @@ class Trainer:
         self.guards = make_guards(
             *(config, self.job, gradients, self.loader, self._say), Start.after(loaded), self.local_saves
         )
-        self.guards.witness.others = self.checkpoints.line.others
+        self.guards.witness.others = self.checkpoints.lineage.others
         self.stepper = Stepper(
             *(config, self.job, feed, self.progress, self.learning_rate, gradients),
             self._make_judge(gradients),
@@ -410,7 +410,7 @@ class Trainer:
         scalars["spikes"] = self.numbers.state()
         scalars["verified"] = dict(self.guards.verified)
         scalars[RECORD] = self._identity
-        scalars[NAMES] = self.checkpoints.line.told
+        scalars[NAMES] = self.checkpoints.lineage.told
         scalars["drops_tokens"] = drops_tokens(self.job.sizes)
         return scalars
 

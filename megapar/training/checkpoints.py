@@ -25,7 +25,7 @@ from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostE
 from megapar.training import ownership, state
 from megapar.training.aftermath import Aftermath, Limits
 from megapar.training.job import Job
-from megapar.training.line import NAMES, Line, before, in_order, scalars_of
+from megapar.training.lineage import NAMES, Lineage, before, in_order, scalars_of
 from megapar.training.local_saves import LocalSaves
 from megapar.training.save_failures import SaveFailures
 
@@ -83,7 +83,7 @@ class Checkpoints:
         if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
         self._owner = ownership.take(options.save, options.load, job.world, self._agree) if options.save else None
-        self.line = Line()
+        self.lineage = Lineage()
         self._turned_from: set[str] = set()
 
     # Loading
@@ -149,7 +149,7 @@ class Checkpoints:
         here = place is not None and (local or place.parent.resolve() == root.resolve())
         if place is not None and here and loaded is not None and loaded.scalars:
             own = before(place.name if place.name in there else "", loaded.scalars, there)
-        self.line.begin(there, self._agree(sorted(own)))
+        self.lineage.begin(there, self._agree(sorted(own)))
 
     @property
     def _asks(self) -> bool:
@@ -299,10 +299,10 @@ class Checkpoints:
         def published(named: Path) -> None:
             folders.publish(root, iteration, self._owner)
             self._under_way = named
-            self.line.names.add(named.name)
+            self.lineage.names.add(named.name)
             if self._options.keep:
                 passed = scalars["verified"].values() if "verified" in scalars else ()
-                keep, line = self._options.keep, self.line.names
+                keep, line = self._options.keep, self.lineage.names
                 try:
                     removed = folders.keep_newest(root, iteration, keep, line, self._owner, passed)
                     line.difference_update(path.name for path in removed)
@@ -315,7 +315,7 @@ class Checkpoints:
 
         in_background = self._background is not None and not final
         self.settle()
-        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.line.tell(self._agree)}
+        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.lineage.tell(self._agree)}
         scalars = {**scalars, **names}
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return

@@ -69,7 +69,7 @@ _FREE: Mapping[str, tuple[Check, str]] = {
     "dropout_seed": (lambda value: _count(value, MAX_SEED), "a whole number from 0 on"),
     "skip_samples": (_pairs, "a list of pairs of sample numbers"),
     "verified": (_iterations, "an object of whole numbers from 0 on, or -1 for never"),
-    "line": (_names, "a list of names of checkpoints"),
+    "lineage": (_names, "a list of names of checkpoints"),
 }
 _INSIDE: Mapping[str, Mapping[str, tuple[Check, str]]] = {
     "loss_scale": {

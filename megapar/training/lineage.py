@@ -14,13 +14,13 @@ from megapar.config.latest_name import of_name
 from megapar.core.checkpoint import storage, store
 from megapar.errors import CheckpointError
 
-NAMES = "line"
+NAMES = "lineage"
 """The scalar that has the names of the checkpoints before one on its line."""
 MOST_NAMES = 4096
 """Of the newest; ``--keep`` and a way back look at no more."""
 
 
-class Line:
+class Lineage:
     """names: of the run's line, as rank 0 knows them while the run goes on. told: the same as of the last save, in
     order, and others: names that lay there when the run began and are of other lines; both the same on all ranks.
     """

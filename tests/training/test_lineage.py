@@ -11,7 +11,7 @@ import pytest
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
 from megapar.errors import CheckpointError, UnverifiedError
-from megapar.training.line import NAMES, Line, before
+from megapar.training.lineage import NAMES, Lineage, before
 from megapar.training.local_saves import LocalSaves
 from megapar.training.loggers import PlainTerminal
 from tests.support.here import losses, run_here
@@ -57,7 +57,7 @@ def test_a_checkpoint_names_those_before_it_on_its_line() -> None:
     there = ["iter_0000002", "iter_0000004", "iter_0000006"]
     assert before(there[1], {NAMES: there[:1], "iteration": 4}, there) == set(there[:2])
     assert before(there[1], {"iteration": 4}, there) == set(there[:2])  # of an earlier version
-    line = Line()
+    line = Lineage()
     line.begin(there, before("", {NAMES: [there[0], "iter_0000001"], "iteration": 3}, there))
     assert line.told == there[:1]
     assert line.others == set(there[1:])
