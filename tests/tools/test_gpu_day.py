@@ -38,6 +38,7 @@ def small_day(out, *more):
     return done, lines
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("parts", ["operators,ampipe,waits,kernels,equivalence,micro,curve", "throughput,predicted"])
 def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
     done, lines = small_day(tmp_path, "--parts", parts)

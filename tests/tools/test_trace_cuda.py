@@ -68,6 +68,7 @@ def test_waits_and_copies_that_no_row_allows_are_named():
     )
 
 
+@pytest.mark.table  # as is the whole of it, by scripts/trace_cuda.sh
 def test_runs_are_traced_where_a_compiler_is_there():
     runs = ["dense, documents", "pipeline, 1f1b"]
     command = [str(ROOT / "scripts" / "trace_cuda.sh"), *runs]
