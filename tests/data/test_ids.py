@@ -60,6 +60,25 @@ def test_a_sentencepiece_model_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert not same_ids(facts, {"fingerprint": "another", "ids": None, "size": facts["size"]})
 
 
+def test_weights_beside_a_tokenizer_are_not_read(folder: Path, fresh_cache: Path) -> None:
+    weights = folder / "model-00001-of-00001.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(1 << 40)  # of holes
+    facts = _facts(folder)
+    assert known_facts(str(folder)) == facts
+    (folder / "bpe.codes").write_text("a small file of any name may be a tokenizer's")
+    assert known_facts(str(folder)) is None
+
+
+def test_a_large_file_of_a_tokenizer_is_read(folder: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapar.data.ids._LARGE_BYTES", 10, raising=False)
+    facts = _facts(folder)
+    assert known_facts(str(folder)) == facts
+    content = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(content.replace("river", "rover"))
+    assert known_facts(str(folder)) is None
+
+
 def test_without_text_there_is_no_tokenizer_to_compare() -> None:
     assert facts_of(MockTokenizer(100)) is None
     assert facts_of(NoTokenizer(100)) is None
