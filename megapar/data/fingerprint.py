@@ -128,6 +128,25 @@ def _blocks(tokens: Path) -> str:
     return state.hexdigest()
 
 
+def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
+    """Of a file that is no corpus, by its bytes. name: for people. may_read: see fingerprints_of. Raises DataError."""
+    try:
+        value = remembered(path, lambda: _bytes(path), "bytes", may_read=may_read)
+    except Unread as unread:
+        return Fingerprint(name, None, None, "", unread.bytes)
+    except OSError as error:
+        raise DataError(f"{name} {path}: cannot be read: {error}") from error
+    return Fingerprint(name, value, None, "")
+
+
+def _bytes(path: Path) -> str:
+    state = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            state.update(block)
+    return state.hexdigest()
+
+
 def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
     """Of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,59 @@ def test_other_data_is_refused_all_at_once_by_the_question_and_by_the_start(runs
         assert said.partition("]")[2].partition("trained on")[2] == str(started.value).partition("trained on")[2]
     assert "trained on" not in runs.asked(4, ["2", runs.a, "2", runs.b], "--split", "950,50", "--override-data", "seed")
     assert runs.run(2, [runs.b], "--save-interval", "1").iteration == 2  # no step is left: nothing is trained on it
+
+
+@pytest.fixture
+def knowing(tmp_path: Path) -> Callable[..., Any]:
+    """Runs of ERNIE 3.0 on triples: called with whether only to ask, steps, a file of triples and more flags."""
+    root, text = str(tmp_path / "e"), write_text(tmp_path / "a.jsonl", 0)
+    for number, name in enumerate(("t1.tsv", "t2.tsv")):
+        draw = random.Random(number)
+        triples = ([*draw.choices(WORDS, k=3), " ".join(draw.choices(WORDS, k=6))] for _ in range(99))
+        (tmp_path / name).write_text("".join("\t".join(one) + "\n" for one in triples))
+    places = ("--data-path", text, "--save", root, "--load", root, "--checkpoint-verify", "off")
+    ernie = (
+        *("--ernie-model", "ernie3", "--task-num-layers", "1", "--task-hidden-size", "24"),
+        *("--task-num-attention-heads", "4", "--task-type-vocab-size", "5", "--ernie-tasks", "knowledge_text:1.0"),
+    )
+
+    def call(asked: bool, steps: int, triples: str, *flags: str) -> Any:
+        more = ("--triples-file", str(tmp_path / triples), "--train-iters", str(steps), *flags)
+        line = last_wins((*SMALL["ernie"], *BASE, *places, *ernie), more)
+        if not asked:
+            return train(parse("ernie", line, {}), keep_records=True)
+        try:
+            return outline(parse("ernie", [*line, "--validate-only"], {}))
+        except ConfigError as error:
+            return str(error)
+
+    return call
+
+
+def test_another_file_of_triples_is_other_data(knowing: Callable[..., Any], tmp_path: Path) -> None:
+    knowing(False, 2, "t1.tsv")
+    words = "--triples-file has another content here than there"
+    assert words in knowing(True, 4, "t2.tsv")
+    with pytest.raises(ConfigError, match=rf"{words}.*--override-data knowledge "):
+        knowing(False, 4, "t2.tsv")
+    (tmp_path / "t1.tsv").rename(tmp_path / "t3.tsv")  # the same one elsewhere
+    assert "trained on" not in knowing(True, 4, "t3.tsv")
+    kept = tmp_path / "e" / "iter_0000002" / "scalars.json"
+    assert list(json.loads(kept.read_text())["identity"]["phases"][0]["knowledge"]) == ["--triples-file"]
+    assert knowing(False, 4, "t2.tsv", "--override-data", "knowledge").iteration == 4
+    assert knowing(False, 6, "t2.tsv").iteration == 6
+    assert words in knowing(True, 8, "t3.tsv")
+
+
+def test_a_checkpoint_that_does_not_say_which_triples_is_taken(knowing: Callable[..., Any], tmp_path: Path) -> None:
+    knowing(False, 2, "t1.tsv")
+    kept = tmp_path / "e" / "iter_0000002" / "scalars.json"
+    scalars = json.loads(kept.read_text())
+    del scalars["identity"]["phases"][0]["knowledge"]
+    kept.write_text(json.dumps(scalars))
+    assert "trained on" not in knowing(True, 4, "t2.tsv")
+    assert knowing(False, 4, "t2.tsv").iteration == 4
+    assert "has another content" in knowing(True, 6, "t1.tsv")
 
 
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
