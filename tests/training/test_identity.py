@@ -223,6 +223,24 @@ def test_under_an_override_sources_go_on_and_the_checkpoint_is_of_the_new_run(ru
     assert "weights are" in runs.asked(9, one)
 
 
+def test_what_a_run_that_was_overridden_is_worth_on_other_data(runs: Runs, told: list[str]) -> None:
+    """With no step left the course of the phases is not that of the data, which is only evaluated on."""
+    runs.run(2, [runs.a])
+    mixed = ["1", runs.a, "1", runs.b]
+    runs.run(4, mixed, "--override-data", "sources")
+    other = write_text(runs.folder / "other.jsonl", 7)
+    worth = []
+    for data in ([other], ["1", runs.b, "1", runs.a], mixed):
+        told.clear()
+        found = runs.run(4, data, "--eval-interval", "1")
+        assert found.iteration == 4
+        assert found.evaluation is not None
+        worth.append(found.evaluation)
+        assert any("no step is left to be trained on" in line for line in told) is (data == [other])
+    assert worth[0] != worth[2]
+    assert runs.run(6, mixed).iteration == 6  # the course is still the checkpoint's
+
+
 def test_a_restart_goes_on_with_the_data_that_was_overridden(runs: Runs) -> None:
     """Before its first own checkpoint a job goes on from --load and is overridden; after it, from that."""
     runs.run(2, [runs.a])
