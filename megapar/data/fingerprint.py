@@ -23,7 +23,7 @@ from megapar.data.cache import digest
 from megapar.data.indexed import without_suffix
 from megapar.data.prepared import hashes_path, index_hash
 from megapar.data.remembered import Unread, remembered
-from megapar.data.source import MOCK, open_sources
+from megapar.data.source import MOCK, open_sources, unread_bytes
 from megapar.errors import DataError
 
 BLOCKS = 64  # of a file of tokens that are looked at, of
@@ -86,15 +86,10 @@ def _names(paths: Sequence[str]) -> str:
 
 def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
     """As ``source.sources_hash``, which names the tokens of the same text in the cache."""
-    hashes, unread = [], 0
-    for source in open_sources(paths, field, may_read=may_read):
-        try:
-            hashes.append(source.content_hash(may_read=may_read))
-        except Unread as one:
-            unread += one.bytes
-    if unread:
-        raise Unread(unread)
-    return digest(*hashes)
+    try:
+        return digest(*(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read)))
+    except Unread:  # the first one only
+        raise Unread(unread_bytes(paths, field)) from None
 
 
 def _indexed(path: str, may_read: bool) -> str:
