@@ -138,7 +138,8 @@ class Data:
     )
     override_data: tuple[str, ...] = flag(
         (),
-        "what of the data may be another than the checkpoint's: sources, weights, split, seed, seq-length, with commas",
+        "what of the data may be another than the checkpoint's: sources, weights, split, seed, seq-length, knowledge "
+        "(files of phrases, entities and triples), with commas",
         comma=True,
     )
     sentence_reorder_pieces: int = flag(

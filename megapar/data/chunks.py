@@ -198,21 +198,26 @@ def _lines(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
 
 
 def _blank(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
-    """From the first blank line in the chunk (or the file's begin) to the first one behind the chunk."""
+    """From the first blank line in the chunk (or the file's begin) to the first one behind the chunk.
+
+    Blank is what ``TextFile`` takes for it: a line of white space as of Unicode.
+    """
     lines = _Lines(chunk)
     document: list[str] = []
     held, inside = 0, chunk.first == 0
     for place, line in lines.places():
-        if line is None or line.strip():
-            held += LONGEST_LINE + 1 if line is None else len(line)
+        text, error = _stripped(line)
+        if text != "":
+            size = LONGEST_LINE + 1 if line is None else len(line)
+            held += size
+            if inside and error is not None:
+                bad.take(lines.refuse(error))
             if inside and held > LONGEST_LINE:  # the rest up to a blank line goes with it
-                bad.take(lines.refuse(too_long("")))
-                document, inside = [], False
-            elif inside and line is not None:
-                try:
-                    document.append(decoded(line, "").rstrip())
-                except DataError as error:
-                    bad.take(lines.refuse(error))
+                if held - size <= LONGEST_LINE:
+                    bad.take(lines.refuse(too_long("")))
+                document = []
+            elif inside and text is not None:
+                document.append(text)
             continue
         held = 0
         if document:
@@ -223,6 +228,14 @@ def _blank(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
         inside = True
     if document:
         yield "\n".join(document)
+
+
+def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
+    """A line's text, "" of a blank one; None, and why, of one that is none, or (without a reason) too long."""
+    try:
+        return (None if line is None else decoded(line, "").rstrip()), None
+    except DataError as error:
+        return None, error
 
 
 def _newlines(path: str, end: int) -> int:

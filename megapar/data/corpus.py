@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar.config.record import FIELD
+from megapar.config.record import FIELD, LONGEST_LINE
 from megapar.config.vocabulary import too_large
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import Part, Side, open_parts, open_sides
@@ -245,7 +245,8 @@ class _Data(NamedTuple):
             return NoTokenizer(vocab_size)
         apart = "apart" if self.heldout else repr(self.split.train)
         names = ", ".join(source.name for source in sources)
-        return _trained(self._training_documents(sources), vocab_size, names, sources_hash(sources), apart)
+        key = (sources_hash(sources), apart, str(LONGEST_LINE))
+        return _trained(self._training_documents(sources), vocab_size, names, *key)
 
     def _training_documents(self, sources: Sequence[Source]) -> Iterator[str]:
         documents = all_documents(sources, BadRecords(stops=not self.skip_bad))

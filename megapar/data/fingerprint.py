@@ -23,7 +23,7 @@ from megapar.data.cache import digest
 from megapar.data.indexed import without_suffix
 from megapar.data.prepared import hashes_path, index_hash
 from megapar.data.remembered import Unread, remembered
-from megapar.data.source import MOCK, open_sources
+from megapar.data.source import MOCK, open_sources, unread_bytes
 from megapar.errors import DataError
 
 BLOCKS = 64  # of a file of tokens that are looked at, of
@@ -86,15 +86,10 @@ def _names(paths: Sequence[str]) -> str:
 
 def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
     """As ``source.sources_hash``, which names the tokens of the same text in the cache."""
-    hashes, unread = [], 0
-    for source in open_sources(paths, field, may_read=may_read):
-        try:
-            hashes.append(source.content_hash(may_read=may_read))
-        except Unread as one:
-            unread += one.bytes
-    if unread:
-        raise Unread(unread)
-    return digest(*hashes)
+    try:
+        return digest(*(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read)))
+    except Unread:  # the first one only
+        raise Unread(unread_bytes(paths, field)) from None
 
 
 def _indexed(path: str, may_read: bool) -> str:
@@ -125,6 +120,25 @@ def _blocks(tokens: Path) -> str:
             for number in range(BLOCKS):
                 file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
                 state.update(file.read(BLOCK_BYTES))
+    return state.hexdigest()
+
+
+def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
+    """Of a file that is no corpus, by its bytes. name: for people. may_read: see fingerprints_of. Raises DataError."""
+    try:
+        value = remembered(path, lambda: _bytes(path), "bytes", may_read=may_read)
+    except Unread as unread:
+        return Fingerprint(name, None, None, "", unread.bytes)
+    except OSError as error:
+        raise DataError(f"{name} {path}: cannot be read: {error}") from error
+    return Fingerprint(name, value, None, "")
+
+
+def _bytes(path: Path) -> str:
+    state = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            state.update(block)
     return state.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +93,20 @@ class HuggingFaceTokenizer:
         for token, i in self.vocabulary.items():
             tokens[i] = token
         return WordMarks(*(np.array(marks) for marks in zip(*_marks(tokens), strict=True)))
+
+    @property
+    def joins(self) -> list[list[Any]] | None:
+        """What the ids of a text depend on beside those of the tokens: merges in their order, or each token's score.
+
+        None where the tokenizer has neither, or does not tell. Older libraries write a merge as one text.
+        """
+        if self._fast is None:
+            return None
+        model = json.loads(self._fast.to_str()).get("model") or {}
+        if model.get("merges"):
+            return [one.split(" ") if isinstance(one, str) else list(one) for one in model["merges"]]
+        vocabulary = model.get("vocab")
+        return vocabulary if isinstance(vocabulary, list) else None
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ from megapar.data.cache import digest, known, made_once
 from megapar.data.mock import MockTokenizer
 from megapar.data.tokenizer import NoTokenizer, Tokenizer
 
+_VERSION = "2"  # of the facts
+_LARGE_BYTES = 16 << 20
+_OF_A_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|.*\.(model|tiktoken|spm)$")
+"""Files of such names are read whatever their size, others up to _LARGE_BYTES."""
+
 Facts = dict[str, Any]
-"""fingerprint: of the files. ids: of every token's id and of some texts' (None: the fingerprint says it). size."""
+"""fingerprint: of the files. ids: of every token's id and of some texts' (None: the fingerprint says it). size.
+
+joins: of what makes tokens of pieces, merges or scores, where the library tells it. Facts of before do not have it.
+"""
 
 _PROBES = (
     "The quick brown fox jumps over the lazy dog. 1234567890 3.14 -42",
@@ -33,7 +42,10 @@ def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
     if not isinstance(getattr(tokenizer, "model", None), bytes):
         ids = digest(*(json.dumps(one) for one in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
         ids = digest(ids, json.dumps(getattr(tokenizer, "vocabulary", {}), sort_keys=True))
-    facts = {"fingerprint": tokenizer.fingerprint(), "ids": ids, "size": tokenizer.size}
+    facts: Facts = {"fingerprint": tokenizer.fingerprint(), "ids": ids, "size": tokenizer.size}
+    joins = getattr(tokenizer, "joins", None)
+    if joins is not None:
+        facts["joins"] = digest(json.dumps(joins))
     if path is not None and ids is not None:
         made_once(_entry(Path(path)), lambda entry: _write(entry, facts))
     return facts
@@ -46,7 +58,7 @@ def known_facts(path: str) -> Facts | None:
         if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
             place /= "tokenizer.model"
         if place.is_file() and place.suffix != ".json":
-            return {"fingerprint": hashlib.sha256(place.read_bytes()).hexdigest()[:32], "ids": None, "size": None}
+            return {"fingerprint": _sha256(place)[:32], "ids": None, "size": None}
         entry = known(_entry(place))
         found = None if entry is None else json.loads(entry.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,6 +70,9 @@ def same_ids(there: Facts, here: Facts) -> bool:
     """Whether two tokenizers give the same ids."""
     if there.get("fingerprint") == here.get("fingerprint"):
         return True
+    joins = there.get("joins"), here.get("joins")
+    if None not in joins and joins[0] != joins[1]:
+        return False
     return there.get("ids") is not None and there.get("ids") == here.get("ids")
 
 
@@ -66,6 +81,21 @@ def _write(entry: Path, facts: Facts) -> None:
 
 
 def _entry(path: Path) -> str:
-    """By the content of the files, which are small."""
+    """By what may decide the ids: of a model's folder that is not its weights, which are named and not read."""
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
-    return f"tokenizer-facts/{digest(*(part for one in files for part in (one.name, one.read_bytes())))}.json"
+    return f"tokenizer-facts/{digest(_VERSION, *(part for one in files for part in (one.name, _content(one))))}.json"
+
+
+def _content(file: Path) -> str:
+    size = file.stat().st_size
+    if size > _LARGE_BYTES and not _OF_A_TOKENIZER.match(file.name):
+        return f"{size} bytes"
+    return _sha256(file)
+
+
+def _sha256(file: Path) -> str:
+    state = hashlib.sha256()
+    with file.open("rb") as data:
+        while block := data.read(1 << 20):
+            state.update(block)
+    return state.hexdigest()

@@ -40,7 +40,7 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 3
+VERSION = 4
 _LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to its worker
 _BATCH = 32  # documents encoded at a time; more of them leave the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's

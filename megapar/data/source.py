@@ -38,6 +38,7 @@ from megapar.errors import DataError
 
 BUILTIN = "builtin"
 MOCK = "mock"
+_UNPACKED = 4  # times as large as its file is what a compressed one holds, about
 
 
 class BadRecords:
@@ -125,8 +126,12 @@ class _File:
 
     def content_hash(self, *, may_read: bool = True) -> str:
         """SHA-256 of the file's bytes, unpacked, and how it is read; remembered by path, size and time of change."""
-        unpacked = ("unpacked",) if is_compressed(self.path) else ()
-        return digest(*self._read_as(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
+        packed = is_compressed(self.path)
+        unpacked = ("unpacked",) if packed else ()
+        try:
+            return digest(*self._read_as(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
+        except Unread as unread:
+            raise Unread(unread.bytes * (_UNPACKED if packed else 1)) from None
 
     def _sha256(self) -> str:
         state = hashlib.sha256()
@@ -284,6 +289,22 @@ def open_sources(
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
     return tuple(sources)
+
+
+def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
+    """How much would be read to know the hashes of all that ``open_sources`` finds, and which of it are copies.
+
+    Raises DataError as that does.
+    """
+    total = 0
+    for path in paths:
+        for one in listing(Path(path)).taken if path != BUILTIN and Path(path).is_dir() else (path,):
+            source = BuiltinSource() if one == BUILTIN else _file_source(Path(one), field)
+            try:
+                source.content_hash(may_read=False)
+            except Unread as unread:
+                total += unread.bytes
+    return total
 
 
 def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[Source]:

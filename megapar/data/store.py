@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from megapar.config.record import LONGEST_LINE
 from megapar.data.cache import digest, made_once
 from megapar.data.source import BadRecords, Source, all_documents, place_of, sources_hash
 from megapar.data.tokenizer import Tokenizer
@@ -143,7 +144,7 @@ def open_stores(
     end = tokenizer.special.need("eos")
     halves = "apart" if heldout is not None else f"{split.train!r},{split.heldout!r}"
     hashes = sources_hash(train), "" if heldout is None else sources_hash(heldout)
-    key = digest(str(VERSION), *hashes, halves, tokenizer.fingerprint(), str(end), *(("skip",) if skip_bad else ()))
+    key = _key(tokenizer, end, skip_bad, *hashes, halves)
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -169,8 +170,7 @@ def open_stores(
 def open_store(sources: Sequence[Source], tokenizer: Tokenizer, *, skip_bad: bool = False) -> TokenStore:
     """All documents of the sources, encoded where the cache does not have them yet. Raises DataError as open_stores."""
     end = tokenizer.special.need("eos")
-    skipping = ("skip",) if skip_bad else ()
-    key = digest(str(VERSION), sources_hash(sources), "whole", tokenizer.fingerprint(), str(end), *skipping)
+    key = _key(tokenizer, end, skip_bad, sources_hash(sources), "whole")
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -180,6 +180,15 @@ def open_store(sources: Sequence[Source], tokenizer: Tokenizer, *, skip_bad: boo
             raise DataError(f"{', '.join(source.name for source in sources)}: the corpus holds no documents")
 
     return _opened(made_once(f"tokens/{key}", make), "train")
+
+
+def _key(tokenizer: Tokenizer, end: int, skip_bad: bool, *content: str) -> str:
+    """Of an entry. content: hashes of the files, and how they are split.
+
+    How long a document may be is not in those: they name the same bytes, whoever reads them.
+    """
+    skipping = ("skip",) if skip_bad else ()
+    return digest(str(VERSION), str(LONGEST_LINE), *content, tokenizer.fingerprint(), str(end), *skipping)
 
 
 def _sides(

@@ -10,7 +10,7 @@ from megapar.rules.rule import Facts, Rule
 
 MOE = ("moe",)
 SOURCE = "data"
-OVERRIDES = ("sources", "weights", "split", "seed", "seq-length")
+OVERRIDES = ("sources", "weights", "split", "seed", "seq-length", "knowledge")
 """What ``--override-data`` may name."""
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _BOUNDARIES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
         id="override-data",
         reads=("override_data",),
         requires=lambda f: set(f.override_data) <= set(OVERRIDES),
-        message="--override-data names what of the data may change: sources, weights, split, seed, seq-length",
+        message=f"--override-data names what of the data may change: {', '.join(OVERRIDES)}",
         fix="Write --override-data sources,weights.",
         source=SOURCE,
         passing="--load runs/a --override-data weights",

@@ -6,14 +6,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar.arguments import Config
+from megapar.arguments import FLAGS, Config
 from megapar.data.corpus import DEFAULT_SPLIT
-from megapar.data.fingerprint import Fingerprint, fingerprint_of_dataset, fingerprints_of
+from megapar.data.fingerprint import (
+    Fingerprint,
+    fingerprint_of_dataset,
+    fingerprint_of_file,
+    fingerprints_of,
+)
 from megapar.data.store import Split
 from megapar.errors import DataError
 
+KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # what is read beside the sources
 _LONGEST = 300  # characters of a source's name
 APART = "apart"  # in place of a split: what is held out has files of its own
 
@@ -27,12 +34,16 @@ class Apart(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """sources: of a mixture, in order. split: shares as --split takes them, or APART. seed: of the order."""
+    """sources: of a mixture, in order. split: shares as --split takes them, or APART. seed: of the order.
+
+    knowledge: files of KNOWLEDGE that are given, by the flags; None of a checkpoint that does not say.
+    """
 
     sources: tuple[Fingerprint, ...]
     split: str
     seed: int
     seq_length: int
+    knowledge: tuple[Fingerprint, ...] | None = None
 
     @classmethod
     def of(cls, config: Config, *, may_read: bool = True) -> Data:
@@ -43,7 +54,8 @@ class Data:
         else:
             sources = fingerprints_of(data.data_path, data.text_field, may_read=may_read)
         split = APART if data.eval_data_path else data.split or DEFAULT_SPLIT
-        return cls(sources, split, config.training.seed, config.model.seq_length)
+        knowledge = knowledge_of(config, may_read=may_read)
+        return cls(sources, split, config.training.seed, config.model.seq_length, knowledge)
 
     @property
     def weights(self) -> tuple[Fraction, ...] | None:
@@ -53,8 +65,8 @@ class Data:
 
     @property
     def unread(self) -> int:
-        """Bytes that would have to be read to know the sources."""
-        return sum(one.unread for one in self.sources)
+        """Bytes that would have to be read to know all."""
+        return sum(one.unread for one in (*self.sources, *(self.knowledge or ())))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -62,7 +74,10 @@ class Data:
             {"name": one.name[:_LONGEST], "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
             for one in self.sources
         ]
-        return {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
+        found = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
+        return (
+            found if self.knowledge is None else {**found, "knowledge": {one.name: one.value for one in self.knowledge}}
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Data:
@@ -81,7 +96,7 @@ class Data:
                 Split.parse(split)
             except (DataError, AttributeError) as error:
                 raise ValueError(str(error)) from error
-        return cls(sources, split, seed, seq_length)
+        return cls(sources, split, seed, seq_length, _knowledge(value.get("knowledge")))
 
     def matched(self, later: Data) -> list[int | None]:
         """Of each source of ``later`` which of these it is; one whose content is not known is taken by its name."""
@@ -108,12 +123,12 @@ class Data:
         if self.seq_length != later.seq_length:
             said = f"--seq-length is {self.seq_length} there and {later.seq_length} here"
             found.append(Apart("seq-length", said))
-        return found
+        return [*found, *self._knowledge(later)]
 
     def _sources(self, later: Data, pairs: list[int | None]) -> list[Apart]:
         gone = [one for number, one in enumerate(self.sources) if number not in pairs]
         new = [one for one, number in zip(later.sources, pairs, strict=True) if number is None and not one.unread]
-        if not new and (not gone or later.unread):
+        if not new and (not gone or any(one.unread for one in later.sources)):
             return []
         names = {one.name for one in gone} & {one.name for one in new}
         said = [f"{name} has another content here than there" for name in sorted(names)]
@@ -123,6 +138,18 @@ class Data:
             if (left := [source.name for source in one if source.name not in names])
         ]
         return [Apart("sources", ", ".join([*said, *only]))]
+
+    def _knowledge(self, later: Data) -> list[Apart]:
+        if self.knowledge is None or later.knowledge is None:
+            return []
+        there = {one.name: one.value for one in self.knowledge}
+        here = {one.name: one.value for one in later.knowledge}
+        unread = {one.name for one in later.knowledge if one.unread}
+        said = [f"{name} is given there only" for name in there if name not in here]
+        said += [f"{name} is given here only" for name in here if name not in there]
+        both = [name for name in here if name in there and name not in unread]
+        said += [f"{name} has another content here than there" for name in both if there[name] != here[name]]
+        return [Apart("knowledge", ", ".join(said))] if said else []
 
     def _weights(self, later: Data, pairs: list[int | None]) -> list[Apart]:
         """Of the sources that both have: what comes or goes takes its share from all of them alike."""
@@ -145,6 +172,20 @@ class Data:
             said = f"documents are split by their {other[0][0]} there and by their {other[0][1]} here"
             return [Apart("split", said)]
         return []
+
+
+def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
+    """Of the files of KNOWLEDGE that are given. may_read: see Data.of. Raises DataError."""
+    paths = {FLAGS[name].spelling: getattr(config.data, name) for name in KNOWLEDGE}
+    given = ((spelling, Path(path)) for spelling, path in paths.items() if path is not None)
+    return tuple(fingerprint_of_file(spelling, path, may_read=may_read) for spelling, path in given)
+
+
+def _knowledge(value: Any) -> tuple[Fingerprint, ...] | None:
+    if value is None:
+        return None
+    found = {str(name)[:_LONGEST]: str(content) for name, content in dict(value).items()}
+    return tuple(Fingerprint(name, content, None, "") for name, content in found.items())
 
 
 def _shares(weights: list[Fraction | None]) -> list[Fraction]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -26,15 +25,13 @@ from megapar.core.device.base import Device
 from megapar.core.world import roll_call
 from megapar.data.corpus import Corpus
 from megapar.data.fingerprint import Fingerprint, fingerprints_of
-from megapar.data.remembered import remembered
 from megapar.errors import Complaint, ConfigError, DistributedError
-from megapar.training.data_facts import Data
+from megapar.training.data_facts import KNOWLEDGE, Data
 from megapar.training.identity import made_by
 
 _LAST_WORD = timedelta(seconds=30)  # for ranks to hear that they are refused, before the first one ends
 _SHOWN = 16  # hexadecimal digits of a hash
-_FILES = ("phrase_file", "entity_file", "triples_file")
-_BY_CONTENT = ("data_path", "eval_data_path", "hf_dataset", "tokenizer_model", *_FILES)
+_BY_CONTENT = ("data_path", "eval_data_path", "hf_dataset", "tokenizer_model", *KNOWLEDGE)
 _DEVICE = "device"
 
 
@@ -132,12 +129,13 @@ def _text(config: Config, flag: Flag) -> str:
 def _data(config: Config) -> dict[str, str]:
     """What is read, by its content."""
     data = config.data
-    found = _sources("the data", Data.of(config).sources)
+    read = Data.of(config)
+    found = _sources("the data", read.sources)
     apart = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
     found |= _sources("--eval-data-path", apart)
-    for name in _FILES:
-        path = getattr(data, name)
-        found[f"the content of {FLAGS[name].spelling}"] = "none" if path is None else _hash(Path(path))
+    given = {one.name: one.value for one in read.knowledge or ()}
+    for spelling in (FLAGS[name].spelling for name in KNOWLEDGE):
+        found[f"the content of {spelling}"] = (given.get(spelling) or "none")[:_SHOWN]
     return found
 
 
@@ -149,10 +147,6 @@ def _sources(name: str, sources: Sequence[Fingerprint]) -> dict[str, str]:
         split = f", split by {one.cut}" if one.cut else ""
         found[f"source {number} of {name}"] = f"{(one.value or 'unknown')[:_SHOWN]}{weight}{split}"
     return found
-
-
-def _hash(path: Path) -> str:
-    return remembered(path, lambda: hashlib.sha256(path.read_bytes()).hexdigest(), "bytes")[:_SHOWN]
 
 
 def _fix(name: str) -> str:

@@ -51,7 +51,7 @@ def go_on(
         raise ConfigError([Complaint(*one) for one in answer["refused"]])
     identity = Identity.from_json(answer["record"])
     assert identity is not None
-    if len(identity.phases) > 1:
+    if answer["on_course"] and len(identity.phases) > 1:
         corpus = corpus.on_course(_course(identity.phases))
     return GoneOn(answer["record"], corpus, tuple(answer["notes"]))
 
@@ -68,12 +68,13 @@ def _look(
     nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     first = Phase(0, course.first_lanes(data.weights), data)
     here = Identity(OPTIMIZER, tokenizer, (first,), made_by(size, nodes), flags_of(config))
+    alone = {"record": here.to_json(), "refused": [], "on_course": False}
     if before is None:
-        return {"record": here.to_json(), "notes": [], "refused": []}
+        return {**alone, "notes": []}
     there = Identity.from_json(before.scalars.get(RECORD))
     if there is None:
         note = f"{place} does not say what it was trained on, as older ones: its data and tokenizer are not compared"
-        return {"record": here.to_json(), "notes": [note], "refused": []}
+        return {**alone, "notes": [note]}
     trains = config.training.train_iters > before.progress.iteration
     complaints = refused(there, OPTIMIZER, tokenizer, data if trains else None, config, str(place))
     next_sample = sample_at(before.progress.consumed_samples, skipped)
@@ -88,7 +89,9 @@ def _look(
         said = "; ".join(one.said for one in apart)
         notes.append(f"no step is left to be trained on data that is not that of {place}: {said}")
     refusals = [[one.rule, one.message, one.fix] for one in complaints]
-    return {"record": kept.to_json(), "notes": notes, "refused": refusals}
+    # Other data that nothing is trained on may have other sources than the phases, which are the checkpoint's.
+    on_course = trains or _is_read_on(there.phases[-1], data)
+    return {"record": kept.to_json(), "notes": notes, "refused": refusals, "on_course": on_course}
 
 
 def _phases(before: Sequence[Phase], data: Data, start: int) -> tuple[Phase, ...]:
@@ -96,7 +99,7 @@ def _phases(before: Sequence[Phase], data: Data, start: int) -> tuple[Phase, ...
     last = before[-1]
     pairs = last.data.matched(data)
     apart = {one.field for one in last.data.apart(data)}
-    if not apart and pairs == list(range(len(last.lanes))):
+    if _is_read_on(last, data):
         return (*before[:-1], Phase(last.start, last.lanes, data))
     known = {} if apart & {"split", "seed", "seq-length"} else dict(enumerate(last.lanes))
     lanes = tuple(
@@ -105,6 +108,11 @@ def _phases(before: Sequence[Phase], data: Data, start: int) -> tuple[Phase, ...
     if not apart & {"split", "seed", "seq-length"}:
         lanes = _seen_before(before, data, lanes)
     return (*before, Phase(start, lanes, data))
+
+
+def _is_read_on(last: Phase, data: Data) -> bool:
+    """Whether ``data`` is that of the phase, its sources in the same order."""
+    return not last.data.apart(data) and last.data.matched(data) == list(range(len(last.lanes)))
 
 
 def _seen_before(before: Sequence[Phase], data: Data, lanes: tuple[str, ...]) -> tuple[str, ...]:

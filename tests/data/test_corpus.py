@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
 import multiprocessing
 import subprocess
@@ -142,6 +143,29 @@ def test_a_broken_line_is_found_before_training_and_leaves_nothing(
         build("moe", data_path=[str(path)], **SMALL)
     left = [entry for kind in ("tokenizers", "tokens") for entry in (fresh_cache / kind).glob("[!.]*")]
     assert left == []
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_was_read_under_another_longest_line_is_read_again(
+    tmp_path: Path, fresh_cache: Path, small_jsonl: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    path, model = tmp_path / "a.jsonl", tmp_path / "t.model"
+    path.write_text(small_jsonl.read_text() + json.dumps({"text": "a longer text " * 100}) + "\n")
+    model.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
+    more = {"split": "100,0", "skip_bad": True, **({} if own else {"tokenizer_model": str(model)})}
+
+    def documents(longest: int) -> tuple[int, str]:
+        for place in ("config.record", "data.source", "data.store", "data.corpus"):
+            monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", longest, raising=False)
+        corpus = build("moe", data_path=[str(path)], **SMALL, **more)
+        assert corpus._stores is not None
+        return corpus._stores.train.documents, corpus.tokenizer.fingerprint()
+
+    before, now = documents(1 << 30), documents(1000)
+    assert (before[0], now[0]) == (201, 200)
+    assert (before[1] == now[1]) is not own
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    assert documents(1000) == now
 
 
 def _build_and_report(path: str, queue: Any) -> None:

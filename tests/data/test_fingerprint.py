@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from pathlib import Path
 
@@ -97,6 +98,30 @@ def test_nothing_is_read_unasked(tmp_path: Path, fresh_cache: Path) -> None:
     assert _values(str(folder), may_read=False) == [None]
     assert _values(str(folder), may_read=False) == [None]
     assert _values("mock") == ["mock"]
+
+
+def test_all_that_would_be_read_of_a_folder_is_counted(tmp_path: Path, fresh_cache: Path) -> None:
+    folder = tmp_path / "texts"
+    _text(folder / "a.jsonl", "x"), _text(folder / "b.jsonl", "y"), _text(folder / "c.jsonl", "z" * 1000)
+    alone = _text(tmp_path / "alone.jsonl", "w" * 100)
+    sizes = {path.name: path.stat().st_size for path in (*folder.iterdir(), Path(alone))}
+    (one,) = fingerprints_of([str(folder), alone], may_read=False)
+    assert (one.value, one.unread) == (None, sum(sizes.values()))
+    _values(str(folder / "c.jsonl"))
+    (one,) = fingerprints_of([str(folder), alone], may_read=False)
+    assert (one.value, one.unread) == (None, sum(sizes.values()) - sizes["c.jsonl"])
+    want = _values(str(folder), alone)
+    (one,) = fingerprints_of([str(folder), alone], may_read=False)
+    assert ([one.value], one.unread) == (want, 0)
+
+
+def test_a_compressed_file_counts_for_more_than_its_own_bytes(tmp_path: Path, fresh_cache: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    text = "".join(f'{{"text": "{number * 7919 % 10007} and {number * 104729 % 10007}"}}\n' for number in range(2000))
+    path.write_bytes(gzip.compress(text.encode()))
+    (one,) = fingerprints_of([str(path)], may_read=False)
+    assert len(text) / 2 < one.unread < len(text) * 2
+    assert path.stat().st_size < len(text) / 2
 
 
 def test_a_dataset_is_known_by_its_files_and_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

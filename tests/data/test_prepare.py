@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import megapar.data.prepare as module
 from megapar.data import build
@@ -76,6 +78,45 @@ def test_chunks_of_any_size_give_every_document_once(
     assert {chunk.kind for chunk in chunks} == {kind}
     assert [one for chunk in chunks for one in chunk.documents(BadRecords(stops=True))] == documents
     assert documents == list(all_documents(open_sources([str(path)])))
+
+
+_LINES = st.lists(
+    st.one_of(
+        st.text(" \t\r\v\f\x1c\x1f\x85\xa0\u2028\u3000\ufeff\u200b\0ab\u4e00", max_size=4).map(str.encode),
+        st.sampled_from([b"", b"\xff", b"\xc2", b"x" * 50, b"y" * 30]),
+    ),
+    max_size=12,
+)
+
+
+@given(lines=_LINES, size=st.integers(1, 40), longest=st.sampled_from([40, 1 << 24]))
+@example(
+    lines=[one.encode() for one in ("\u4e00", "\u3000", "\u4e8c", "", "\u3000\u3000", "", "\u4e09")], size=4, longest=40
+)
+@settings(max_examples=200, deadline=None)
+def test_a_text_file_gives_the_same_documents_read_straight_and_in_chunks(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int, longest: int
+) -> None:
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    straight, prepared = BadRecords(), BadRecords()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megapar.data.chunks.CHUNK_BYTES", size)
+        patch.setattr("megapar.data.chunks.LEAST_CHUNK_BYTES", 1)
+        for place in ("config.record", "data.chunks", "data.source"):
+            patch.setattr(f"megapar.{place}.LONGEST_LINE", longest)
+        documents = list(all_documents(open_sources([str(path)]), straight))
+        chunks = chunks_of([str(path)], None, "train", "text")
+        assert [one for chunk in chunks for one in chunk.documents(prepared)] == documents
+    places = [[one.split(" (")[0] for one in bad.first] for bad in (prepared, straight)]
+    assert (prepared.count, places[0]) == (straight.count, places[1])
+
+
+def test_blank_lines_are_those_of_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("\u4e00\n\u3000\n\u4e8c\n\n\u3000\u3000\n\n\u4e09")
+    (chunk,) = chunks_of([str(path)], None, "train", "text")
+    assert list(chunk.documents(BadRecords(stops=True))) == ["\u4e00", "\u4e8c", "\u4e09"]
 
 
 @pytest.mark.parametrize("block", [1, 5, 30, 1000])

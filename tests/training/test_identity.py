@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,59 @@ def test_other_data_is_refused_all_at_once_by_the_question_and_by_the_start(runs
     assert runs.run(2, [runs.b], "--save-interval", "1").iteration == 2  # no step is left: nothing is trained on it
 
 
+@pytest.fixture
+def knowing(tmp_path: Path) -> Callable[..., Any]:
+    """Runs of ERNIE 3.0 on triples: called with whether only to ask, steps, a file of triples and more flags."""
+    root, text = str(tmp_path / "e"), write_text(tmp_path / "a.jsonl", 0)
+    for number, name in enumerate(("t1.tsv", "t2.tsv")):
+        draw = random.Random(number)
+        triples = ([*draw.choices(WORDS, k=3), " ".join(draw.choices(WORDS, k=6))] for _ in range(99))
+        (tmp_path / name).write_text("".join("\t".join(one) + "\n" for one in triples))
+    places = ("--data-path", text, "--save", root, "--load", root, "--checkpoint-verify", "off")
+    ernie = (
+        *("--ernie-model", "ernie3", "--task-num-layers", "1", "--task-hidden-size", "24"),
+        *("--task-num-attention-heads", "4", "--task-type-vocab-size", "5", "--ernie-tasks", "knowledge_text:1.0"),
+    )
+
+    def call(asked: bool, steps: int, triples: str, *flags: str) -> Any:
+        more = ("--triples-file", str(tmp_path / triples), "--train-iters", str(steps), *flags)
+        line = last_wins((*SMALL["ernie"], *BASE, *places, *ernie), more)
+        if not asked:
+            return train(parse("ernie", line, {}), keep_records=True)
+        try:
+            return outline(parse("ernie", [*line, "--validate-only"], {}))
+        except ConfigError as error:
+            return str(error)
+
+    return call
+
+
+def test_another_file_of_triples_is_other_data(knowing: Callable[..., Any], tmp_path: Path) -> None:
+    knowing(False, 2, "t1.tsv")
+    words = "--triples-file has another content here than there"
+    assert words in knowing(True, 4, "t2.tsv")
+    with pytest.raises(ConfigError, match=rf"{words}.*--override-data knowledge "):
+        knowing(False, 4, "t2.tsv")
+    (tmp_path / "t1.tsv").rename(tmp_path / "t3.tsv")  # the same one elsewhere
+    assert "trained on" not in knowing(True, 4, "t3.tsv")
+    kept = tmp_path / "e" / "iter_0000002" / "scalars.json"
+    assert list(json.loads(kept.read_text())["identity"]["phases"][0]["knowledge"]) == ["--triples-file"]
+    assert knowing(False, 4, "t2.tsv", "--override-data", "knowledge").iteration == 4
+    assert knowing(False, 6, "t2.tsv").iteration == 6
+    assert words in knowing(True, 8, "t3.tsv")
+
+
+def test_a_checkpoint_that_does_not_say_which_triples_is_taken(knowing: Callable[..., Any], tmp_path: Path) -> None:
+    knowing(False, 2, "t1.tsv")
+    kept = tmp_path / "e" / "iter_0000002" / "scalars.json"
+    scalars = json.loads(kept.read_text())
+    del scalars["identity"]["phases"][0]["knowledge"]
+    kept.write_text(json.dumps(scalars))
+    assert "trained on" not in knowing(True, 4, "t2.tsv")
+    assert knowing(False, 4, "t2.tsv").iteration == 4
+    assert "has another content" in knowing(True, 6, "t1.tsv")
+
+
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
     """Documents were added: the tokenizer of a run that names none would be trained anew, and every id be another."""
     runs.run(2, [runs.a])
@@ -168,6 +221,24 @@ def test_under_an_override_sources_go_on_and_the_checkpoint_is_of_the_new_run(ru
         assert [r.loss for r in again.records] == [r.loss for r in straight.records[1:]]
     assert not any("other data" in line for line in told)
     assert "weights are" in runs.asked(9, one)
+
+
+def test_what_a_run_that_was_overridden_is_worth_on_other_data(runs: Runs, told: list[str]) -> None:
+    """With no step left the course of the phases is not that of the data, which is only evaluated on."""
+    runs.run(2, [runs.a])
+    mixed = ["1", runs.a, "1", runs.b]
+    runs.run(4, mixed, "--override-data", "sources")
+    other = write_text(runs.folder / "other.jsonl", 7)
+    worth = []
+    for data in ([other], ["1", runs.b, "1", runs.a], mixed):
+        told.clear()
+        found = runs.run(4, data, "--eval-interval", "1")
+        assert found.iteration == 4
+        assert found.evaluation is not None
+        worth.append(found.evaluation)
+        assert any("no step is left to be trained on" in line for line in told) is (data == [other])
+    assert worth[0] != worth[2]
+    assert runs.run(6, mixed).iteration == 6  # the course is still the checkpoint's
 
 
 def test_a_restart_goes_on_with_the_data_that_was_overridden(runs: Runs) -> None:
