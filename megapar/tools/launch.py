@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,9 @@ MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw,
 
 def main(argv: Sequence[str]) -> int:
     """Validate, run, and give the job's status: 0 done, 2 refused, 1 anything else."""
+    # Who starts this may ignore the ends of children, and that outlives exec: the kernel keeps no status then, which
+    # subprocess takes for 0. Ranks get the usual effect with it.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     launch, options = read(argv)
     script = Path(options.script)
     config = _validate(script, launch, options.node_rank)

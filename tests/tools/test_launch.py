@@ -61,6 +61,18 @@ def test_status_of_the_job(tmp_path: Path, body: str, status: int) -> None:
     assert launch(tmp_path, "--nproc-per-node", "2", script(tmp_path, body)).returncode == status
 
 
+@pytest.mark.parametrize("start", ["--no-warm-start", "--warm-start"])
+def test_a_failure_is_seen_where_the_launcher_was_started_to_ignore_the_ends_of_children(
+    tmp_path: Path, start: str
+) -> None:
+    """Job wrappers do so, and it outlives exec: the kernel keeps no status then, which is taken for 0."""
+    line = ["launch", start, "--max-restarts", "1", script(tmp_path, "print('job', flush=True); sys.exit(3)")]
+    done = Command(line, tmp_path, environ(), ROOT, [signal.SIGCHLD]).wait(PATIENCE_SECONDS)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["job", "job"]
+    assert "started one by one" not in done.stderr
+
+
 def test_the_command_itself(tmp_path: Path) -> None:
     done = launch_anew("--nproc-per-node", "1", script(tmp_path, "print('job'); sys.exit(2)"))
     assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "job")
