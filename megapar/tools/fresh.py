@@ -102,15 +102,15 @@ def _serve(wire: socket.socket, launcher: int) -> tuple[dict[str, Any], list[int
 
 
 def _fork(launcher: int) -> int | None:
-    """The number of a new process, a child of the launcher; None in that process."""
+    """The number of a new process, a child of the launcher with a session of its own; None in that process."""
     told, tells = os.pipe()
     waits, go = os.pipe()
     between = os.fork()
     if not between:
-        pid = os.fork()
-        if pid:
-            os.write(tells, str(pid).encode())
+        if os.fork():
             os._exit(0)
+        os.setsid()  # before its number is known: who leads no session is no rank, and hears no signal (stopper.py)
+        os.write(tells, str(os.getpid()).encode())
         for end in (told, tells, go):
             os.close(end)
         started = os.read(waits, 1)
@@ -132,8 +132,7 @@ def _fork(launcher: int) -> int | None:
 
 
 def _be_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
-    """Session, output, environment and random numbers of a process of its own."""
-    os.setsid()
+    """Output, environment and random numbers of a process of its own."""
     for descriptor, file in enumerate(files, 1):
         os.dup2(file, descriptor)
         os.close(file)
