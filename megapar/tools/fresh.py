@@ -1,6 +1,6 @@
 """The clean process of a node, of which its ranks are forks.
 
-    python -u -m megapar.tools.fresh SOCKET LAUNCHER MODULES...
+    python -u .../own.py megapar.tools.fresh SOCKET LAUNCHER MODULES...
 
 It has imported what ranks need, and nothing else has happened in it: no thread, no device, no group. A rank is forked
 from its main thread, over a process between that ends at once, so that the kernel gives the rank to the launcher, which
@@ -144,15 +144,14 @@ def _be_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """What ``python ARGUMENTS`` does, in this process; arguments: [-u] SCRIPT FLAGS... or [-u] -m MODULE FLAGS..."""
+    """What ``python ARGUMENTS`` does, in this process, which has no folder of its own first on sys.path (tools/own.py);
+    arguments: [-u] SCRIPT FLAGS...
+    """
     line = [*arguments[1:]] if arguments[0] == "-u" else [*arguments]
     sys.orig_argv = [sys.executable, *arguments]
-    if line[0] == "-m":
-        sys.argv = line[1:]
-        runpy.run_module(line[1], run_name="__main__", alter_sys=True)
-        return
     sys.argv = line
-    sys.path[0] = os.path.dirname(os.path.realpath(line[0]))
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path.insert(0, os.path.dirname(os.path.realpath(line[0])))
     runpy.run_path(line[0], run_name="__main__")
 
 
