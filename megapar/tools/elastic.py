@@ -1,6 +1,6 @@
 """What an elastic job starts on every rank: the script, with the layout for the ranks that are really there.
 
-python -m megapar.tools.elastic ASKED_RANKS SCRIPT FLAGS...
+python .../own.py megapar.tools.elastic ASKED_RANKS SCRIPT FLAGS...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The clean process of a node, of which its ranks are forks.
 
-    python -u -m megapar.tools.fresh SOCKET LAUNCHER MODULES...
+    python -u .../own.py megapar.tools.fresh SOCKET LAUNCHER MODULES...
 
 It has imported what ranks need, and nothing else has happened in it: no thread, no device, no group. A rank is forked
 from its main thread, over a process between that ends at once, so that the kernel gives the rank to the launcher, which
@@ -102,15 +102,15 @@ def _serve(wire: socket.socket, launcher: int) -> tuple[dict[str, Any], list[int
 
 
 def _fork(launcher: int) -> int | None:
-    """The number of a new process, a child of the launcher; None in that process."""
+    """The number of a new process, a child of the launcher with a session of its own; None in that process."""
     told, tells = os.pipe()
     waits, go = os.pipe()
     between = os.fork()
     if not between:
-        pid = os.fork()
-        if pid:
-            os.write(tells, str(pid).encode())
+        if os.fork():
             os._exit(0)
+        os.setsid()  # before its number is known: who leads no session is no rank, and hears no signal (stopper.py)
+        os.write(tells, str(os.getpid()).encode())
         for end in (told, tells, go):
             os.close(end)
         started = os.read(waits, 1)
@@ -132,8 +132,7 @@ def _fork(launcher: int) -> int | None:
 
 
 def _be_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
-    """Session, output, environment and random numbers of a process of its own."""
-    os.setsid()
+    """Output, environment and random numbers of a process of its own."""
     for descriptor, file in enumerate(files, 1):
         os.dup2(file, descriptor)
         os.close(file)
@@ -145,15 +144,14 @@ def _be_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """What ``python ARGUMENTS`` does, in this process; arguments: [-u] SCRIPT FLAGS... or [-u] -m MODULE FLAGS..."""
+    """What ``python ARGUMENTS`` does, in this process, which has no folder of its own first on sys.path (tools/own.py);
+    arguments: [-u] SCRIPT FLAGS...
+    """
     line = [*arguments[1:]] if arguments[0] == "-u" else [*arguments]
     sys.orig_argv = [sys.executable, *arguments]
-    if line[0] == "-m":
-        sys.argv = line[1:]
-        runpy.run_module(line[1], run_name="__main__", alter_sys=True)
-        return
     sys.argv = line
-    sys.path[0] = os.path.dirname(os.path.realpath(line[0]))
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path.insert(0, os.path.dirname(os.path.realpath(line[0])))
     runpy.run_path(line[0], run_name="__main__")
 
 

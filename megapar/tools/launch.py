@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megapar.config.flag import SCRIPTS
 from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
 from megapar.errors import MegaparError
+from megapar.tools import own
 from megapar.tools.environment import environment
 from megapar.tools.failures import REFUSED, is_refusal
 from megapar.tools.interfaces import interfaces
@@ -35,6 +37,9 @@ MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw,
 
 def main(argv: Sequence[str]) -> int:
     """Validate, run, and give the job's status: 0 done, 2 refused, 1 anything else."""
+    # Who starts this may ignore the ends of children, and that outlives exec: the kernel keeps no status then, which
+    # subprocess takes for 0. Ranks get the usual effect with it.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     launch, options = read(argv)
     script = Path(options.script)
     config = _validate(script, launch, options.node_rank)
@@ -67,7 +72,7 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
     if preflight:
-        measure = ("-m", "megapar.tools.preflight")
+        measure = own.line("megapar.tools.preflight")
         name = f"{launch.rdzv_id}-preflight"
         before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
         before = replace(before, warm_start=False)
@@ -160,7 +165,7 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
 
     command = ["-u", *launch.command]
     if launch.min_nodes < launch.nnodes:
-        command = ["-u", "-m", "megapar.tools.elastic", str(launch.world_size), *launch.command]
+        command = ["-u", *own.line("megapar.tools.elastic"), str(launch.world_size), *launch.command]
     meeting = Meeting(
         *(launch.rdzv_backend, launch.rdzv_id, launch.min_nodes, launch.nnodes),
         address=place.address if place else launch.local_addr or ("localhost" if launch.nnodes == 1 else None),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megapar.config.flag import SCRIPTS
 from megapar.core.listener import tell
+from megapar.tools import own
 from megapar.tools.fresh import MODULES, ONE_THREAD, receive, send
 
 PATIENCE_SECONDS = 600.0  # for the imports, on a slow shared disk
@@ -75,7 +76,8 @@ class Warm:
         mine.settimeout(PATIENCE_SECONDS)
         # Python's own warnings of forks from threads do not concern it: it has none.
         environ = {ONE_THREAD: "1", **os.environ}
-        line = [sys.executable, "-u", "-m", "megapar.tools.fresh", str(its.fileno()), str(os.getpid()), *self._modules]
+        line = [sys.executable, "-u", *own.line("megapar.tools.fresh")]
+        line += [str(its.fileno()), str(os.getpid()), *self._modules]
         with its:
             self._wire = mine
             # Not of a terminal's foreground: Ctrl-C is the launcher's to hear. Not of a session of its own: ranks are.

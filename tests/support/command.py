@@ -64,7 +64,7 @@ class Command:
 def _perform(
     argv: list[str], environ: dict[str, str], cwd: Path, paths: list[Path], ignored: tuple[signal.Signals, ...]
 ) -> None:
-    for each in SIGNALS:
+    for each in {*SIGNALS, *ignored}:
         signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
     if signal.SIGINT not in ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python starts

@@ -11,9 +11,25 @@ import pytest
 
 from megapar.tools.fresh import MODULES, ONE_THREAD
 from megapar.tools.warm import Warm
+from tests.support.process import finish, start
 
 PATIENCE_SECONDS = 120.0
 LAUNCHER = "from megapar.tools.warm import Warm\nw = Warm(())\nw.ready()\nprint(w._process.pid, flush=True)\ninput()\n"
+FORK = """
+import os, signal
+from megapar.core.parent import die_with_parent
+from megapar.tools.fresh import _fork
+from megapar.tools.stopper import _ranks
+from megapar.tools.warm import Forked, orphans_come
+with orphans_come():
+    rank = _fork(os.getpid())
+    if rank is None:  # and does nothing more
+        die_with_parent()
+        signal.pause()
+print(list(_ranks()) == [rank])
+os.killpg(rank, signal.SIGKILL)
+print(Forked(rank).wait(60.0))
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -47,3 +63,9 @@ def test_what_ranks_need_starts_no_thread_and_no_device(monkeypatch: pytest.Monk
         assert warm.ready()
     finally:
         warm.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans go to the launcher on Linux only")
+def test_a_rank_can_be_told_to_stop_from_the_moment_its_number_is_known() -> None:
+    """Signals go to leaders of sessions: one that was none yet was passed over, and is told only once."""
+    assert finish(start(FORK)) == (0, "True\n-9\n")

@@ -61,6 +61,18 @@ def test_status_of_the_job(tmp_path: Path, body: str, status: int) -> None:
     assert launch(tmp_path, "--nproc-per-node", "2", script(tmp_path, body)).returncode == status
 
 
+@pytest.mark.parametrize("start", ["--no-warm-start", "--warm-start"])
+def test_a_failure_is_seen_where_the_launcher_was_started_to_ignore_the_ends_of_children(
+    tmp_path: Path, start: str
+) -> None:
+    """Job wrappers do so, and it outlives exec: the kernel keeps no status then, which is taken for 0."""
+    line = ["launch", start, "--max-restarts", "1", script(tmp_path, "print('job', flush=True); sys.exit(3)")]
+    done = Command(line, tmp_path, environ(), ROOT, [signal.SIGCHLD]).wait(PATIENCE_SECONDS)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["job", "job"]
+    assert "started one by one" not in done.stderr
+
+
 def test_the_command_itself(tmp_path: Path) -> None:
     done = launch_anew("--nproc-per-node", "1", script(tmp_path, "print('job'); sys.exit(2)"))
     assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "job")
@@ -195,6 +207,36 @@ def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
     assert said[0].startswith("preflight: node 0: slowest rank: gemm TFLOP/s ")
     assert "all ranks GB/s" in said[0]
     assert said.index("job") > 1
+
+
+@pytest.mark.parametrize(
+    ("start", "nodes"),
+    [("--warm-start", "1"), ("--preflight", "1"), ("--no-warm-start", "1:2"), ("--warm-start", "1:2")],
+)
+def test_nothing_is_run_from_the_working_directory(tmp_path: Path, start: str, nodes: str) -> None:
+    """A folder like /tmp has modules of any user, named as those that every program imports."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in ("yaml", "json", "torch"):
+        (shared / f"{name}.py").write_text("import os; open('ran', 'w').close(); os._exit(7)")
+    place = ["--nnodes", nodes, "--rdzv-endpoint", str(tmp_path / "nodes"), "--local-addr", "127.0.0.1"]
+    place += ["--rdzv-conf", "store_type=file,last_call_timeout=1"]
+    line = ["launch", start, *place, script(tmp_path, "import json\nprint('job', sys.path[0])")]
+    done = Command(line, tmp_path, environ(), shared).wait(PATIENCE_SECONDS)
+    assert not (shared / "ran").exists()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"job {tmp_path}"
+
+
+def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> None:
+    """``python -m megapar.tools.main`` in it, with nothing installed and no PYTHONPATH."""
+    line = [*LAUNCH, "--warm-start", script(tmp_path, "import megapar; print(megapar.__file__)")]
+    variables = {**environ(), "PYTHONPATH": ""}
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=variables, cwd=ROOT, timeout=PATIENCE_SECONDS, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(ROOT / "megapar" / "__init__.py")
+    assert "one by one" not in done.stderr
 
 
 def test_slow_ranks_are_named() -> None:

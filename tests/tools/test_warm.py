@@ -58,17 +58,21 @@ def test_what_a_forked_rank_finds_and_how_it_ends(warm: Warm, tmp_path: Path, wh
     assert ("ZeroDivisionError" in said) == (what == "1 / 0")
 
 
-def test_a_module_is_run_by_its_name(warm: Warm, tmp_path: Path) -> None:
-    with (tmp_path / "said").open("w") as file, orphans_come():
-        forked = warm.fork(["-u", "-m", "json.tool", "--help"], os.environ, file.fileno(), file.fileno())
+def test_a_script_finds_modules_where_it_finds_them_without_a_fork(warm: Warm, tmp_path: Path) -> None:
+    script, said = tmp_path / "job.py", tmp_path / "said"
+    script.write_text("import sys; print(sys.path)")
+    with said.open("w") as file, orphans_come():
+        forked = warm.fork(["-u", str(script)], os.environ, file.fileno(), file.fileno())
     assert forked is not None
     assert forked.wait(PATIENCE_SECONDS) == 0
-    assert "usage" in (tmp_path / "said").read_text()
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert said.read_text() == alone.stdout
 
 
-def test_a_wait_for_a_rank_ends_in_time(warm: Warm) -> None:
+def test_a_wait_for_a_rank_ends_in_time(warm: Warm, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("while True: pass")
     with orphans_come():
-        forked = warm.fork(["-m", "timeit", "-n", "1", "while True: pass"], os.environ, 1, 2)
+        forked = warm.fork([str(tmp_path / "job.py")], os.environ, 1, 2)
     assert forked is not None
     with pytest.raises(subprocess.TimeoutExpired):
         forked.wait(0.01)
@@ -86,8 +90,9 @@ def test_after_its_death_there_is_another(tmp_path: Path, capsys: pytest.Capture
         warm._process.wait()
         assert warm.ready()
         assert "was killed (signal 9); here is another" in capsys.readouterr().err
+        (tmp_path / "job.py").touch()
         with orphans_come():
-            forked = warm.fork(["-m", "this"], os.environ, 1, 2)
+            forked = warm.fork([str(tmp_path / "job.py")], os.environ, 1, 2)
         assert forked is not None
         assert forked.wait(PATIENCE_SECONDS) == 0
     finally:
@@ -108,7 +113,7 @@ def test_without_a_clean_process_ranks_are_started_one_by_one(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     warm = Warm(("spoils",))
     assert not warm.ready()
-    assert warm.fork(["-m", "this"], os.environ, 1, 2) is None
+    assert warm.fork(["job.py"], os.environ, 1, 2) is None
     said = capsys.readouterr().err
     assert told in said
     assert "ranks are started one by one" in said
