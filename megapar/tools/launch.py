@@ -18,7 +18,7 @@ from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
 from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
-from megapar.errors import MegaparError
+from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.tools import own
 from megapar.tools.environment import environment
 from megapar.tools.failures import REFUSED, is_refusal
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     """Meet the other nodes and run; the job's status. Raises MegaparError, and Stopped where no ranks were there."""
+    if launch.log_dir:
+        _make_log_folder(launch.log_dir)
     with stopper.idle("meeting the other nodes"), Waiting(lambda: _first_of(launch)):
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
@@ -81,6 +83,15 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
             print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
             return status
     return run(launch, place, stopper)
+
+
+def _make_log_folder(path: str) -> None:
+    """Raises ConfigError where there can be none; what cannot be written there later ends no run."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        message = f"--log-dir {path} is no folder and cannot be made: {error.strerror}."
+        raise ConfigError([Complaint("log-dir", message)]) from error
 
 
 def _first_of(launch: Launch) -> str:

@@ -200,6 +200,30 @@ def test_output_goes_to_files_of_every_rank_with_its_prefix(tmp_path: Path) -> N
     assert written == {"rank-0.log": "here is 0\n", "rank-1.log": "here is 1\n"}
 
 
+def test_logs_that_cannot_be_written_end_no_job(tmp_path: Path) -> None:
+    """Their disk is lost under the ranks, one of which dies."""
+    body = (
+        "import shutil\n"
+        "print('again' if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 'first', flush=True)\n"
+        "if os.path.isdir(sys.argv[1]): shutil.rmtree(sys.argv[1]); open(sys.argv[1], 'w').close(); sys.exit(1)"
+    )
+    logs = str(tmp_path / "logs")
+    done = launch(tmp_path, "--max-restarts", "1", "--log-dir", logs, script(tmp_path, body), logs)
+    assert done.returncode == 0, done.stderr
+    assert "again" in done.stdout.splitlines()
+    assert done.stderr.count("megapar launch: no log file for ranks 0: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_logs_that_can_have_no_folder_are_refused(tmp_path: Path) -> None:
+    job = script(tmp_path, "print('job')")
+    done = launch(tmp_path, "--log-dir", f"{job}/logs", job)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"megapar launch: [log-dir] --log-dir {job}/logs is no folder and cannot be made: Not a directory.\n"
+    )
+
+
 def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
     done = launch(tmp_path, "--nproc-per-node", "2", "--preflight", script(tmp_path, "print('job')"))
     assert done.returncode == 0
