@@ -377,7 +377,11 @@ def test_ranks_do_not_get_the_secret(tmp_path: Path) -> None:
     ("options", "environment", "told"),
     [
         (("--require-secret",), {}, "--require-secret, but there is none"),
-        (("--require-secret", "--rdzv-backend", "static"), {"MEGAPAR_SECRET": "x" * 32}, "which knows no secret"),
+        (
+            ("--require-secret", "--rdzv-backend", "static", "--node-rank", "0"),
+            {"MEGAPAR_SECRET": "x" * 32},
+            "which knows no secret",
+        ),
         (("--secret-file", "no-such-file"), {}, "--secret-file no-such-file cannot be read"),
         ((), {"MEGAPAR_SECRET": "short"}, "MEGAPAR_SECRET holds 5 bytes"),
     ],
