@@ -73,16 +73,23 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     for name, value in (launch.environment | (interfaces(place.address) if place else {})).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
-    if preflight:
-        measure = own.line("megapar.tools.preflight")
-        name = f"{launch.rdzv_id}-preflight"
-        before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
-        before = replace(before, warm_start=False)
-        status = run(before, place, stopper)
-        if status:
-            print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
-            return status
+    if preflight and (status := _preflight(launch, place, stopper)):
+        print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
+        return status
     return run(launch, place, stopper)
+
+
+def _preflight(launch: Launch, place: Place | None, stopper: Stopper) -> int:
+    """Its status; 0 for a node that comes when it is over, to a job that runs."""
+    from megapar.tools.agent import ClosedError
+
+    name, measure = f"{launch.rdzv_id}-preflight", own.line("megapar.tools.preflight")
+    before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0, warm_start=False)
+    try:
+        return run(before, place, stopper)
+    except ClosedError:
+        print("megapar launch: the preflight of this job is over: joining it without one", file=sys.stderr, flush=True)
+        return 0
 
 
 def _make_log_folder(path: str) -> None:

@@ -263,6 +263,19 @@ def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> N
     assert "one by one" not in done.stderr
 
 
+def test_a_node_that_comes_after_the_preflight_joins_the_job(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    place = agent.meet_by_file(str(nodes), "127.0.0.1")
+    over = agent.Meeting("c10d", "job-preflight", 2, 2, place.address, place.store)
+    agent.make_agent(over, ["-c", ""], 1, 0, 1)._worker_group.spec.rdzv_handler.shutdown()
+    options = ["--nnodes", "1:2", "--rdzv-id", "job", "--rdzv-endpoint", str(nodes), "--local-addr", "127.0.0.1"]
+    options += ["--rdzv-conf", "store_type=file,last_call_timeout=1", "--preflight"]
+    done = launch(tmp_path, *options, script(tmp_path, "print('job')"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "job\n"
+    assert done.stderr.count("the preflight of this job is over: joining it without one") == 1
+
+
 def test_slow_ranks_are_named() -> None:
     rates = [{"gemm TFLOP/s": 100.0}, {"gemm TFLOP/s": 99.0}, {"gemm TFLOP/s": 60.0}, {"gemm TFLOP/s": 101.0}]
     said = describe(rates, 2)
