@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
     RendezvousParameters,
     RendezvousStoreInfo,
@@ -196,6 +197,10 @@ def make_agent(
     return _Agent(spec, RankLogs(log_dir), grace, stopper or Stopper(grace), Warm() if warm else None)
 
 
+class ClosedError(DistributedError):
+    """The rendezvous that a node came to is over: what it was for has ended, or takes no more nodes."""
+
+
 class _Agent(LocalElasticAgent):
     """torch's, which gives ranks 30 s to follow a dead one whatever ``shutdown_timeout`` says: nearly all of a restart
     where they wait for it in a collective, or are stopped, and end by no signal but the last. Here nothing waits for a
@@ -215,12 +220,14 @@ class _Agent(LocalElasticAgent):
         self._failure: Failure | None = None
 
     def run(self, role: str = "default") -> Any:
-        """As torch's. Raises DistributedError where the nodes cannot agree."""
+        """As torch's. Raises DistributedError where the nodes cannot agree, ClosedError where they have ended."""
         try:
             return super().run(role)
+        except RendezvousClosedError as error:
+            told = "the job has ended on the other nodes, or takes no more of them"
+            raise ClosedError(f"the nodes' rendezvous failed: {told}") from error
         except RendezvousError as error:
-            said = str(error) or "the job has ended on the other nodes, or takes no more of them"
-            raise DistributedError(f"the nodes' rendezvous failed: {said}") from error
+            raise DistributedError(f"the nodes' rendezvous failed: {str(error) or type(error).__name__}") from error
         finally:
             if self._warm is not None:
                 self._warm.close()

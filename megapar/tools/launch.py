@@ -18,7 +18,7 @@ from megapar.config.config import Config
 from megapar.config.flag import SCRIPTS
 from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
-from megapar.errors import MegaparError
+from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.tools import own
 from megapar.tools.environment import environment
 from megapar.tools.failures import REFUSED, is_refusal
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     """Meet the other nodes and run; the job's status. Raises MegaparError, and Stopped where no ranks were there."""
+    if launch.log_dir:
+        _make_log_folder(launch.log_dir)
     with stopper.idle("meeting the other nodes"), Waiting(lambda: _first_of(launch)):
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
@@ -71,16 +73,32 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     for name, value in (launch.environment | (interfaces(place.address) if place else {})).items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
-    if preflight:
-        measure = own.line("megapar.tools.preflight")
-        name = f"{launch.rdzv_id}-preflight"
-        before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0)
-        before = replace(before, warm_start=False)
-        status = run(before, place, stopper)
-        if status:
-            print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
-            return status
+    if preflight and (status := _preflight(launch, place, stopper)):
+        print("megapar launch: the preflight failed; the job is not started", file=sys.stderr)
+        return status
     return run(launch, place, stopper)
+
+
+def _preflight(launch: Launch, place: Place | None, stopper: Stopper) -> int:
+    """Its status; 0 for a node that comes when it is over, to a job that runs."""
+    from megapar.tools.agent import ClosedError
+
+    name, measure = f"{launch.rdzv_id}-preflight", own.line("megapar.tools.preflight")
+    before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0, warm_start=False)
+    try:
+        return run(before, place, stopper)
+    except ClosedError:
+        print("megapar launch: the preflight of this job is over: joining it without one", file=sys.stderr, flush=True)
+        return 0
+
+
+def _make_log_folder(path: str) -> None:
+    """Raises ConfigError where there can be none; what cannot be written there later ends no run."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        message = f"--log-dir {path} is no folder and cannot be made: {error.strerror}."
+        raise ConfigError([Complaint("log-dir", message)]) from error
 
 
 def _first_of(launch: Launch) -> str:

@@ -15,11 +15,14 @@ from megapar.tools.warm import wanted
 BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 STORES = ("file", "tcp")
 BOOLEANS = ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
-WHOLE_SECONDS = (
+WHOLE = (
     *("timeout", "read_timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
-"""Settings of a rendezvous that torch reads as whole numbers."""
+"""Settings of a rendezvous that torch reads as whole numbers. With 0 it refuses times, gives up before it has begun, or
+takes every node for dead; only etcd's last call may be over at once.
+"""
+PORTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def _complaints(options: argparse.Namespace) -> Iterator[str]:
         )
     if options.max_restarts and backend == "static":
         yield "--max-restarts needs --rdzv-backend c10d: static nodes meet once"
+    if backend == "static":
+        yield from _static_complaints(options)
     if backend not in BACKENDS:
         installed = {found.name for found in entry_points(group="torchrun.handlers")}
         if backend not in installed:
@@ -79,17 +84,33 @@ def _complaints(options: argparse.Namespace) -> Iterator[str]:
     yield from _settings_complaints(options.rdzv_conf, backend)
 
 
+def _static_complaints(options: argparse.Namespace) -> Iterator[str]:
+    """What torch's static nodes cannot find out from one another."""
+    nodes, rank, (_, colon, port) = options.nnodes[1], options.node_rank, options.rdzv_endpoint.rpartition(":")
+    if rank is None:
+        yield "--rdzv-backend static needs --node-rank, this node's number from 0 on"
+    elif not 0 <= rank < nodes:
+        yield f"--node-rank {rank} is none of {nodes} static nodes, which count from 0 on"
+    if not (colon and port.isdecimal() and int(port) < PORTS) and (options.rdzv_endpoint or nodes == 1):
+        yield "--rdzv-backend static needs --rdzv-endpoint HOST:PORT, where node 0 listens"
+
+
 def _settings_complaints(text: str, backend: str) -> Iterator[str]:
     for pair in filter(None, text.split(",")):
         name, equals, value = pair.partition("=")
         if not equals or not name:
             yield f"--rdzv-conf {pair} is not NAME=VALUE"
-        elif name in WHOLE_SECONDS and not value.isdecimal():
-            yield f"--rdzv-conf {pair}: {value!r} is not a whole number from 0 on"
+        elif name in WHOLE and (not value.isdecimal() or int(value) < _least(name, backend)):
+            yield f"--rdzv-conf {pair}: {value!r} is not a whole number from {_least(name, backend)} on"
         elif name == "is_host" and value.lower() not in BOOLEANS:
             yield f"--rdzv-conf {pair}: {value!r} is neither true nor false"
         elif name == "store_type" and backend == "c10d" and value not in STORES:
             yield f"--rdzv-conf {pair}: {value!r} is neither {' nor '.join(STORES)}"
+
+
+def _least(name: str, backend: str) -> int:
+    """Of a setting in ``WHOLE``. Backends that others have made take what they like."""
+    return int(backend in BACKENDS and (name, backend) != ("last_call_timeout", "etcd"))
 
 
 def make_parser() -> argparse.ArgumentParser:

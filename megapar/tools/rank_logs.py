@@ -1,11 +1,12 @@
 """Where ranks' output goes with ``--log-dir DIR``: DIR/JOB/attempt-K/rank-N.log, by the job's name and global ranks.
 
 Nodes that share the folder write beside one another. A file of an earlier launch by the same name is kept as
-rank-N.log.1, .2 and so on, the newest last.
+rank-N.log.1, .2 and so on, the newest last. A rank whose file cannot be opened has none: logs end no run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from megapar.config.launched import starts_before
+from megapar.core.listener import tell
 
 
 class RankLogs(LogsSpecs):
@@ -23,8 +25,6 @@ class RankLogs(LogsSpecs):
         super().__init__(log_dir or None)
         self._errors = tempfile.TemporaryDirectory(prefix="megapar-errors-", ignore_cleanup_errors=True)
         self._starts = 0
-        if log_dir:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
 
     @property
     def root_log_dir(self) -> str:
@@ -34,14 +34,20 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Files of the next start, by local rank. envs: of the ranks; each hears where it is to tell what ended it."""
         errors = Path(self._errors.name) / str(self._starts)
-        errors.mkdir()
+        with contextlib.suppress(OSError):  # ranks that cannot write there either say what ended them, and no more
+            errors.mkdir()
         self._starts += 1
         logs = dict.fromkeys(envs, "")
-        files = {}
+        files, without = {}, {}
         for rank, environ in envs.items():
             files[rank] = environ["TORCHELASTIC_ERROR_FILE"] = str(errors / f"{rank}.json")
             if self._root_log_dir:
-                logs[rank] = str(_free(log_file(self._root_log_dir, {**os.environ, **environ})))
+                try:
+                    logs[rank] = str(_made(log_file(self._root_log_dir, {**os.environ, **environ})))
+                except OSError as error:
+                    without[environ["RANK"]] = error
+        if without:
+            say_without(", ".join(without), next(iter(without.values())))
         shown = {rank: log for rank, log in logs.items() if log}
         return LogsDest(logs, dict(logs), shown, {}, files, "", "")
 
@@ -52,12 +58,18 @@ def log_file(folder: str, environ: dict[str, str]) -> Path:
     return Path(folder) / job / f"attempt-{starts_before(environ)}" / f"rank-{environ['RANK']}.log"
 
 
-def _free(path: Path) -> Path:
-    """The path, with what is there renamed."""
+def say_without(ranks: str, error: OSError) -> None:
+    """That ranks have no file, and where they write instead."""
+    tell(f"megapar launch: no log file for ranks {ranks}: {error}; their output goes where the launcher's goes")
+
+
+def _made(path: Path) -> Path:
+    """The path, with what was there renamed and an empty file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         numbers = [
             int(other.suffix[1:]) for other in path.parent.glob(f"{path.name}.*") if other.suffix[1:].isdecimal()
         ]
         path.rename(path.with_name(f"{path.name}.{max(numbers, default=0) + 1}"))
+    path.touch()
     return path

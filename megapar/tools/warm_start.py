@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from megapar.tools.rank_logs import say_without
 from megapar.tools.warm import Warm, orphans_come
 
 
@@ -23,7 +24,11 @@ class Handler(SubprocessHandler):
         super().__init__(stdout=None, stderr=None, **rest)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        self._stdout, self._stderr = (_opened(path) for path in self._paths)
+        try:
+            self._stdout, self._stderr = (_opened(path) for path in self._paths)
+        except OSError as error:  # it could be made a moment ago
+            say_without(env["RANK"], error)
+            self._stdout = self._stderr = None
         files = [1 if self._stdout is None else self._stdout.fileno()]
         files += [2 if self._stderr is None else self._stderr.fileno()]
         if self._warm is not None:

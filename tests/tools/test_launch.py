@@ -200,6 +200,30 @@ def test_output_goes_to_files_of_every_rank_with_its_prefix(tmp_path: Path) -> N
     assert written == {"rank-0.log": "here is 0\n", "rank-1.log": "here is 1\n"}
 
 
+def test_logs_that_cannot_be_written_end_no_job(tmp_path: Path) -> None:
+    """Their disk is lost under the ranks, one of which dies."""
+    body = (
+        "import shutil\n"
+        "print('again' if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 'first', flush=True)\n"
+        "if os.path.isdir(sys.argv[1]): shutil.rmtree(sys.argv[1]); open(sys.argv[1], 'w').close(); sys.exit(1)"
+    )
+    logs = str(tmp_path / "logs")
+    done = launch(tmp_path, "--max-restarts", "1", "--log-dir", logs, script(tmp_path, body), logs)
+    assert done.returncode == 0, done.stderr
+    assert "again" in done.stdout.splitlines()
+    assert done.stderr.count("megapar launch: no log file for ranks 0: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_logs_that_can_have_no_folder_are_refused(tmp_path: Path) -> None:
+    job = script(tmp_path, "print('job')")
+    done = launch(tmp_path, "--log-dir", f"{job}/logs", job)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"megapar launch: [log-dir] --log-dir {job}/logs is no folder and cannot be made: Not a directory.\n"
+    )
+
+
 def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
     done = launch(tmp_path, "--nproc-per-node", "2", "--preflight", script(tmp_path, "print('job')"))
     assert done.returncode == 0
@@ -237,6 +261,19 @@ def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> N
     )
     assert done.stdout.splitlines()[-1] == str(ROOT / "megapar" / "__init__.py")
     assert "one by one" not in done.stderr
+
+
+def test_a_node_that_comes_after_the_preflight_joins_the_job(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    place = agent.meet_by_file(str(nodes), "127.0.0.1")
+    over = agent.Meeting("c10d", "job-preflight", 2, 2, place.address, place.store)
+    agent.make_agent(over, ["-c", ""], 1, 0, 1)._worker_group.spec.rdzv_handler.shutdown()
+    options = ["--nnodes", "1:2", "--rdzv-id", "job", "--rdzv-endpoint", str(nodes), "--local-addr", "127.0.0.1"]
+    options += ["--rdzv-conf", "store_type=file,last_call_timeout=1", "--preflight"]
+    done = launch(tmp_path, *options, script(tmp_path, "print('job')"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "job\n"
+    assert done.stderr.count("the preflight of this job is over: joining it without one") == 1
 
 
 def test_slow_ranks_are_named() -> None:
@@ -353,7 +390,11 @@ def test_ranks_do_not_get_the_secret(tmp_path: Path) -> None:
     ("options", "environment", "told"),
     [
         (("--require-secret",), {}, "--require-secret, but there is none"),
-        (("--require-secret", "--rdzv-backend", "static"), {"MEGAPAR_SECRET": "x" * 32}, "which knows no secret"),
+        (
+            ("--require-secret", "--rdzv-backend", "static", "--node-rank", "0"),
+            {"MEGAPAR_SECRET": "x" * 32},
+            "which knows no secret",
+        ),
         (("--secret-file", "no-such-file"), {}, "--secret-file no-such-file cannot be read"),
         ((), {"MEGAPAR_SECRET": "short"}, "MEGAPAR_SECRET holds 5 bytes"),
     ],

@@ -28,12 +28,22 @@ def test_what_is_asked_for_is_read(script: str) -> None:
     ("options", "complaints"),
     [
         (["--rdzv-backend", "foo"], ["--rdzv-backend foo is none of c10d, etcd, etcd-v2, static"]),
-        (["--rdzv-conf", "join_timeout=abc"], ["join_timeout=abc: 'abc' is not a whole number from 0 on"]),
+        (["--rdzv-conf", "join_timeout=abc"], ["join_timeout=abc: 'abc' is not a whole number from 1 on"]),
+        (["--rdzv-conf", "join_timeout=0"], ["--rdzv-conf join_timeout=0: '0' is not a whole number from 1 on"]),
+        (["--rdzv-conf", "keep_alive_max_attempt=0"], ["'0' is not a whole number from 1 on"]),
+        (["--rdzv-backend", "etcd-v2", "--rdzv-conf", "last_call_timeout=0"], ["'0' is not a whole number from 1 on"]),
+        (["--rdzv-backend", "etcd", "--rdzv-conf", "last_call_timeout=x"], ["'x' is not a whole number from 0 on"]),
         (["--rdzv-conf", "timeout"], ["--rdzv-conf timeout is not NAME=VALUE"]),
         (["--rdzv-conf", "is_host=perhaps"], ["'perhaps' is neither true nor false"]),
         (["--rdzv-conf", "store_type=disk"], ["'disk' is neither file nor tcp"]),
         (["--max-restarts", "-1"], ["argument --max-restarts: '-1' is not a whole number from 0 on"]),
         (["--max-restarts", "1", "--rdzv-backend", "static"], ["static nodes meet once"]),
+        (["--rdzv-backend", "static"], ["needs --node-rank", "needs --rdzv-endpoint HOST:PORT"]),
+        (["--nnodes", "2", "--rdzv-backend", "static", "--rdzv-endpoint", "host:1"], ["static needs --node-rank"]),
+        (
+            ["--nnodes", "2", "--rdzv-backend", "static", "--rdzv-endpoint", "host", "--node-rank", "2"],
+            ["--node-rank 2 is none of 2 static nodes", "needs --rdzv-endpoint HOST:PORT"],
+        ),
         (
             ["--nnodes", "2", "--max-restarts", "1", "--rdzv-backend", "etcd-v2", "--rdzv-conf", "timeout=x"],
             ["--rdzv-endpoint HOST:PORT", "--rdzv-id of this job alone", "'x' is not a whole number"],
@@ -53,3 +63,9 @@ def test_what_cannot_be_is_refused(
 
 def test_a_setting_of_a_backend_that_is_not_known_here_is_its_own(script: str) -> None:
     assert read(["--rdzv-backend", "etcd-v2", "--rdzv-conf", "protocol=https", script])[0].rdzv_conf["protocol"]
+
+
+def test_what_looks_like_that_and_can_be_is_taken(script: str) -> None:
+    assert read(["--rdzv-backend", "etcd", "--rdzv-conf", "last_call_timeout=0", script])[0].rdzv_conf
+    place = ["--rdzv-endpoint", "host:1", "--node-rank", "0"]
+    assert read(["--rdzv-backend", "static", *place, script])[0].rdzv_conf == {"rank": 0}

@@ -49,3 +49,27 @@ def test_without_a_folder_ranks_say_where_the_launcher_does_and_note_what_ended_
     assert envs[1]["TORCHELASTIC_ERROR_FILE"] == first.error_files[1]
     assert Path(first.error_files[1]).parent.is_dir()
     assert not set(first.error_files.values()) & set(second.error_files.values())
+
+
+def test_a_folder_that_is_gone_leaves_ranks_the_launchers_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs"
+    logs = RankLogs(str(folder))
+    folder.touch()  # a disk that takes nothing
+    found = logs.reify(ranks(4, 5))
+    assert found.stdouts == found.stderrs == {0: "", 1: ""}
+    assert found.tee_stdouts == {}
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "no log file for ranks 4, 5: " in told
+    folder.unlink()
+    assert logs.reify(ranks(4, 5)).tee_stdouts.keys() == {0, 1}
+
+
+def test_a_file_that_cannot_be_opened_is_nobodys(tmp_path: Path) -> None:
+    log = log_file(str(tmp_path), ranks(4)[0])
+    log.parent.mkdir(parents=True)
+    log.symlink_to(tmp_path / "gone" / "file")
+    found = RankLogs(str(tmp_path)).reify(ranks(4, 5))
+    assert list(found.tee_stdouts) == [1]
