@@ -26,7 +26,8 @@ class Draws:
         """[count] float64 in [0, 1)."""
         import numpy as np
 
-        return (self._words.random_raw(count) >> np.uint64(11)) * 2.0**-53
+        numbers: np.ndarray = (self._words.random_raw(count) >> np.uint64(11)) * 2.0**-53
+        return numbers
 
     def integers(self, count: int, below: int) -> np.ndarray:
         """[count] int64 in [0, below)."""

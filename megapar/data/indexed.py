@@ -98,7 +98,7 @@ class IndexedDataset:
         sequence = int(self.document_indices[document])
         if sequence == len(self):
             return len(self.tokens)
-        return int(self.pointers[sequence]) // self.dtype.itemsize
+        return int(self.pointers[sequence]) // int(self.dtype.itemsize)
 
     def check_ids(self, vocab_size: int) -> None:
         """Refuse ids outside [0, vocab_size), looking at 32 runs of 1,024 tokens spread over the file."""

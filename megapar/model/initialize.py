@@ -79,9 +79,8 @@ def _fill_piece(target: Tensor, spec: ParameterSpec, piece: Piece, box: Box, see
         count = kept[row_dims].stop - kept[row_dims].start
         for offset, values in blocks.rows(first, count, region.sizes[row_dims + 1 :]):
             length = values.shape[0]
-            rows[(slice(offset, offset + length), *into[row_dims + 1 :])] = values[(slice(None), *columns)].to(
-                target.dtype
-            )
+            there, drawn = (slice(offset, offset + length), *into[row_dims + 1 :]), (slice(None), *columns)
+            rows[there] = values[drawn].to(target.dtype)
 
 
 def piece_box(spec: ParameterSpec, piece: Piece) -> Box:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
@@ -44,7 +44,7 @@ class Clocks:
 
     def ours(self, state: _RendezvousState, now: datetime | None = None) -> _RendezvousState:
         """A state that another node may have written, with times of this node's clock."""
-        now = now or datetime.now(UTC)
+        now = now or datetime.now(timezone.utc)
         beats = {}
         for node, theirs in state.last_heartbeats.items():
             known = self._beats.get(node)

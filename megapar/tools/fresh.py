@@ -70,6 +70,9 @@ def unclean() -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Import, and fork ranks until the launcher is gone; comes back in ranks alone, once their script has ended."""
+    # Not of a terminal's foreground: Ctrl-C is the launcher's to hear. Not of a session of its own: ranks are.
+    with contextlib.suppress(PermissionError):  # it leads a session, and so a group
+        os.setpgid(0, 0)
     die_with_parent()
     wire, launcher = socket.socket(fileno=int(argv[0])), int(argv[1])
     interrupts = signal.getsignal(signal.SIGINT)

@@ -13,7 +13,7 @@ import hmac
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed import Store
@@ -219,7 +219,7 @@ def _truth(told: Any) -> bool:
 def _time(told: Any) -> datetime:
     if not isinstance(told, int | float) or isinstance(told, bool) or not 0 <= told < _LATEST:
         raise ValueError(f"{str(told)[:100]} is no time")
-    return datetime.fromtimestamp(told, UTC)
+    return datetime.fromtimestamp(told, timezone.utc)
 
 
 class SignedStore:

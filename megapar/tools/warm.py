@@ -80,8 +80,7 @@ class Warm:
         line += [str(its.fileno()), str(os.getpid()), *self._modules]
         with its:
             self._wire = mine
-            # Not of a terminal's foreground: Ctrl-C is the launcher's to hear. Not of a session of its own: ranks are.
-            self._process = subprocess.Popen(line, env=environ, pass_fds=[its.fileno()], process_group=0)
+            self._process = subprocess.Popen(line, env=environ, pass_fds=[its.fileno()])
         self._is_ready = False
 
     def ready(self) -> bool:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def _check_saved_meanwhile(owner: Owner, save: str, load: str | None) -> None:
 
 def _claim() -> Lease:
     environ = os.environ
-    since = datetime.now(UTC).isoformat(timespec="seconds")
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     times = starts_before(environ), slurm_job(environ)
     return owners.claim(job_id(environ), launch_id(environ), *times, _user(), since)
 

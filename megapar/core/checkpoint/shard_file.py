@@ -238,12 +238,12 @@ class ShardFile:
                 self._copy(position + (starts[0] + i) * row_bytes, sizes[1:], starts[1:], out[i])
             return
         rows = max(1, BLOCK_BYTES // row_bytes)
-        inner = tuple(slice(s, s + n) for s, n in zip(starts[1:], out.shape[1:], strict=True))
+        inner = (slice(None), *(slice(s, s + n) for s, n in zip(starts[1:], out.shape[1:], strict=True)))
         for first in range(0, out.shape[0], rows):
             count = min(rows, out.shape[0] - first)
             data = self._read_at(position + (starts[0] + first) * row_bytes, count * row_bytes)
             block = torch.frombuffer(data, dtype=out.dtype).view(count, *sizes[1:])
-            out[first : first + count].copy_(block[(slice(None), *inner)])
+            out[first : first + count].copy_(block[inner])
 
     def _read_at(self, position: int, count: int) -> bytearray:
         data = bytearray(count)

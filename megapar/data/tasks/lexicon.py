@@ -65,7 +65,7 @@ class Lexicon:
 
     def unit_starts(self, ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[T] bool: the first id of every unit: of each entry, and of each word outside entries."""
-        units = starts.copy()
+        units: np.ndarray = starts.copy()
         for a, b in self.spans(ids, starts):
             units[a + 1 : b] = False
         return units
