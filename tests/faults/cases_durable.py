@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megapar.core.manifest import Manifest
 from tests.faults.cases_identity import TEXT, write_text
-from tests.faults.cases_watching import NO_RIGHT, mounted
+from tests.faults.cases_watching import NO_RIGHT, make_ext4, mounted
 from tests.faults.job import PATIENCE_SECONDS, ROOT, Ended, _ended, _environ, flags_of
 from tests.faults.outcome import NONE, Outcome, compared
 
@@ -25,9 +25,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.path, self._image, self._folder = folder / "disk", folder / "image", folder
-        with self._image.open("wb") as file:
-            file.truncate(32 << 20)
-        subprocess.run(["mkfs.ext4", "-q", str(self._image)], check=False, capture_output=True)
+        make_ext4(self._image)
 
     @contextmanager
     def used(self) -> Iterator[bool]:

@@ -17,6 +17,14 @@ PATIENCE_SECONDS = 120
 NO_RIGHT = Outcome(0, 0, note="no right to mount a file system here")
 
 
+def make_ext4(image: Path) -> None:
+    """A file system of 32 MiB in a file; where it cannot be made, it cannot be mounted either."""
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    with contextlib.suppress(FileNotFoundError):
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=False, capture_output=True)
+
+
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[bool]:
     """A file system of one's own at the folder; whether there is one."""
@@ -109,9 +117,7 @@ def frozen(world_size: int, fault: Fault, *told: str) -> Callable[[Path], Outcom
     def case(folder: Path) -> Outcome:
         folder.mkdir(parents=True)
         image, disk = folder / "image", folder / "disk"
-        with image.open("wb") as file:
-            file.truncate(32 << 20)
-        subprocess.run(["mkfs.ext4", "-q", str(image)], check=False, capture_output=True)
+        make_ext4(image)
         layout = SHARDING if world_size == 2 else ()
         where = ("--save", str(disk / "c"), "--load", str(disk / "c"))
         flags = (*layout, *where, "--section-timeouts", "save=4")

@@ -7,6 +7,7 @@ A case is named KIND or KIND, DETAIL; the table has a line for each kind.
 --only TEXT      cases whose name has it
 --one-per-kind   the first case of each kind, with two random kills
 --jobs N         cases at a time (1)
+--retry          what is not survived is tried once more, alone: limits of seconds can pass on a machine that is busy
 --state FILE     outcomes so far; the same command again goes on behind them
 --table FILE     where the table goes besides
 """
@@ -98,6 +99,23 @@ def read_state(path: Path | None) -> dict[str, Outcome]:
     return {name: outcome for name, outcome in found.items() if outcome.survived == outcome.tried}
 
 
+def run_all(
+    cases: Sequence[tuple[str, Case]], root: Path, jobs: int, start: float, state: Path | None
+) -> Iterator[tuple[str, Outcome]]:
+    """Name and outcome of every case as they end, each told and written down. jobs: cases at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = {pool.submit(attempt, case, root / str(number)): name for number, (name, case) in enumerate(cases)}
+        for done in as_completed(begun):
+            name, outcome = begun[done], done.result()
+            print(f"{row(name, [outcome])} at {time.monotonic() - start:.0f} s", flush=True)
+            if outcome.survived < outcome.tried or outcome.note:
+                print(outcome.note, flush=True)
+            if state:
+                with state.open("a") as lines:
+                    lines.write(json.dumps({"name": name, "outcome": asdict(outcome)}) + "\n")
+            yield name, outcome
+
+
 def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,6 +124,7 @@ def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="")
     parser.add_argument("--one-per-kind", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--retry", action="store_true")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--table", type=Path)
     return parser.parse_args(argv)
@@ -122,20 +141,15 @@ def main() -> int:
     outcomes = {name: before[name] for name, _ in cases if name in before}
     print(f"seed {options.seed}, {len(cases)} cases, {len(outcomes)} of them done before", flush=True)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(options.jobs) as pool:
-        begun = {}
-        for number, (name, case) in enumerate(cases):
-            if name not in outcomes:
-                begun[pool.submit(attempt, case, Path(root) / str(number))] = name
-        for done in as_completed(begun):
-            name, outcome = begun[done], done.result()
+    with tempfile.TemporaryDirectory() as root:
+        left = [(name, case) for name, case in cases if name not in outcomes]
+        for name, outcome in run_all(left, Path(root) / "first", options.jobs, start, options.state):
             outcomes[name] = outcome
-            print(f"{row(name, [outcome])} at {time.monotonic() - start:.0f} s", flush=True)
-            if outcome.survived < outcome.tried or outcome.note:
-                print(outcome.note, flush=True)
-            if options.state:
-                with options.state.open("a") as state:
-                    state.write(json.dumps({"name": name, "outcome": asdict(outcome)}) + "\n")
+        failed = [(name, case) for name, case in left if outcomes[name].survived < outcomes[name].tried]
+        if options.retry and failed:
+            print(f"once more, alone: {'; '.join(name for name, _ in failed)}", flush=True)
+            for name, outcome in run_all(failed, Path(root) / "again", 1, start, options.state):
+                outcomes[name] = outcome
     text = table({name: outcomes[name] for name, _ in cases})
     print(f"{text}\n{time.monotonic() - start:.0f} s")
     if options.table:
