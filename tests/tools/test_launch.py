@@ -235,7 +235,12 @@ def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("start", "nodes"),
-    [("--warm-start", "1"), ("--preflight", "1"), ("--no-warm-start", "1:2"), ("--warm-start", "1:2")],
+    [
+        ("--warm-start", "1"),
+        pytest.param("--preflight", "1", marks=pytest.mark.table),
+        ("--no-warm-start", "1:2"),
+        pytest.param("--warm-start", "1:2", marks=pytest.mark.table),
+    ],
 )
 def test_nothing_is_run_from_the_working_directory(tmp_path: Path, start: str, nodes: str) -> None:
     """A folder like /tmp has modules of any user, named as those that every program imports."""
