@@ -85,3 +85,9 @@ def test_a_folder_of_suspects_alone_is_gone_on_from_by_name_only(tmp_path: Path)
     with pytest.raises(ConfigError, match="no checkpoint of --ckpt-step 5"):
         parse("moe", ["--load", str(tmp_path), "--ckpt-step", "5", "--mock-data"], {})
     assert parse("moe", ["--load", str(tmp_path), "--ckpt-step", "4", "--mock-data"], {}).checkpoint.ckpt_step == 4
+
+
+def test_of_two_owners_the_newer_one_s_is_found(tmp_path: Path) -> None:
+    for name in ("iter_0000004.suspect", "iter_0000004.e12.suspect", "iter_0000004.e2.suspect-2"):
+        (tmp_path / name).mkdir()
+    assert suspects(tmp_path) == {4: tmp_path / "iter_0000004.e12.suspect"}

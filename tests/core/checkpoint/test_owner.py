@@ -51,6 +51,18 @@ def test_epochs_rise_and_outlive_the_notes(tmp_path: Path) -> None:
         assert owner.epoch == 3
 
 
+def test_what_an_owner_published_is_known_until_another_publishes(tmp_path: Path) -> None:
+    """A run that is killed before ``latest`` says so, and others that publish nothing after it."""
+    with owning(tmp_path) as owner:
+        save(owner, 2)
+    with owning(tmp_path) as owner:
+        save(owner, 4)
+    (tmp_path / "latest").write_text("iter_0000002 1\n")
+    for _ in range(12):
+        with owning(tmp_path):
+            assert folders.latest(tmp_path) == tmp_path / "iter_0000004"
+
+
 def test_whatever_has_the_name_stays(tmp_path: Path) -> None:
     strange = tmp_path / "iter_0000002"
     strange.mkdir()
