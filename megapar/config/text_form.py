@@ -21,7 +21,7 @@ def loader(base: Any) -> Any:
     from yaml.composer import ComposerError
     from yaml.events import AliasEvent
 
-    class Loader(base):
+    class PlainLoader(base):
         """See ``loader``."""
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
@@ -32,4 +32,4 @@ def loader(base: Any) -> Any:
                 raise ComposerError(None, None, problem, event.start_mark)
             return super().compose_node(parent, index)
 
-    return Loader
+    return PlainLoader

@@ -18,7 +18,7 @@ _MOST_RANGES, _MOST_HOSTS, _MOST_VALUES, _MOST_LETTERS = 4, 3, 4, 60  # of a mes
 
 
 @dataclass(frozen=True)
-class Entry:
+class Declaration:
     """What one node runs. flags: as they would be written, by their spelling. given: those that were asked for; the
     others are defaults, or follow from them. facts: versions, code, data and the like, by what they are of.
     """
@@ -33,7 +33,7 @@ class Entry:
         return json.dumps(value, sort_keys=True)
 
     @classmethod
-    def from_text(cls, text: bytes | str) -> Entry:
+    def from_text(cls, text: bytes | str) -> Declaration:
         """Raises DistributedError for what ``to_text`` never wrote."""
         try:
             value = json.loads(text)
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Node:
-    """Ranks that said the same from one host. entry: the text of an Entry."""
+    """Ranks that said the same from one host. entry: the text of an Declaration."""
 
     host: str
     ranks: tuple[int, ...]
@@ -66,7 +66,7 @@ def differences(nodes: Sequence[Node], fix: Callable[[str], str]) -> list[Compla
         said.setdefault(node.entry, []).append(node)
     if len(said) < 2:
         return []
-    entries = {text: Entry.from_text(text) for text in said}
+    entries = {text: Declaration.from_text(text) for text in said}
     flags = dict(_apart({text: entry.flags for text, entry in entries.items()}))
     given = frozenset[str]().union(*(entry.given for entry in entries.values()))
     asked = {name: values for name, values in flags.items() if name in given}

@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Gathered:
+class Survey:
     """What the ranks that answered come to.
 
     reports: theirs, on the rank that is to explain; elsewhere only its own. late: as ``standing`` has it.
@@ -38,14 +38,14 @@ class Gathered:
     explains: bool
 
 
-def found_in(reports: Mapping[int, Report], own: Report, world_size: int, *, explains: bool) -> Gathered:
+def found_in(reports: Mapping[int, Report], own: Report, world_size: int, *, explains: bool) -> Survey:
     """What reports come to. A rank may be asked by one whose report is late: then its own section is what it is about;
     else the longest of all that are overdue.
     """
     overdue = [Overdue(*one["overdue"]) for one in reports.values() if one["overdue"]]
     about = Overdue(own["section"] or STEP, own["detail"], own["seconds"], 0.0, False)
     longest = max(overdue, key=lambda one: one.seconds, default=about)
-    return Gathered(reports, standing.late_ranks(reports, world_size, longest.name), longest, explains)
+    return Survey(reports, standing.late_ranks(reports, world_size, longest.name), longest, explains)
 
 
 class Gathering:
@@ -58,7 +58,7 @@ class Gathering:
         self._rank = rank
         self._world_size = world_size
 
-    def ask(self, own: Report) -> Gathered:
+    def ask(self, own: Report) -> Survey:
         """Tell where this rank stands, and hear what became of it within ``MOST_SECONDS``. The first to tell explains.
 
         Raises RuntimeError (torch's errors of a store are some) where the store does not answer.
@@ -78,7 +78,7 @@ class Gathering:
             self._let_hear(len(reports))
         return gathered
 
-    def _hear(self, own: Report) -> Gathered | None:
+    def _hear(self, own: Report) -> Survey | None:
         """What the first rank found; None where it says nothing."""
         key = f"{self._prefix}found"
         if not _within(GRACE_SECONDS + 1, lambda: self._store.check([key])):
@@ -87,7 +87,7 @@ class Gathering:
         self._store.add(f"{self._prefix}heard", 1)
         if self._rank == 0:
             self._let_hear(self._store.add(f"{self._prefix}told", 0))
-        return Gathered({self._rank: own}, late, Overdue(*overdue), explains=False)
+        return Survey({self._rank: own}, late, Overdue(*overdue), explains=False)
 
     def _let_hear(self, ranks: int) -> None:
         """Give the others a moment: the store may end with this rank, and this one may be the last that waits there."""

@@ -27,8 +27,8 @@ from megapar.core.gathering import (
     MOST_SECONDS,
     PAUSE_SECONDS,
     Ear,
-    Gathered,
     Gathering,
+    Survey,
     found_in,
     warning,
 )
@@ -160,7 +160,7 @@ class Watchdog:
         ending.join(2 * GRACE_SECONDS)
         self._end(STATUS)
 
-    def _last_words(self, own: Report, gathered: Gathered) -> None:
+    def _last_words(self, own: Report, gathered: Survey) -> None:
         overdue = gathered.overdue
         self._say(own, gathered, f"ended by the watchdog; {standing.place(own, overdue.name)}")
         # Not to a disk that may be what hangs: this rank would wait in the kernel as well, where nothing ends it.
@@ -189,7 +189,7 @@ class Watchdog:
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(all_threads=True)
 
-    def _say(self, own: Report, gathered: Gathered, otherwise: str) -> None:
+    def _say(self, own: Report, gathered: Survey, otherwise: str) -> None:
         """One of the ranks that answered explains; others have a line of their own, if any."""
         overdue = gathered.overdue
         with suppress(Exception):  # a closed terminal keeps nobody from ending
@@ -214,11 +214,11 @@ class Watchdog:
         """Where this rank stands."""
         return standing.report(self.iteration, self.sections, self._journal, self._axes(), self._watched)
 
-    def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Gathered]:
+    def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Survey]:
         """(where this rank stands, what all that answered come to). key: asks the others."""
         own = self.report()
         own["overdue"] = overdue
-        found: list[Gathered] = []
+        found: list[Survey] = []
         store = self._store
 
         def ask() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from megapar.core.manifest import sha256_of
 from megapar.data.cache import digest, known, made_once
 from megapar.data.mock import MockTokenizer
 from megapar.data.tokenizer import NoTokenizer, Tokenizer
@@ -58,7 +58,7 @@ def known_facts(path: str) -> Facts | None:
         if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
             place /= "tokenizer.model"
         if place.is_file() and place.suffix != ".json":
-            return {"fingerprint": _sha256(place)[:32], "ids": None, "size": None}
+            return {"fingerprint": sha256_of(place)[:32], "ids": None, "size": None}
         entry = known(_entry(place))
         found = None if entry is None else json.loads(entry.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -90,12 +90,4 @@ def _content(file: Path) -> str:
     size = file.stat().st_size
     if size > _LARGE_BYTES and not _OF_A_TOKENIZER.match(file.name):
         return f"{size} bytes"
-    return _sha256(file)
-
-
-def _sha256(file: Path) -> str:
-    state = hashlib.sha256()
-    with file.open("rb") as data:
-        while block := data.read(1 << 20):
-            state.update(block)
-    return state.hexdigest()
+    return sha256_of(file)

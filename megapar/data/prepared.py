@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapar.core.manifest import sha256_of
 from megapar.data.remembered import remembered
 from megapar.errors import DataError
 
@@ -39,15 +40,7 @@ def hashes_path(path: str | os.PathLike[str]) -> Path:
 def index_hash(prefix: str, *, may_read: bool = True) -> str:
     """SHA-256 of PREFIX.idx, in hexadecimal; remembered."""
     index = Path(f"{prefix}.idx")
-    return remembered(index, lambda: _sha256(index).hex(), may_read=may_read)
-
-
-def _sha256(path: Path) -> bytes:
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            state.update(block)
-    return state.digest()
+    return remembered(index, lambda: sha256_of(index), may_read=may_read)
 
 
 def hashes_of(texts: Sequence[str]) -> np.ndarray:
@@ -81,7 +74,7 @@ class HashesWriter:
         """Say which index they belong to, which may still lie aside, and bring them to disk."""
         documents = (self._file.tell() - HEADER.size) // 8
         self._file.seek(0)
-        self._file.write(HEADER.pack(MAGIC, VERSION, documents, _sha256(index)))
+        self._file.write(HEADER.pack(MAGIC, VERSION, documents, bytes.fromhex(sha256_of(index))))
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._aside, self._path)

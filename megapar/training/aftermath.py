@@ -25,7 +25,7 @@ Agree = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Limit:
+class ResumeLimit:
     """Of a folder's checkpoints: the last iteration. others: names of other lines than the one that the fault is in."""
 
     iteration: int
@@ -37,10 +37,10 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResumeLimits:
     """What a run may go on from. by_root: of folders of checkpoints. local: the last iteration in the nodes' memory."""
 
-    by_root: dict[Path, Limit]
+    by_root: dict[Path, ResumeLimit]
     local: int | None = None
 
 
@@ -61,27 +61,27 @@ class Aftermath:
             self._elsewhere = None
         self.notes: list[str] = []
 
-    def clear_up(self) -> Limits:
+    def clear_up(self) -> ResumeLimits:
         """Set aside what may hold a recorded fault; what may be gone on from then.
 
         Raises UnverifiedError where nothing is left, CheckpointError where a folder cannot be read or changed.
         """
         local, start_is_right = self._local_limit()
         fault, other = self._recorded(self._save, self._local_saves), self._recorded(self._elsewhere, None)
-        limits: dict[Path, Limit] = {}
+        limits: dict[Path, ResumeLimit] = {}
         if other is not None and self._elsewhere is not None:  # its own run sets them aside when it goes on
-            limits[self._elsewhere] = Limit(other.limit, frozenset(other.others))
+            limits[self._elsewhere] = ResumeLimit(other.limit, frozenset(other.others))
             self.notes.append(f"WARNING: {self._elsewhere}: {other}. Only older checkpoints are taken")
         if fault is not None:
             local, start_is_right = min(local, fault.limit), fault.limit >= fault.began
         if local == _ANY:
-            return Limits(limits)
+            return ResumeLimits(limits)
         found = self._local_saves is not None and self._local_saves.find(local) is not None
         aside: list[str] = []
         left = [0] if found else []
         if self._save is not None:
             others = frozenset(fault.others if fault is not None else ())
-            limits[self._save] = Limit(local, others)
+            limits[self._save] = ResumeLimit(local, others)
             aside = self._on_rank_0(lambda: self._set_aside(fault))
             every = folders.every_checkpoint(self._save).items()
             left += self._agree([at for at, paths in every if at <= local and {path.name for path in paths} - others])
@@ -90,7 +90,7 @@ class Aftermath:
             raise self._nothing_left(fault, aside)
         self._tell(fault, local, aside)
         self._forget(fault, local)
-        return Limits(limits, local)
+        return ResumeLimits(limits, local)
 
     def _local_limit(self) -> tuple[int, bool]:
         """(the least limit of the faults that the nodes have recorded, whether what the run began with was right)."""

@@ -23,7 +23,7 @@ from megapar.core.checkpoint.background import Background, Section, State, Writt
 from megapar.core.checkpoint.tiling import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
 from megapar.training import ownership, state
-from megapar.training.aftermath import Aftermath, Limits
+from megapar.training.aftermath import Aftermath, ResumeLimits
 from megapar.training.job import Job
 from megapar.training.lineage import NAMES, Lineage, before, in_order, scalars_of
 from megapar.training.local_saves import LocalSaves
@@ -78,7 +78,7 @@ class Checkpoints:
         self.notes: list[str] = []
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
-        self._limits = Limits({})
+        self._limits = ResumeLimits({})
         self._resumed_whole: tuple[Path, int] | None = None  # the same, unless its weights alone were taken
         if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)

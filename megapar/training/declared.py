@@ -20,7 +20,7 @@ from megapar.arguments import FLAGS, Config
 from megapar.config.draft import is_given
 from megapar.config.flag import SCRIPTS, Flag
 from megapar.config.help import written
-from megapar.core.declaration import Entry, Node, differences
+from megapar.core.declaration import Declaration, Node, differences
 from megapar.core.device.base import Device
 from megapar.core.world import roll_call
 from megapar.data.corpus import Corpus
@@ -36,7 +36,7 @@ _DEVICE = "device"
 
 
 @dataclass(frozen=True)
-class Declared:
+class Declaring:
     """What this rank runs. Called with the ranks' store it returns where all ranks run the same.
 
     node: what the ranks of this node have in common, "" where no launcher says; the one with local_rank 0 speaks for
@@ -52,7 +52,7 @@ class Declared:
     local_rank: int
 
     @classmethod
-    def of(cls, config: Config, corpus: Corpus, device: Device, environ: Mapping[str, str] = os.environ) -> Declared:
+    def of(cls, config: Config, corpus: Corpus, device: Device, environ: Mapping[str, str] = os.environ) -> Declaring:
         """Reads data of which the cache does not know the fingerprint. Raises DataError."""
         flags = [flag for flag in FLAGS.values() if config.kind in flag.models and _is_compared(flag)]
         number, local_rank = environ.get("GROUP_RANK", ""), int(environ.get("LOCAL_RANK") or "0")
@@ -92,20 +92,20 @@ class Declared:
 
     def declare(self, store: dist.Store, rank: int) -> None:
         """Say what this rank runs, and where it speaks for its node, what that has."""
-        own = hashlib.sha256(Entry(self.flags, self.given, self.facts).to_text().encode()).hexdigest()
+        own = hashlib.sha256(Declaration(self.flags, self.given, self.facts).to_text().encode()).hexdigest()
         key = f"entry of node {self.node}" if self.node else f"entry of rank {rank}"
         speaks = not self.node or self.local_rank == 0
         if speaks:
             store.set(f"hash of {key}", own)
         if speaks or store.get(f"hash of {key}").decode() != own:
             key = key if speaks else f"entry of rank {rank}"
-            store.set(key, Entry(self.flags, self.given, {**self.of_node, **self.facts}).to_text())
+            store.set(key, Declaration(self.flags, self.given, {**self.of_node, **self.facts}).to_text())
         store.set(f"rank {rank}", json.dumps([socket.gethostname(), key]))
 
 
-def make_declared(config: Config, corpus: Corpus, device: Device) -> Declared | None:
+def make_declared(config: Config, corpus: Corpus, device: Device) -> Declaring | None:
     """What this rank of several runs. Raises DataError."""
-    return Declared.of(config, corpus, device) if config.grid.world_size > 1 else None
+    return Declaring.of(config, corpus, device) if config.grid.world_size > 1 else None
 
 
 def installed() -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megapar.core.declaration import Entry, Node, differences
+from megapar.core.declaration import Declaration, Node, differences
 from megapar.errors import DistributedError
 
 FLAGS = {"--lr": "0.001", "--hidden-size": "64", "--ffn-hidden-size": "128"}
@@ -14,12 +14,12 @@ FACTS = {"torch": "2.11.0", "source 1 of the data": "abcd"}
 GIVEN = frozenset({"--lr"})
 
 
-def node(first: int, last: int, host: str, entry: Entry) -> Node:
+def node(first: int, last: int, host: str, entry: Declaration) -> Node:
     return Node(host, tuple(range(first, last + 1)), entry.to_text().encode())
 
 
-def entry(flags: dict[str, str] | None = None, facts: dict[str, str] | None = None, given: str = "") -> Entry:
-    return Entry({**FLAGS, **(flags or {})}, GIVEN | frozenset(given.split()), {**FACTS, **(facts or {})})
+def entry(flags: dict[str, str] | None = None, facts: dict[str, str] | None = None, given: str = "") -> Declaration:
+    return Declaration({**FLAGS, **(flags or {})}, GIVEN | frozenset(given.split()), {**FACTS, **(facts or {})})
 
 
 def said(*nodes: Node) -> list[str]:
@@ -28,8 +28,10 @@ def said(*nodes: Node) -> list[str]:
 
 def test_an_entry_is_the_same_as_text_and_back() -> None:
     one = entry(given="--seed --ffn-hidden-size")
-    assert Entry.from_text(one.to_text().encode()) == one
-    assert Entry(dict(reversed(FLAGS.items())), GIVEN, FACTS).to_text() == Entry(FLAGS, GIVEN, FACTS).to_text()
+    assert Declaration.from_text(one.to_text().encode()) == one
+    assert (
+        Declaration(dict(reversed(FLAGS.items())), GIVEN, FACTS).to_text() == Declaration(FLAGS, GIVEN, FACTS).to_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_an_entry_is_the_same_as_text_and_back() -> None:
 )
 def test_what_is_no_entry_is_refused(text: str) -> None:
     with pytest.raises(DistributedError, match="what a rank says that it runs"):
-        Entry.from_text(text)
+        Declaration.from_text(text)
 
 
 def test_nodes_that_run_the_same_agree() -> None:

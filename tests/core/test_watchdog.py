@@ -255,7 +255,8 @@ def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: 
     monkeypatch.setattr(watchdog_module, "MOST_SECONDS", 0.3)
     ended, told = threading.Event(), list[str]()
     watchdog = Watchdog(Sections({"save": 0.3}), tell=told.append, end=lambda status: ended.set())
-    watchdog.meet(0, 2, Silent(), Journal(), dict)  # type: ignore[arg-type]
+    silent: Any = Silent()
+    watchdog.meet(0, 2, silent, Journal(), dict)
     watchdog.start()
     threading.Event().wait(0.2)  # it listens
     with watchdog.section("save"):

@@ -19,7 +19,7 @@ from megapar.core.device.base import Device
 from megapar.errors import ConfigError, MegaparError
 from megapar.trainer import train
 from megapar.training import build
-from megapar.training.declared import Declared, verdict
+from megapar.training.declared import Declaring, verdict
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
 
@@ -27,12 +27,12 @@ ENVIRON = {"WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0"}
 TIMEOUT = timedelta(seconds=30)
 
 
-def declared(*flags: str, environ: Mapping[str, str] = ENVIRON, kind: str = "moe") -> Declared:
+def declared(*flags: str, environ: Mapping[str, str] = ENVIRON, kind: str = "moe") -> Declaring:
     config = parse(kind, last_wins((*SMALL[kind], *COMMON), flags), {"WORLD_SIZE": "2"})
-    return Declared.of(config, build.make_corpus(config), Device(), environ)
+    return Declaring.of(config, build.make_corpus(config), Device(), environ)
 
 
-def differing(one: Declared, other: Declared) -> set[str]:
+def differing(one: Declaring, other: Declaring) -> set[str]:
     """Flags and facts that are not the same."""
     pairs = ((one.flags, other.flags), (one.facts, other.facts), (one.of_node, other.of_node))
     return {name for here, there in pairs for name in {**here, **there} if here.get(name) != there.get(name)}
@@ -78,7 +78,7 @@ def test_one_rank_of_a_node_finds_out_what_takes_time() -> None:
     assert declared(environ={"LOCAL_RANK": "1"}).of_node  # of which nobody says who is beside it
 
 
-def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[Declared]) -> str:
+def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[Declaring]) -> str:
     store = dist.PrefixStore("agree", dist.FileStore(rendezvous, world_size))
     try:
         entries[rank](store, rank, world_size, TIMEOUT)
@@ -87,13 +87,13 @@ def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[Decl
     return ""
 
 
-def asked(*entries: Declared) -> list[str]:
+def asked(*entries: Declaring) -> list[str]:
     found: list[str] = run_ranks(len(entries), exchange, entries, group=False)
     return found
 
 
 def test_ranks_of_two_nodes_agree_or_hear_all_differences() -> None:
-    first = Declared({"--lr": "1"}, frozenset(), {"device": "cpu"}, {"code": "a"}, "0", 0)
+    first = Declaring({"--lr": "1"}, frozenset(), {"device": "cpu"}, {"code": "a"}, "0", 0)
     second = replace(first, of_node={}, local_rank=1)
     other = [replace(first, node="1"), replace(second, node="1")]
     assert asked(first, second, *other) == [""] * 4
@@ -107,7 +107,7 @@ def test_ranks_of_two_nodes_agree_or_hear_all_differences() -> None:
 
 
 def test_a_rank_that_is_not_as_its_own_node_is_found() -> None:
-    first = Declared({"--lr": "1"}, frozenset(), {}, {"code": "a"}, "0", 0)
+    first = Declaring({"--lr": "1"}, frozenset(), {}, {"code": "a"}, "0", 0)
     found = asked(first, replace(first, flags={"--lr": "2"}, of_node={}, local_rank=1))
     assert "[agreement] --lr is 1 on rank 0 (" in found[0]
     assert found[0] == found[1]
@@ -128,7 +128,7 @@ def test_a_rank_asks_little_of_the_store_and_the_first_one_reads_all_at_once() -
     for rank in range(nodes * ranks):
         node, local = divmod(rank, ranks)
         of_node = {} if local else {"code": "a"}
-        Declared(flags, frozenset(), {"device": "cpu"}, of_node, str(node), local).declare(counted, rank)
+        Declaring(flags, frozenset(), {"device": "cpu"}, of_node, str(node), local).declare(counted, rank)
     assert asked == {"set": nodes * (2 + ranks), "get": nodes * (ranks - 1)}
     asked.clear()
     assert verdict(counted, nodes * ranks) == []

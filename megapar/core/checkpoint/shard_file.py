@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -264,8 +265,7 @@ def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """An object of JSON. Raises ValueError where it names something twice: readers differ in which they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{twice:.100} is there twice")
     return found
 
