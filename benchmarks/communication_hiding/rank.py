@@ -34,7 +34,7 @@ from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.tickets import start, wait
 from megapar.core.traffic import Flight, Traffic
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.training import degree
 
 

@@ -23,7 +23,7 @@ from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.axis import Axis
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.model.sizes import DecoderSizes
 from megapar.training.sizes import make_sizes
 

@@ -19,7 +19,7 @@ from megapar.core.axis import Axis
 from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.model.sizes import DecoderSizes
 
 BLOCKING = Overlap(pieces=1, blocking=True)

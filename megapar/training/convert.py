@@ -36,10 +36,10 @@ from megapar.core.durable import put_new
 from megapar.data.kept_tokenizer import kept
 from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
-from megapar.model.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
-from megapar.model.hf import INDEX, SHARD_BYTES
-from megapar.model.hf_config import not_exportable
-from megapar.model.hf_folder import TIED, HfFolder, pieces_of
+from megapar.model.hugging_face.config import not_exportable
+from megapar.model.hugging_face.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
+from megapar.model.hugging_face.folder import TIED, HfFolder, pieces_of
+from megapar.model.hugging_face.save import INDEX, SHARD_BYTES
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of

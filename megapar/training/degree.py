@@ -13,7 +13,7 @@ from megapar.arguments import Config
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
 from megapar.data.batches import Loader, MicroBatch
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.training.build import make_slicing
 from megapar.training.job import Job
 from megapar.training.objective import Objective

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.data.batches import Collate
 from megapar.data.samples import Samples
-from megapar.model.terms import Terms
+from megapar.model.layers.terms import Terms
 from megapar.training.objective import Objective
 
 

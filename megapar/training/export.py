@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megapar.data.tokenizer import Tokenizer, token_ids
-from megapar.model import hf
-from megapar.model.family import Family
+from megapar.model.hugging_face import save as hf
+from megapar.model.hugging_face.family import Family
 from megapar.training.collect import collect_all, collect_buffers
 from megapar.training.job import Job
 from megapar.training.sizes import Sizes

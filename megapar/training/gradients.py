@@ -17,7 +17,7 @@ from megapar.core.meter import WaitMeter
 from megapar.core.optimizer import global_norm, scale_gradients
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial import sum_partial, sum_tied
-from megapar.model.terms import Terms
+from megapar.model.layers.terms import Terms
 from megapar.training.denominators import Denominators
 from megapar.training.job import Job
 from megapar.training.objective import Objective

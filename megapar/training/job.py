@@ -42,12 +42,12 @@ from megapar.core.units import MEGABYTE
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError
-from megapar.model.attention import Attention
-from megapar.model.decoder import Decoder
-from megapar.model.ernie import Ernie
-from megapar.model.ernie3 import Ernie3
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
+from megapar.model.ernie3.model import Ernie3
 from megapar.model.initialize import fill, std_of
-from megapar.model.mlp import Mlp
+from megapar.model.layers.attention import Attention
+from megapar.model.layers.mlp import Mlp
 from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.moe.experts import Experts

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megapar.config.published import architecture, read_config
 from megapar.core.box import Box
-from megapar.model.family import FAMILIES, Family, family_of_config
-from megapar.model.hf import some
-from megapar.model.hf_folder import HfFolder, pieces_of
+from megapar.model.hugging_face.family import FAMILIES, Family, family_of_config
+from megapar.model.hugging_face.folder import HfFolder, pieces_of
+from megapar.model.hugging_face.save import some
 from megapar.training.fit import MTP, SENTENCE_ORDER
 from megapar.training.job import Job
 

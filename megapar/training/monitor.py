@@ -21,7 +21,7 @@ from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
 from megapar.core.meter import Waits
 from megapar.errors import TrainingError
-from megapar.model.terms import ROUTING
+from megapar.model.layers.terms import ROUTING
 from megapar.rules.tasks import CLASSES, TASKS
 from megapar.training.denominators import Denominators
 from megapar.training.objective import Objective

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from megapar.model.terms import ROUTING, Terms
+from megapar.model.layers.terms import ROUTING, Terms
 
 T = TypeVar("T", float, Tensor)
 

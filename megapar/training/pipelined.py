@@ -17,9 +17,9 @@ from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.trail import Trail
 from megapar.core.weight_gradients import WeightGradients
 from megapar.data.batches import MicroBatch
-from megapar.model.decoder import Decoder
-from megapar.model.ernie import Ernie
-from megapar.model.terms import Terms
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
+from megapar.model.layers.terms import Terms
 from megapar.training.objective import Objective
 
 

@@ -15,9 +15,9 @@ from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import ShardFile, check_file
 from megapar.core.checkpoint.storage import read_scalars
 from megapar.errors import CheckpointError
-from megapar.model.family import Family
-from megapar.model.hf import some
-from megapar.model.hf_config import not_exportable
+from megapar.model.hugging_face.config import not_exportable
+from megapar.model.hugging_face.family import Family
+from megapar.model.hugging_face.save import some
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec

@@ -16,7 +16,7 @@ from megapar.core.device.base import Event
 from megapar.core.optimizer import clip
 from megapar.core.schedule import LearningRate
 from megapar.data.batches import Loader
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.training.control import Control
 from megapar.training.gradients import Gradients, Summed
 from megapar.training.guards import Guards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megapar.model.terms import Terms
+from megapar.model.layers.terms import Terms
 
 
 class Totals:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megapar.arguments import Config
 from megapar.data.batches import Loader, MicroBatch
-from megapar.model.ernie import Ernie
+from megapar.model.ernie.model import Ernie
 from megapar.training.build import make_batch_size, make_progressive
 from megapar.training.denominators import Denominators
 from megapar.training.job import Job

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapar.core.axis import Axis
 from megapar.core.device.ops import OPS
 from megapar.core.device.packed import Documents
-from megapar.model.loss import linear_cross_entropy
+from megapar.model.layers.loss import linear_cross_entropy
 from megapar.moe.dispatch import sort_by_expert, unpermute
 from megapar.moe.message import fill
 from scripts.gpu_day.day import Answer, Day

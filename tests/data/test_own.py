@@ -9,7 +9,7 @@ from megapar.core.context_parallel.layout import Layout
 from megapar.data.batches import collate_decoder, collate_ernie
 from megapar.data.own import ahead, own_positions
 from megapar.data.samples import NO_LOSS
-from megapar.model.mtp import following
+from megapar.model.decoder.mtp import following
 
 ZIGZAG = Layout(2, zigzag=True)
 WHOLE = {"lm": 16, "mtp": 14, "sequences": 2}

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megapar.model import block
+from megapar.model.layers import block
 from megapar.moe.layer import MoeLayer
 from megapar.moe.router import Routing
 from megapar.moe.sizes import MoeSizes

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.tensor_parallel import local
-from megapar.model.decoder import Decoder
-from megapar.model.ernie import Ernie
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
 from megapar.model.initialize import fill
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of

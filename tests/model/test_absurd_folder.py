@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.errors import CheckpointError
-from megapar.model.hf import INDEX
-from megapar.model.hf_folder import HfFolder
+from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.save import INDEX
 
 MAX_MEMORY = 8 << 20
 DATA = bytes(range(64))

@@ -10,11 +10,11 @@ import torch
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import draw_block, fill, std_of
 from megapar.model.table import table_of
+from tests.model.ernie3.test_model import SIZES as ERNIE3
 from tests.model.small import DENSE, ERNIE, MOE, initialize, named_tensors
-from tests.model.test_ernie3 import SIZES as ERNIE3
 
 WIDE = replace(MOE, hidden_size=40, head_dim=24, vocab_size=150, moe=replace(MOE.moe, hidden_size=40))
 

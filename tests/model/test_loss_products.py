@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapar.core.axis import Axis
 from megapar.core.device import ops
 from megapar.core.device.kinds import device_class
-from megapar.model.loss import linear_cross_entropy
+from megapar.model.layers.loss import linear_cross_entropy
 
 ROWS, HIDDEN, VOCABULARY = 8192, 2560, 103424  # of ERNIE-4.5-21B-A3B
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")

@@ -11,8 +11,8 @@ import torch
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
-from megapar.model.decoder import Decoder
-from megapar.model.ernie import Ernie
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import parameter_counts, table_of

@@ -23,7 +23,7 @@ from megapar.core.grid import Grid
 from megapar.core.traffic import Traffic
 from megapar.core.world import World
 from megapar.errors import DistributedError
-from megapar.model.mlp import Mlp
+from megapar.model.layers.mlp import Mlp
 from megapar.model.table import decoder_table
 from megapar.moe.expert_parallel import ExpertParallelDispatcher, order_by_expert
 from megapar.moe.layer import MoeLayer

@@ -19,7 +19,7 @@ from megapar.core.memory import MemoryTracker
 from megapar.core.units import MEGABYTE
 from megapar.core.world import World
 from megapar.errors import TrainingError
-from megapar.model.context import Context
+from megapar.model.layers.context import Context
 from megapar.trainer import Trainer, train
 from megapar.training import build
 from tests.equivalence.table import COMMON, MODELS
@@ -54,7 +54,7 @@ def test_it_measures_what_a_layer_keeps() -> None:
 
 
 def _angles(trainer: Trainer, config: Any) -> Any:
-    from megapar.model.rotary import rotary_angles
+    from megapar.model.layers.rotary import rotary_angles
 
     positions = torch.arange(config.model.seq_length).expand(2, -1)
     return rotary_angles(positions, config.model.head_dim, config.model.rope_theta, torch.float32)

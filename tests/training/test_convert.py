@@ -29,9 +29,9 @@ from megapar.core.world import World
 from megapar.data.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError
-from megapar.model.decoder import Decoder
-from megapar.model.ernie import Ernie
-from megapar.model.hf import save_hf
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
+from megapar.model.hugging_face.save import save_hf
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train

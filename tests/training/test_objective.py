@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.model.terms import Terms
+from megapar.model.layers.terms import Terms
 from megapar.training.objective import Objective
 
 

@@ -69,7 +69,7 @@ HERE = "tests/tools/translation/test_megatron_numbers.py"
 STEPS = f"{HERE}::test_two_steps_are_megatron_s"
 MASTERS = f"{HERE}::test_masters_gradients_and_moments_are_fp32"
 GATES = "tests/moe/test_deepspeed_gates.py"
-LOSS = "tests/model/test_loss.py::test_equals_the_reference"
+LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
 # Flags that no line has: where the formula is held.
 FLAGS = {
@@ -84,8 +84,8 @@ FLAGS = {
     "--reset-position-ids": f"{HERE}::test_documents_are_parted_as_megatron_s",
     "--reset-attention-mask": f"{HERE}::test_documents_are_parted_as_megatron_s",
     "--eod-mask-loss": f"{HERE}::test_documents_are_parted_as_megatron_s",
-    "--mtp-loss-weight": "tests/model/test_mtp.py::test_loss_by_hand",
-    "--qk-norm": "tests/model/test_hf.py::test_exported_decoder_gives_our_logits",
+    "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    "--qk-norm": "tests/model/hugging_face/test_save.py::test_exported_decoder_gives_our_logits",
     "--moe-model-type": f"{GATES}::test_kept_pairs_and_weights",
     "--moe-capacity-factor": f"{GATES}::test_capacity_counts_and_loss",
     "--moe-min-capacity": f"{GATES}::test_capacity_counts_and_loss",

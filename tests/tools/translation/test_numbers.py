@@ -207,10 +207,10 @@ MEGATRON = "tests/tools/translation/test_megatron_numbers.py"
 STEPS = f"{HERE}::test_two_steps_are_paddle_s"
 RATE = f"{HERE}::test_the_learning_rate_behind_the_warm_up_is_paddle_s"
 SCALE = f"{HERE}::test_the_loss_scale_moves_as_paddle_s"
-SLICES = "tests/model/test_ampipe.py::test_two_ranks_equal_one_and_hooks_fire_once"
+SLICES = "tests/model/layers/test_ampipe.py::test_two_ranks_equal_one_and_hooks_fire_once"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
 ROUTER = "tests/moe/test_router.py"
-LOSS = "tests/model/test_loss.py::test_equals_the_reference"
+LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
 MASTERS = f"{MEGATRON}::test_masters_gradients_and_moments_are_fp32"
 
 OF_PADDLE = ("paddlenlp", "paddleformers", "ernie_4_5", "paddle_fleet")
@@ -235,9 +235,9 @@ FLAGS = {
     "--moe-router-topk-scaling-factor": f"{MEGATRON}::test_two_steps_are_megatron_s",
     "--moe-model-type": "tests/moe/test_deepspeed_gates.py::test_kept_pairs_and_weights",
     "--moe-capacity-factor": f"{HERE}::test_the_capacity_is_mindspeed_s",
-    "--mtp-depth": "tests/model/test_mtp.py::test_loss_by_hand",
-    "--mtp-loss-weight": "tests/model/test_mtp.py::test_loss_by_hand",
-    "--qk-norm": "tests/model/test_hf.py::test_exported_decoder_gives_our_logits",
+    "--mtp-depth": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    "--qk-norm": "tests/model/hugging_face/test_save.py::test_exported_decoder_gives_our_logits",
     "--reset-attention-mask": f"{MEGATRON}::test_documents_are_parted_as_megatron_s",
 }
 IMPLICATIONS = {

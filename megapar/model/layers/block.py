@@ -13,11 +13,11 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel import LayerOptions
 from megapar.core.traffic import Traffic
-from megapar.model.ampipe import Sliced, run_sliced
-from megapar.model.attention import Attention, AttentionSizes
-from megapar.model.context import Context
-from megapar.model.mlp import Mlp
-from megapar.model.norm import LayerNorm, make_norm
+from megapar.model.layers.ampipe import Sliced, run_sliced
+from megapar.model.layers.attention import Attention, AttentionSizes
+from megapar.model.layers.context import Context
+from megapar.model.layers.mlp import Mlp
+from megapar.model.layers.norm import LayerNorm, make_norm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
@@ -104,7 +104,7 @@ class DecoderBlock(nn.Module):
     def forward(self, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
         """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
 
-        Where the context has slices, layers run as drawn in ``model.ampipe``.
+        Where the context has slices, layers run as drawn in ``model.layers.ampipe``.
         """
         # A rank of cp holds a part of every slice: of those attention knows, not of the sequence as a whole.
         apart = self.moe is not None or context.cut or self.attention.cp.active

@@ -29,15 +29,15 @@ from megapar.core.tensor_parallel import (
     parameter,
     vocabulary_range,
 )
-from megapar.model.attention import Attention
-from megapar.model.block import ErnieBlock, HiddenDropout
-from megapar.model.context import Context
-from megapar.model.embedding import ErnieEmbedding, TiedWord, own_sequence
-from megapar.model.loss import check_piece, linear_cross_entropy
-from megapar.model.norm import LayerNorm
+from megapar.model.layers.attention import Attention
+from megapar.model.layers.block import ErnieBlock, HiddenDropout
+from megapar.model.layers.context import Context
+from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
+from megapar.model.layers.loss import check_piece, linear_cross_entropy
+from megapar.model.layers.norm import LayerNorm
+from megapar.model.layers.stack import run_layers
+from megapar.model.layers.terms import Terms, collect
 from megapar.model.sizes import ErnieSizes
-from megapar.model.stack import run_layers
-from megapar.model.terms import Terms, collect
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

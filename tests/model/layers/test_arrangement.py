@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapar.core.axis import Axis
-from megapar.model.decoder import Decoder
+from megapar.model.decoder.model import Decoder
 from megapar.moe.slicing import Slicing
 from tests.model.small import MOE
 from tests.support.host_tensors import HostTensors

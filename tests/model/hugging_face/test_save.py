@@ -20,10 +20,10 @@ from transformers import (
 
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
-from megapar.model.family import family_of_sizes
-from megapar.model.hf import save_hf
-from megapar.model.hf_config import not_exportable
-from megapar.model.hf_folder import HfFolder
+from megapar.model.hugging_face.config import not_exportable
+from megapar.model.hugging_face.family import family_of_sizes
+from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.save import save_hf
 from megapar.model.table import table_of
 from megapar.moe.sizes import MoeSizes
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, named_tensors

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError
-from megapar.model.family import Family, config_of, family_of_sizes
-from megapar.model.hf_config import not_exportable
+from megapar.model.hugging_face.config import not_exportable
+from megapar.model.hugging_face.family import Family, config_of, family_of_sizes
+from megapar.model.hugging_face.whole_folder import written_aside
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, table_of
-from megapar.model.whole_folder import written_aside
 
 SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
@@ -49,7 +49,7 @@ def save_hf(
     token_ids: bos_token_id, eos_token_id, pad_token_id. Other files in the folder are left alone.
     Files are written aside and take their place together when all are on disk (see whole_folder.py).
     beside: writes into a folder what goes with the model, as its tokenizer.
-    family: of another architecture than the model's own; config: the content of config.json (see model/family.py).
+    family: of another architecture than the model's own; config: the content of config.json (see ``family``).
     Raises CheckpointError for models without a Hugging Face form and for missing, foreign or misshapen tensors.
     """
     if (reason := not_exportable(sizes, None if family is None else family.name)) is not None:

@@ -20,10 +20,10 @@ from megapar.core.device.dtypes import wide
 from megapar.core.device.ops import op
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import Started
-from megapar.model.context import Context
+from megapar.model.layers.context import Context
 
 if TYPE_CHECKING:
-    from megapar.model.attention import Attention
+    from megapar.model.layers.attention import Attention
 
 
 class CausalSlices:

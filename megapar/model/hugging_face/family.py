@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megapar.errors import CheckpointError
-from megapar.model.hf_config import hf_config
+from megapar.model.hugging_face.config import hf_config
 from megapar.model.initialize import piece_box
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.model.table import ParameterSpec, Piece

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megapar.core.recompute import Recompute
 from megapar.core.replay import Replay
-from megapar.model.ampipe import Entering, Sliced
-from megapar.model.context import Context
+from megapar.model.layers.ampipe import Entering, Sliced
+from megapar.model.layers.context import Context
 from megapar.moe.stats import MoeStats
 
 

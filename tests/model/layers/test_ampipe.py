@@ -17,8 +17,8 @@ from megapar.core.overlap import Overlap
 from megapar.core.recompute import Interval, Recompute
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
-from megapar.model.attention_slices import CausalSlices, Growing
-from megapar.model.context import Context
+from megapar.model.layers.attention_slices import CausalSlices, Growing
+from megapar.model.layers.context import Context
 from megapar.model.table import table_of
 from megapar.moe.slicing import Slicing
 from tests.model.small import BIASED_MOE, MOE, batch_for, build, total
@@ -188,7 +188,7 @@ def hidden_over_mp(rank, world_size, slicing):
 
 
 def drawn_over_mp(slices, layers, cross):
-    """The drawing of ``model.ampipe``, forward and backward."""
+    """The drawing of ``model.layers.ampipe``, forward and backward."""
     forward, backward, last = [], [], slices - 1
     for layer in range(layers):
         here, back = not (cross and layer), []  # back: the layer's backward, the other way round

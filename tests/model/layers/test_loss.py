@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.device.dtypes import wide
-from megapar.model.loss import IGNORED, linear_cross_entropy
+from megapar.model.layers.loss import IGNORED, linear_cross_entropy
 
 SINGLE = Axis.single("mp")
 

@@ -14,8 +14,8 @@ from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, ShardFile
 from megapar.errors import CheckpointError
-from megapar.model.family import Family, to_pairs
-from megapar.model.hf import INDEX, some
+from megapar.model.hugging_face.family import Family, to_pairs
+from megapar.model.hugging_face.save import INDEX, some
 from megapar.model.initialize import piece_box
 from megapar.model.table import ParameterSpec, Piece
 

@@ -27,14 +27,14 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
-from megapar.model.arrangement import Arrangement
-from megapar.model.block import ErnieBlock
-from megapar.model.context import Context
-from megapar.model.embedding import ErnieEmbedding
-from megapar.model.ernie import Ernie, MaskedLmHead, Pooler
-from megapar.model.recurrence import Rows, generate, understand
+from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
+from megapar.model.ernie3.recurrence import Rows, generate, understand
+from megapar.model.layers.arrangement import Arrangement
+from megapar.model.layers.block import ErnieBlock
+from megapar.model.layers.context import Context
+from megapar.model.layers.embedding import ErnieEmbedding
+from megapar.model.layers.stack import run_layers
 from megapar.model.sizes import Ernie3Sizes
-from megapar.model.stack import run_layers
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 from megapar.rules.tasks import CLASSES, GENERATION, accuracy_of

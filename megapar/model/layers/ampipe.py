@@ -29,13 +29,13 @@ from torch import Tensor
 
 from megapar.core.replay import Replay
 from megapar.core.wide_sum import wide_sums
-from megapar.model.attention_slices import CausalSlices, split_slices
-from megapar.model.context import Context
+from megapar.model.layers.attention_slices import CausalSlices, split_slices
+from megapar.model.layers.context import Context
 from megapar.moe.sliced import Arriving, Passage
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
-    from megapar.model.block import DecoderBlock, HiddenDropout
+    from megapar.model.layers.block import DecoderBlock, HiddenDropout
 
 
 class Sliced(NamedTuple):

@@ -15,8 +15,8 @@ from megapar.data.mock import MockTokenizer, RandomPieces
 from megapar.data.store import Split
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
-from megapar.model.ernie3 import BranchLayer, Ernie3, UniversalBlock
-from megapar.model.recurrence import Rows, generate
+from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
+from megapar.model.ernie3.recurrence import Rows, generate
 from megapar.model.sizes import Ernie3Sizes
 from megapar.model.table import parameter_counts, table_of
 from megapar.rules.tasks import TASKS

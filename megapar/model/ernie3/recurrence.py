@@ -25,9 +25,9 @@ from megapar.core.device.ops import attention_reference, op
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import SEQUENCE_DIM, local
 from megapar.core.weight_gradients import linear
-from megapar.model.attention import Attention
-from megapar.model.block import ErnieBlock
-from megapar.model.context import Context
+from megapar.model.layers.attention import Attention
+from megapar.model.layers.block import ErnieBlock
+from megapar.model.layers.context import Context
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megapar.core.collectives import own_piece
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
-from megapar.model.norm import LayerNorm
+from megapar.model.layers.norm import LayerNorm
 from megapar.model.sizes import DecoderSizes, ErnieSizes
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.model import whole_folder
-from megapar.model.whole_folder import written_aside
+from megapar.model.hugging_face import whole_folder
+from megapar.model.hugging_face.whole_folder import written_aside
 
 
 def write(folder: Path, **files: str) -> None:

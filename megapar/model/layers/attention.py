@@ -20,9 +20,9 @@ from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed import packed_attention_reference
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import ColumnLinear, LayerOptions, RowLinear, local
-from megapar.model.context import Context
-from megapar.model.norm import RmsNorm, rms_norm
-from megapar.model.rotary import rotate
+from megapar.model.layers.context import Context
+from megapar.model.layers.norm import RmsNorm, rms_norm
+from megapar.model.layers.rotary import rotate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

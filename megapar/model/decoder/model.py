@@ -29,18 +29,18 @@ from megapar.core.tensor_parallel import (
     vocabulary_range,
 )
 from megapar.core.traffic import Traffic
-from megapar.model.ampipe import Sliced, join
-from megapar.model.arrangement import Arrangement
-from megapar.model.block import DecoderBlock
-from megapar.model.context import Context
-from megapar.model.embedding import DecoderEmbedding, TiedWord, own_sequence
-from megapar.model.loss import check_piece, linear_cross_entropy
-from megapar.model.mtp import Mtp, following
-from megapar.model.norm import make_norm
-from megapar.model.rotary import rotary_angles
+from megapar.model.decoder.mtp import Mtp, following
+from megapar.model.layers.ampipe import Sliced, join
+from megapar.model.layers.arrangement import Arrangement
+from megapar.model.layers.block import DecoderBlock
+from megapar.model.layers.context import Context
+from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
+from megapar.model.layers.loss import check_piece, linear_cross_entropy
+from megapar.model.layers.norm import make_norm
+from megapar.model.layers.rotary import rotary_angles
+from megapar.model.layers.stack import run_layers
+from megapar.model.layers.terms import Terms, collect
 from megapar.model.sizes import DecoderSizes
-from megapar.model.stack import run_layers
-from megapar.model.terms import Terms, collect
 from megapar.moe.router import move_correction_bias
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
@@ -103,8 +103,8 @@ class Decoder(nn.Module):
     names, global shapes and cuts are those of ``decoder_table(sizes)``. cp: how a sequence is shared by ranks, whose
     batches then have their positions only. traffic: takes part in what the experts' layers launch; by default each
     layer has its own. holding: what of the model this rank has in a pipeline; by default all.
-    slicing: layers run slice by slice, as drawn in ``model.ampipe``. recompute: which layers keep only their input;
-    None: none of them.
+    slicing: layers run slice by slice, as drawn in ``model.layers.ampipe``. recompute: which layers keep only their
+    input; None: none of them.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         padding, which must stand behind the text of its sample; ends [documents] int64 on the host where attention
         stays inside documents: the place behind each in B * S. Under context parallelism S is this rank's positions,
         but for ``ends``, which are those of whole samples; valid_tokens must be given, of whole samples, too, and for
-        multi-token prediction tokens_ahead and labels_ahead [B, S] (``model.mtp.following``).
+        multi-token prediction tokens_ahead and labels_ahead [B, S] (``model.decoder.mtp.following``).
         valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
         """
         x, stats, context = self._run(batch, valid_tokens)

@@ -1,0 +1,1 @@
+"""The decoder: dense, or with mixture-of-experts layers."""

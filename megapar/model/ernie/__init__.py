@@ -1,0 +1,1 @@
+"""The ERNIE encoder, pre-trained by masked words and sentence order."""
