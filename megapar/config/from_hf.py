@@ -7,8 +7,8 @@ from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
-from megapar.config.flag import SCRIPTS
 from megapar.config.published import Unsupported, architecture, flags_of, read_config, remarks
+from megapar.schema.flag import SCRIPTS
 
 BESIDE = "hf"
 """Folder in a converted checkpoint's: what the published folder has and a checkpoint has no place for."""

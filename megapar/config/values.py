@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megapar.config.flag import SWITCH, Flag
 from megapar.config.hints import near_choice, plain_number
 from megapar.config.shown import shown
+from megapar.schema.flag import SWITCH, Flag
 
 MAX_INT = 2**63 - 1
 """No larger whole number can be a size, a count or a seed: tensors keep them in 64 bits."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megapar.rules.rule import Rule, show
+from megapar.schema.rule import Rule, show
 
 ERNIE4_5 = "Ernie4_5ForCausalLM"
 ERNIE4_5_MOE = "Ernie4_5_MoeForCausalLM"

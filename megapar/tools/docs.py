@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.config import FLAGS, GROUPS
-from megapar.config.flag import Flag
 from megapar.config.help import default_text
+from megapar.schema.flag import Flag
 from megapar.tools import rules
 from megapar.tools.parser import Parser
 

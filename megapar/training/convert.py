@@ -36,16 +36,18 @@ from megapar.core.durable import put_new
 from megapar.data.kept_tokenizer import kept
 from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.config import not_exportable
 from megapar.model.hugging_face.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
 from megapar.model.hugging_face.folder import TIED, HfFolder, pieces_of
 from megapar.model.hugging_face.save import INDEX, SHARD_BYTES
 from megapar.model.initialize import piece_box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import table_of
 from megapar.training.beside import files_beside
 from megapar.training.saved import Saved
-from megapar.training.sizes import Sizes, facts_of, make_sizes
+from megapar.training.sizes import Sizes, make_sizes
 from megapar.training.state import Progress
 
 CARRIED = "carried.safetensors"
@@ -142,7 +144,7 @@ def _write_checkpoint(
         tensors[name] = TensorEntry(name, spec.shape, wide, cut)
     scalars = {**asdict(Progress()), "optimizer_steps": 0, "schedule": {}}
     text = json.dumps(scalars, indent=1, sort_keys=True).encode()
-    layout = Layout(facts_of(sizes), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
+    layout = Layout(sizes.facts(), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
     write_bytes(folder / FILE_NAME, layout.to_bytes())
     folders.publish(aside, 0)
     has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)

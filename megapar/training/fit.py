@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megapar.model.table import SOP
+from megapar.model.ernie.table import SOP
 
 
 @dataclass(frozen=True)

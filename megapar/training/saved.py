@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import ShardFile, check_file
 from megapar.core.checkpoint.storage import read_scalars
 from megapar.errors import CheckpointError
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.hugging_face.config import not_exportable
 from megapar.model.hugging_face.family import Family
 from megapar.model.hugging_face.save import some
 from megapar.model.initialize import piece_box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec
-from megapar.moe.sizes import MoeSizes
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import STORED
 from megapar.rules.exports import ERNIE4_5_MOE
 from megapar.training.sizes import Sizes
 
@@ -80,15 +80,11 @@ def _way(sizes: Sizes) -> str:
 
 
 def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
-    """The sizes that ``sizes.facts_of`` described; what it leaves out has no meaning for weights."""
-    values = dict(facts)
-    kind = {"DecoderSizes": DecoderSizes, "ErnieSizes": ErnieSizes}.get(str(values.pop("kind", "")))
-    if kind is None:
+    """The sizes that ``ModelSizes.facts`` described; numbers that it leaves out do not matter for weights."""
+    spec = STORED.get(str(facts.get("kind", "")))
+    if spec is None:
         raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")
     try:
-        if values.get("moe"):
-            values["moe"] = MoeSizes(**values["moe"])
-        sizes: Sizes = kind(**values, seq_length=values["max_position_embeddings"])
-        return sizes
+        return cast(Sizes, spec.sizes.from_facts(facts))
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{where} describes its model in a way that is not known here: {error}") from error

@@ -30,9 +30,10 @@ from megapar.data.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder.model import Decoder
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.model import Ernie
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.save import save_hf
-from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training import state

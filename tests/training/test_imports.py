@@ -18,7 +18,7 @@ from megapar.arguments import parse
 from megapar.config.class_defaults import CLASS_DEFAULTS
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.hugging_face.folder import HfFolder, pieces_of
-from megapar.model.table import table_of
+from megapar.model.spec import table_of
 from megapar.training.convert import hf_to_megapar, megapar_to_hf, published
 from tests.support.ranks import run_ranks
 from tests.training.test_convert import MODELS, _expected, _logits

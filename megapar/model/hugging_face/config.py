@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.rules.exports import ENCODER, MASKED, class_of, exceeded
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megapar.errors import CheckpointError
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.config import hf_config
 from megapar.model.initialize import piece_box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, Piece
+from megapar.model.parameter import ParameterSpec, Piece
 from megapar.rules.exports import class_of
 
 _QK_NORM = (r"^layers\.(\d+)\.attention\.([qk])_norm\.weight$", r"model.layers.\1.self_attn.\2_norm.weight")

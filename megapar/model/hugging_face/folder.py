@@ -17,7 +17,7 @@ from megapar.errors import CheckpointError
 from megapar.model.hugging_face.family import Family, to_pairs
 from megapar.model.hugging_face.save import INDEX, some
 from megapar.model.initialize import piece_box
-from megapar.model.table import ParameterSpec, Piece
+from megapar.model.parameter import ParameterSpec, Piece
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 TIED: Mapping[str, str] = {

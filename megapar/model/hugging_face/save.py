@@ -19,11 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.config import not_exportable
 from megapar.model.hugging_face.family import Family, config_of, family_of_sizes
 from megapar.model.hugging_face.whole_folder import written_aside
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import table_of
 
 SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"

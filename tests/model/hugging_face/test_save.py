@@ -20,12 +20,12 @@ from transformers import (
 
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.hugging_face.config import not_exportable
 from megapar.model.hugging_face.family import family_of_sizes
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import save_hf
-from megapar.model.table import table_of
-from megapar.moe.sizes import MoeSizes
+from megapar.model.spec import table_of
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, named_tensors
 
 DECODERS = {
