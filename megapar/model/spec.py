@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from megapar.model.decoder.published import PUBLISHED as DECODER_PUBLISHED
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.decoder.table import decoder_table
+from megapar.model.ernie.published import PUBLISHED as ERNIE_PUBLISHED
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie.table import ernie_table
+from megapar.model.ernie3.published import PUBLISHED as ERNIE3_PUBLISHED
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.table import ernie3_table
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
+from megapar.schema.published import PublishedForms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class ModelSpec:
         title: The model in words, for messages.
         sizes: The class of its numbers.
         table: Sizes to the parameter table, in the order of the forward.
+        published: The published architectures that it can be.
         parts: ``module:Class`` of the model itself, imported when it is built.
     """
 
@@ -41,6 +46,7 @@ class ModelSpec:
     title: str
     sizes: type[ModelSizes]
     table: Callable[[Any], tuple[ParameterSpec, ...]]
+    published: PublishedForms
     parts: str
 
     def load_parts(self) -> Any:
@@ -56,6 +62,7 @@ _MODELS = (
         title="a decoder, which pretrain_moe.py trains",
         sizes=DecoderSizes,
         table=decoder_table,
+        published=DECODER_PUBLISHED,
         parts="megapar.model.decoder.model:Decoder",
     ),
     ModelSpec(
@@ -64,6 +71,7 @@ _MODELS = (
         title="an ERNIE encoder, which pretrain_ernie.py trains",
         sizes=ErnieSizes,
         table=ernie_table,
+        published=ERNIE_PUBLISHED,
         parts="megapar.model.ernie.model:Ernie",
     ),
     ModelSpec(
@@ -72,6 +80,7 @@ _MODELS = (
         title="ERNIE 3.0, which pretrain_ernie.py trains with --ernie-model ernie3",
         sizes=Ernie3Sizes,
         table=ernie3_table,
+        published=ERNIE3_PUBLISHED,
         parts="megapar.model.ernie3.model:Ernie3",
     ),
 )
