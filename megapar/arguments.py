@@ -16,7 +16,6 @@ from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
 from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
-from megapar.config.flag import KINDS, SCRIPTS, Flag, normal
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.kept import take_kept
@@ -37,6 +36,7 @@ from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import Complaint, ConfigError
 from megapar.rules.exports import export_class
+from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megapar.errors import Complaint
 from megapar.rules import ampipe, data, ernie3, layout, model, not_built, pipeline, progressive, training
-from megapar.rules.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
+from megapar.schema.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
 
 __all__ = ["ADVICE", "DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
 
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> Verdict:
-    """Evaluate all rows on flat values by name (see rules.rule.Facts for what is read beside flags).
+    """Evaluate all rows on flat values by name (see schema.rule.Facts for what is read beside flags).
 
     A row that reads a missing name is left out. ``strict`` turns lifted rows back on.
     """

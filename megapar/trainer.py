@@ -44,7 +44,7 @@ from megapar.training.job import check_device, make_job
 from megapar.training.judge import Judge
 from megapar.training.learning_rate import make_learning_rate
 from megapar.training.lineage import NAMES
-from megapar.training.load_hf import load_hf, trained_family
+from megapar.training.load_hf import load_hf, trained_architecture
 from megapar.training.memory import Planned, out_of_memory
 from megapar.training.monitor import Step
 from megapar.training.record import Record
@@ -419,10 +419,10 @@ class Trainer:
             return None
         folder = Path(self.config.checkpoint.save_hf)
         started_from = published_folder(self.config.checkpoint.load_hf, self.config.checkpoint.load)
-        family = trained_family(Path(started_from)) if started_from else None
+        architecture = trained_architecture(Path(started_from)) if started_from else None
         published = read_config(started_from) if started_from else {}
         dtype = build.compute_dtype(self.config, self.world.device)
-        export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, family, published)
+        export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, architecture, published)
         return folder
 
     # What people see; one rank speaks

@@ -12,7 +12,7 @@ import pytest
 from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, RULES, Rule, check
 from megapar.errors import ConfigError
-from megapar.rules.rule import FACTS, Facts, either, near_divisors, near_multiples
+from megapar.schema.rule import FACTS, Facts, either, near_divisors, near_multiples
 from megapar.tools.docs import stale
 from megapar.tools.rules import markdown
 

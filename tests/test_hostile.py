@@ -17,15 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, parse
-from megapar.config.class_defaults import CLASS_DEFAULTS
-from megapar.config.published import ARCHITECTURES, Unsupported, flags_of
+from megapar.config.published import Unsupported, flags_of, wrong_values
 from megapar.config.published import read_config as read_published
-from megapar.config.published_types import CHECKS, wrong_values
 from megapar.config.stored import stored_facts, stored_scalars, stored_schedule
 from megapar.core.checkpoint import layout
 from megapar.core.checkpoint.folder import candidates
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
+from megapar.model.architectures import ARCHITECTURES
 from megapar.tools.translation.source import UnreadableError, read_source
 
 ONE_FILE = [HealthCheck.function_scoped_fixture]
@@ -133,6 +132,9 @@ SMALL_MODEL = {
 }
 
 
+KEYS = sorted({one.name for architecture in ARCHITECTURES.values() for one in architecture.settings})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -181,15 +183,15 @@ def test_all_wrong_values_of_a_published_model_are_told_at_once() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(values=st.dictionaries(st.sampled_from(sorted(CHECKS)), JSON, max_size=3))
+@given(values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
 def test_any_values_of_a_published_model_are_taken_or_refused(values: dict[str, object]) -> None:
     with contextlib.suppress(Unsupported):
         flags_of({**SMALL_MODEL, **values})
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not name.endswith("MaskedLM")])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_whatever_a_class_leaves_out_has_a_value_that_is_right(name: str) -> None:
-    assert wrong_values(name, CLASS_DEFAULTS[name]) == []
+    assert wrong_values(ARCHITECTURES[name], ARCHITECTURES[name].defaults) == []
 
 
 def test_a_setting_of_another_class_means_nothing() -> None:

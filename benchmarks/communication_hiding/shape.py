@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.model.sizes import DecoderSizes
-from megapar.moe.sizes import MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.moe.slicing import Slicing
 
 WAYS = {

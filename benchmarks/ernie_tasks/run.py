@@ -24,7 +24,7 @@ import numpy as np
 from megapar.arguments import Config, parse
 from megapar.data.builtin import documents
 from megapar.data.samples import NO_LOSS, Samples
-from megapar.rules.tasks import CLASSES, TASKS, accuracy_of
+from megapar.model.ernie3.tasks import CLASSES, TASKS, accuracy_of
 from megapar.trainer import train
 from megapar.training.build import make_corpus
 

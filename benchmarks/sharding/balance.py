@@ -8,7 +8,7 @@ from benchmarks.sharding.shape import BALANCE, TRAINING
 from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.sharding.cut import local_box
-from megapar.model.table import table_of
+from megapar.model.spec import table_of
 from megapar.tools.pretend import pretend
 from megapar.trainer import Trainer
 from megapar.training.sizes import make_sizes

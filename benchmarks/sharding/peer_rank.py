@@ -24,7 +24,7 @@ from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.axis import Axis
 from megapar.model.decoder.model import Decoder
-from megapar.model.sizes import DecoderSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.training.sizes import make_sizes
 
 

@@ -20,7 +20,7 @@ from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
 from megapar.model.decoder.model import Decoder
-from megapar.model.sizes import DecoderSizes
+from megapar.model.decoder.sizes import DecoderSizes
 
 BLOCKING = Overlap(pieces=1, blocking=True)
 WAYS = {"blocking": BLOCKING, "whole": Overlap(pieces=1), "pieces": Overlap(), "alone": BLOCKING}

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapar.config.flag import SCRIPTS
 from megapar.errors import Complaint
+from megapar.schema.flag import SCRIPTS
 
 KEYS = ("script", "device_kind", "assume")
 # Of an assumed technique that makes another model, not another way to compute the same one.

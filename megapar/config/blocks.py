@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megapar.config.config import GROUPS
-from megapar.config.flag import normal
 from megapar.config.values import FALSE, TRUE
+from megapar.schema.flag import normal
 
 _PADDLE = (
     *("strategy", "dist-strategy", "hybrid-configs", "sharding-configs", "mp-configs", "pp-configs"),

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from megapar.config.flag import Flag, to_flag
 from megapar.config.model import Ampipe, Model, Moe
 from megapar.config.parallel import Parallel, Pipeline, Recompute, Sharding
 from megapar.config.reliability import Reliability
 from megapar.config.run import Checkpoint, Data, Logging, Optimizer, Runtime, Training
 from megapar.core.grid import Grid
+from megapar.schema.flag import Flag, to_flag
 
 GROUPS: Mapping[str, type[Any]] = MappingProxyType(
     {

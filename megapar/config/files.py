@@ -17,7 +17,7 @@ from megapar.config.stored import LAYOUT
 from megapar.config.suspects import suspects
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
-from megapar.rules.rule import either
+from megapar.schema.rule import either
 
 MOST_STEPS = 8  # of a message
 _HF_INDEX = "model.safetensors.index.json"

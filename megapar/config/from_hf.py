@@ -7,8 +7,8 @@ from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
-from megapar.config.flag import SCRIPTS
-from megapar.config.published import Unsupported, architecture, flags_of, read_config, remarks
+from megapar.config.published import Unsupported, architecture_of, flags_of, read_config, remarks
+from megapar.schema.flag import SCRIPTS
 
 BESIDE = "hf"
 """Folder in a converted checkpoint's: what the published folder has and a checkpoint has no place for."""
@@ -44,16 +44,17 @@ def take_published(draft: Draft) -> str | None:
         draft.complain("load-hf", f"{said} is a model of {SCRIPTS[kind]}, not of {SCRIPTS[draft.kind]}.")
         return None
     draft.warnings += [f"{said}: {remark}" for remark in remarks(config)]
-    _take_sizes(draft, said, flags, free_depth=architecture(config).startswith("Ernie4_5"))
+    architecture = architecture_of(config)
+    _take_sizes(draft, said, flags, free_depth=architecture.sets("mtp_depth"))
     has_tokenizer = any((Path(name) / one).exists() for one in TOKENIZER_FILES)
     if draft.origins.get("tokenizer_model") == "default" and has_tokenizer:
         draft.values["tokenizer_model"] = name
         draft.origins["tokenizer_model"] = "derived"
-    return architecture(config)
+    return architecture.name
 
 
 def _take_sizes(draft: Draft, said: str, flags: dict[str, Any], free_depth: bool) -> None:
-    """free_depth: --mtp-depth may differ; a block that the folder lacks starts anew, an unwanted one is left out."""
+    """free_depth: --mtp-depth may differ: a block that the folder lacks is initialized, an unwanted one is left out."""
     for flag, value in flags.items():
         if draft.origins.get(flag) == "default":
             draft.values[flag] = value

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from megapar.config.config import FLAGS, GROUPS
-from megapar.config.flag import SCRIPTS, Flag
+from megapar.schema.flag import SCRIPTS, Flag
 
 WIDTH = 100
 

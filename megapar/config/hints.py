@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from megapar.rules.rule import either
+from megapar.schema.rule import either
 
 TRANSLATE = (
     "--help lists all; `megapar translate -- ARGUMENTS` knows those of Megatron-LM, MindSpeed, DeepSpeed and "

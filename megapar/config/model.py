@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.config.flag import Alias, flag
+from megapar.schema.flag import Alias, flag
 
 MOE = ("moe",)
 ERNIE = ("ernie",)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megapar.config.flag import Flag
 from megapar.config.values import BadValue
+from megapar.schema.flag import Flag
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 

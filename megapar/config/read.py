@@ -12,8 +12,6 @@ from megapar.config.about import KEYS, About, other_script, spelled, take
 from megapar.config.blocks import Leaf, Pairs, Strange, leaves
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft, is_from_file, is_given
-from megapar.config.flag import SCRIPTS, SWITCH, Flag
-from megapar.config.flag import normal as normal
 from megapar.config.help import default_text
 from megapar.config.hints import near_flag, near_path, of_block
 from megapar.config.paths import expand, expanded
@@ -21,6 +19,8 @@ from megapar.config.regular_file import read_regular_text
 from megapar.config.shown import shown
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
+from megapar.schema.flag import SCRIPTS, SWITCH, Flag
+from megapar.schema.flag import normal as normal
 
 YAML_FORM = "Every setting is a line `key: value` that begins at the left margin; no tabs."
 NOTHING = (None, "None", "null")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.config.flag import flag
+from megapar.schema.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)

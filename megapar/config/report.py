@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 
 from megapar.config.config import FLAGS, GROUPS, Config
-from megapar.config.flag import SCRIPTS
 from megapar.config.help import written
 from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
 from megapar.errors import Complaint
+from megapar.schema.flag import SCRIPTS
 
 WHOLE_WORLD = 64
 FEW_GROUPS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.config.flag import SWITCH, Alias, fact, flag
+from megapar.schema.flag import SWITCH, Alias, fact, flag
 
 ERNIE = ("ernie",)
 MOE = ("moe",)

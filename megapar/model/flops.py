@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
-from megapar.moe.sizes import MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.ernie3.sizes import Ernie3Sizes
 
 FORWARD_AND_BACKWARD = 3
 

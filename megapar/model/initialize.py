@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from megapar.core.box import Box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, Piece
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.parameter import ParameterSpec, Piece
 
 ROWS_PER_BLOCK = 64
 

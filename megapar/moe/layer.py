@@ -19,6 +19,7 @@ from megapar.core.replay import Replay, once
 from megapar.core.tensor_parallel import piece_shape
 from megapar.core.traffic import Traffic
 from megapar.errors import DistributedError
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import (
     capacity_on_device,
     keep_by_order,
@@ -30,7 +31,6 @@ from megapar.moe.dispatch import Dispatcher, LocalDispatcher
 from megapar.moe.expert_parallel import ExpertParallelDispatcher
 from megapar.moe.experts import Experts
 from megapar.moe.router import Router, Routing, gate_weights
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.sliced import Passage
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats, RouterSums, count_pairs, gather_sums, router_losses, sequence_loss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megapar.core.compiled import Run, counted, plain
 from megapar.core.device.dtypes import wide
 from megapar.core.tensor_parallel import local
-from megapar.moe.sizes import MoeSizes
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
 
 SMALLEST_TOTAL = 1e-12  # below it renormalisation would divide by nothing; the value of the ERNIE 4.5 models

@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from megapar.errors import Complaint, ConfigError
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import table_of
 
 NAMES = ("fp8", "fp8-mlp", "fp8-activations", "latent-attention", "operator-recompute", "dualpipe")
 OPERATORS = ("norm", "qkv", "up", "activation", "core", "combine")

@@ -15,12 +15,13 @@ from typing import cast
 
 from megapar.core.pipeline.stages import Chunk
 from megapar.data.mixture import Shares
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.ernie3.tasks import CLASSES, GENERATION, tasks_of
 from megapar.model.flops import modules
-from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.planning.layout import Layout
 from megapar.planning.parts import Part, Product, Unit
 from megapar.planning.work import Span, Work
-from megapar.rules.tasks import CLASSES, GENERATION, tasks_of
 
 MOST_COUNTED = 1024  # micro-batches; tasks come round again long before
 

@@ -5,8 +5,8 @@ Shape letters: s positions of this rank, H hidden, F MLP width, E experts, k cho
 
 from __future__ import annotations
 
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.row import row_columns
-from megapar.moe.sizes import MoeSizes
 from megapar.planning.layout import Layout
 from megapar.planning.messages import Messages
 from megapar.planning.parts import INDEX, Message, Part, Product

@@ -10,10 +10,10 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Stages
-from megapar.core.sharding.cut import shard_dim
+from megapar.core.sharding.cut import box_at, shard_dim
 from megapar.errors import Complaint, ConfigError
-from megapar.model.sizes import DecoderSizes
-from megapar.model.table import ParameterSpec
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.parameter import ParameterSpec
 from megapar.planning.assume import Assumed
 from megapar.training.hiding import hiding
 from megapar.training.sizes import ITEM_BYTES, make_sizes
@@ -156,7 +156,7 @@ class Layout:
         """Of the piece on the first rank of a stage, where no piece is shorter."""
         key = row.shape, row.axes
         if key not in self._cuts:
-            self._cuts[key] = row.box({axis: (self.config.grid.size(axis), 0) for axis, _ in row.axes}).sizes
+            self._cuts[key] = box_at(row, {axis: (self.config.grid.size(axis), 0) for axis, _ in row.axes}).sizes
         return self._cuts[key]
 
     def row_numel(self, row: ParameterSpec) -> int:

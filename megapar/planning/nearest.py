@@ -13,7 +13,7 @@ from itertools import islice
 from megapar.arguments import Config, parse, resolved_values
 from megapar.config.config import FLAGS
 from megapar.errors import ConfigError
-from megapar.rules.rule import divisors
+from megapar.schema.rule import divisors
 
 # A change of how the model is cut moves memory and speed more than one of how many replicas there are.
 _WEIGHTS = {"mp": 8.0, "pp": 8.0, "cp": 8.0, "ep": 4.0, "sharding": 2.0, "dp": 1.0}

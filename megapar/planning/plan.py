@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def counts(self) -> Counts:
-        """Parameters of the model, as ``model.table.parameter_counts`` counts them: without multi-token prediction."""
+        """Parameters of the model, as ``model.spec.parameter_counts`` counts them: without multi-token prediction."""
         moe = getattr(self.layout.sizes, "moe", None)
         total = active = 0
         for row in self.layout.table:

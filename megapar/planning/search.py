@@ -20,7 +20,7 @@ from megapar.core.units import GIBIBYTE
 from megapar.planning.assume import Assumed
 from megapar.planning.change import LAYOUT, attempt, flags_of
 from megapar.planning.plan import Plan
-from megapar.rules.rule import divisors
+from megapar.schema.rule import divisors
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
     "none": {},

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from megapar.core.grid import Grid
-from megapar.model.table import ParameterSpec
+from megapar.model.parameter import ParameterSpec
 from megapar.planning.layout import Layout
 from megapar.planning.work import Work
 from megapar.training.sizes import ITEM_BYTES

@@ -16,8 +16,8 @@ from math import ceil
 from megapar.core.context_parallel.layout import RING, ULYSSES
 from megapar.core.device.kinds import rows_at_a_time
 from megapar.core.pipeline.stages import Chunk
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.moe.sizes import MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.planning.experts import expert_parts
 from megapar.planning.layout import Layout
 from megapar.planning.messages import Messages

@@ -6,7 +6,17 @@ import math
 from typing import Any
 
 from megapar.rules.pipeline import zero_bubble
-from megapar.rules.rule import ADVICE, DOWNGRADE, LIFTED, MINDSPEED_AMPIPE, NO_EFFECT, Facts, Rule, Test, near_multiples
+from megapar.schema.rule import (
+    ADVICE,
+    DOWNGRADE,
+    LIFTED,
+    MINDSPEED_AMPIPE,
+    NO_EFFECT,
+    Facts,
+    Rule,
+    Test,
+    near_multiples,
+)
 
 MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megapar.rules.rule import Facts, Rule
+from megapar.schema.rule import Facts, Rule
 
 MOE = ("moe",)
 SOURCE = "data"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import NO_EFFECT, Facts, Rule, divisors, either
-from megapar.rules.tasks import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
+from megapar.model.ernie3.tasks import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
+from megapar.schema.rule import NO_EFFECT, Facts, Rule, divisors, either
 
 ERNIE = ("ernie",)
 SOURCE = "ERNIE 3.0"

@@ -6,7 +6,7 @@ import math
 from itertools import product
 from typing import Any
 
-from megapar.rules.rule import (
+from megapar.schema.rule import (
     NO_EFFECT,
     PADDLE_SHARDING,
     Facts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapar.rules import exports
-from megapar.rules.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
+from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
 SOURCE = "models"
 MOE = ("moe",)

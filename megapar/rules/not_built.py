@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import NOT_BUILT, Rule
+from megapar.schema.rule import NOT_BUILT, Rule
 
 MOE = ("moe",)
 ERNIE = ("ernie",)

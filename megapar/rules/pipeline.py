@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.rules.rule import DOWNGRADE, NO_EFFECT, PADDLE_RECOMPUTE, Facts, Rule
+from megapar.schema.rule import DOWNGRADE, NO_EFFECT, PADDLE_RECOMPUTE, Facts, Rule
 
 RECOMPUTE = "recompute"
 _FLAGS = (

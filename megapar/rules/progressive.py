@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import NO_EFFECT, Facts, Rule
+from megapar.schema.rule import NO_EFFECT, Facts, Rule
 
 ERNIE = ("ernie",)
 SOURCE = "ERNIE 3.0"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.rules.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples, spell
 from megapar.rules.sections import SECTIONS, is_section_limits
+from megapar.schema.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples, spell
 
 SOURCE = "training"
 SHARDING = "sharding"

@@ -55,9 +55,9 @@ def _run(args: argparse.Namespace) -> int:
         size = max(1, args.shard_mb) << 20
         done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=size, tokenizer=tokenizer)
         hint = ""
-    print(f"{done.folder}: {done.family}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
-    if args.command == "hf-to-megapar" and done.family == "ErnieForMaskedLM":
-        print("it has no sentence-order head; a run starts that one anew")
+    print(f"{done.folder}: {done.architecture.name}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
+    if args.command == "hf-to-megapar" and done.architecture.trained_as:
+        print(f"a run writes it as {done.architecture.trained_as}: {done.architecture.remark}")
     if args.command == "megapar-to-hf" and not done.tokenizer:
         print("no tokenizer is written: none lies beside the checkpoint; give it with --tokenizer-model PATH")
     if done.drops_tokens:

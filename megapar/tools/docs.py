@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.config import FLAGS, GROUPS
-from megapar.config.flag import Flag
 from megapar.config.help import default_text
-from megapar.tools import rules
+from megapar.schema.flag import Flag
+from megapar.tools import architectures, rules
 from megapar.tools.parser import Parser
 
 PREFACE = """# Flags
@@ -71,7 +71,7 @@ def _default(flag: Flag, kind: str) -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"compatibility.md": rules.markdown, "flags.md": flags_markdown}
+    {"architectures.md": architectures.markdown, "compatibility.md": rules.markdown, "flags.md": flags_markdown}
 )
 
 

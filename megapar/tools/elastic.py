@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapar.config.flag import SCRIPTS
 from megapar.planning.nearest import nearest
+from megapar.schema.flag import SCRIPTS
 from megapar.tools.fresh import become
 from megapar.training.streams import make_patient
 

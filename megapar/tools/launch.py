@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
-from megapar.config.flag import SCRIPTS
 from megapar.config.launched import LAUNCH, STOP_TIMEOUT
 from megapar.core.listener import tell
 from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.schema.flag import SCRIPTS
 from megapar.tools import own
 from megapar.tools.environment import environment
 from megapar.tools.failures import REFUSED, is_refusal

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from megapar.compatibility import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, RULES, Rule
-from megapar.config.flag import SCRIPTS
-from megapar.rules.rule import either
+from megapar.schema.flag import SCRIPTS
+from megapar.schema.rule import either
 from megapar.tools.parser import Parser
 
 KINDS = {

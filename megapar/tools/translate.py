@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megapar.config.flag import SCRIPTS
 from megapar.config.read import normal
+from megapar.schema.flag import SCRIPTS
 from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import Answer, ask

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megapar.config.flag import SCRIPTS
 from megapar.core.listener import tell
+from megapar.schema.flag import SCRIPTS
 from megapar.tools import own
 from megapar.tools.fresh import MODULES, ONE_THREAD, receive, send
 

@@ -20,8 +20,8 @@ from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.tasks.build import TaskData
 from megapar.errors import Complaint, ConfigError
+from megapar.model.ernie3.tasks import CLASSES, accuracy_of, tasks_of
 from megapar.moe.slicing import Slicing
-from megapar.rules.tasks import CLASSES, accuracy_of, tasks_of
 from megapar.training.control import Control, Limits, StopSignal
 from megapar.training.numbers import Numbers, Spikes
 from megapar.training.objective import Objective

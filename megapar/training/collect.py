@@ -11,7 +11,7 @@ from torch import Tensor
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
 from megapar.core.sharding.part import Sharding, View
 from megapar.core.world import World
-from megapar.model.table import ParameterSpec
+from megapar.model.parameter import ParameterSpec
 
 
 def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.dtype, *, full: bool) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megapar.arguments import parse
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
-from megapar.config.published import Unsupported, architecture, flags_of, read_config
+from megapar.config.published import Unsupported, architecture_of, flags_of, read_config
 from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
@@ -36,16 +36,19 @@ from megapar.core.durable import put_new
 from megapar.data.kept_tokenizer import kept
 from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
-from megapar.model.hugging_face.config import not_exportable
-from megapar.model.hugging_face.family import FAMILIES, Family, config_of, family_of_config, family_of_sizes, to_halves
-from megapar.model.hugging_face.folder import TIED, HfFolder, pieces_of
-from megapar.model.hugging_face.save import INDEX, SHARD_BYTES
+from megapar.model.architectures import ARCHITECTURES, own_architecture
+from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.save import INDEX, SHARD_BYTES, config_of
+from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_halves
 from megapar.model.initialize import piece_box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import spec_of, table_of
+from megapar.rules.exports import not_exportable
+from megapar.schema.published import PublishedArchitecture
 from megapar.training.beside import files_beside
+from megapar.training.fit import blocks_lacking
 from megapar.training.saved import Saved
-from megapar.training.sizes import Sizes, facts_of, make_sizes
+from megapar.training.sizes import Sizes, make_sizes
 from megapar.training.state import Progress
 
 CARRIED = "carried.safetensors"
@@ -56,14 +59,14 @@ _LEFT = (".safetensors", ".bin", ".py", ".pt", ".pth", ".h5", ".msgpack", ".onnx
 
 @dataclass(frozen=True)
 class Converted:
-    """What was done.
+    """A conversion that is done.
 
-    carried: tensors that the model has no place for, kept beside it. tokenizer: whether the folder has one.
-    drops_tokens: whether the run did, which the written model does not.
+    architecture: the published class. carried: tensors that the model has no place for, kept beside it. tokenizer:
+    whether the folder has one. drops_tokens: whether the run did, which the written model does not.
     """
 
     folder: Path
-    family: str
+    architecture: PublishedArchitecture
     tensors: int
     bytes: int
     carried: tuple[str, ...]
@@ -76,21 +79,21 @@ def _refuse_foreign(source: Path) -> None:
         raise CheckpointError(f"{source} is {foreign}. {FIX}")
 
 
-def published(source: Path) -> tuple[Family, Sizes]:
-    """Family and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
+def published(source: Path) -> tuple[PublishedArchitecture, Sizes]:
+    """Class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
     try:
         config = read_config(source)
         kind, flags = flags_of(config)
-        name = architecture(config)
+        architecture = architecture_of(config)
     except Unsupported as error:
         raise CheckpointError(f"{source}: {error}") from error
     length = str(min(256, flags["max_position_embeddings"]))
     sizes = make_sizes(parse(kind, ["--load-hf", str(source), "--seq-length", length], {}))
-    if isinstance(sizes, ErnieSizes) and name == "ErnieForMaskedLM":
-        sizes = replace(sizes, sop=False)
-    if isinstance(sizes, DecoderSizes) and not any("mtp" in tensor for tensor in HfFolder(source).tensors):
-        sizes = replace(sizes, mtp_depth=0)  # transformers writes the number and not the block
-    return family_of_config(name, config), sizes
+    sizes = replace(sizes, **architecture.fixed_sizes)
+    # transformers writes the number of multi-token prediction blocks and leaves the blocks out.
+    lacking = blocks_lacking(architecture, table_of(sizes), HfFolder(source).tensors)
+    left: dict[str, Any] = {block.fact: 0 for block in lacking}
+    return architecture, replace(sizes, **left)
 
 
 def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
@@ -103,12 +106,14 @@ def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     source, out = Path(source), Path(out)
     _refuse_foreign(source)
     beside = files_beside(source, lambda name: Path(name).suffix in _LEFT or name == INDEX)
-    family, sizes = published(source)
+    architecture, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)
-    foreign = weights.check(table, family)
-    weights.check_tied(pieces_of(table, family))
-    return _aside(out, lambda aside: _write_checkpoint(aside, out, beside, weights, family, sizes, table, foreign))
+    foreign = weights.check(table, architecture)
+    weights.check_tied(architecture, pieces_of(table, architecture))
+    return _aside(
+        out, lambda aside: _write_checkpoint(aside, out, beside, weights, architecture, sizes, table, foreign)
+    )
 
 
 def _write_checkpoint(
@@ -116,12 +121,12 @@ def _write_checkpoint(
     out: Path,
     beside: list[Path],
     weights: HfFolder,
-    family: Family,
+    architecture: PublishedArchitecture,
     sizes: Sizes,
     table: tuple[ParameterSpec, ...],
     foreign: list[str],
 ) -> Converted:
-    _write_beside(aside / BESIDE, beside, weights, family, table, foreign)
+    _write_beside(aside / BESIDE, beside, weights, architecture, table, foreign)
     folder = folders.iteration_folder(aside, 0)
     folder.mkdir()
     rows = {f"model/{spec.name}": spec for spec in table}
@@ -131,7 +136,7 @@ def _write_checkpoint(
         spec = rows[name]
         for slab in Box.whole(spec.shape).slabs(shard_file.BLOCK_BYTES // wide.itemsize):
             target = torch.empty(slab.sizes, dtype=wide)
-            weights.fill(target, spec, slab, family)
+            weights.fill(target, spec, slab, architecture)
             yield target
 
     plans = file_order(TensorPlan(name, wide, spec.shape) for name, spec in rows.items())
@@ -142,18 +147,18 @@ def _write_checkpoint(
         tensors[name] = TensorEntry(name, spec.shape, wide, cut)
     scalars = {**asdict(Progress()), "optimizer_steps": 0, "schedule": {}}
     text = json.dumps(scalars, indent=1, sort_keys=True).encode()
-    layout = Layout(facts_of(sizes), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
+    layout = Layout(sizes.facts(), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
     write_bytes(folder / FILE_NAME, layout.to_bytes())
     folders.publish(aside, 0)
     has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)
-    return Converted(out, family.name, len(rows), file.size, tuple(foreign), has_tokenizer)
+    return Converted(out, architecture, len(rows), file.size, tuple(foreign), has_tokenizer)
 
 
 def _write_beside(
     folder: Path,
     beside: list[Path],
     weights: HfFolder,
-    family: Family,
+    architecture: PublishedArchitecture,
     table: tuple[ParameterSpec, ...],
     foreign: list[str],
 ) -> None:
@@ -163,9 +168,9 @@ def _write_beside(
     if foreign:
         plans = [TensorPlan(name, weights.tensors[name].dtype, weights.tensors[name].shape) for name in foreign]
         write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
-    own = pieces_of(table, family)
-    tied = [name for name in TIED if name in weights.tensors and name not in own]
-    facts = {"family": family.name, "absent": family.absent, "dtypes": weights.dtypes(), "tied": tied}
+    own = pieces_of(table, architecture)
+    tied = [name for name in architecture.tied if name in weights.tensors and name not in own]
+    facts = {"family": architecture.name, "absent": architecture.absent, "dtypes": weights.dtypes(), "tied": tied}
     write_bytes(folder / FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
 
 
@@ -190,23 +195,26 @@ def megapar_to_hf(
     saved = Saved(folder)
     beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
     facts = {} if beside is None else _facts(beside / FACTS)
-    family = _family(facts, saved)
+    architecture = _architecture(facts, saved)
     tokenizer = tokenizer or kept(folder.parent)
     if tokenizer is not None and tokenizer.size > saved.sizes.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.size} ids and the model {saved.sizes.vocab_size}: "
             "give the one that the model was trained with"
         )
-    export = partial(_write_hf, out=out, saved=saved, family=family, facts=facts, beside=beside)
+    export = partial(_write_hf, out=out, saved=saved, architecture=architecture, facts=facts, beside=beside)
     return _aside(out, partial(export, tokenizer=tokenizer, dtype=dtype, shard_bytes=shard_bytes))
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What ``_write_beside`` wrote, or hands have changed since. Raises CheckpointError."""
+    """Read what ``_write_beside`` wrote, which may have been edited since. Raises CheckpointError."""
     try:
         facts = json.loads(read_regular(path, INDEX_BYTES))
-        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(TIED)
-        good = good and all(isinstance(pattern, str) for pattern in facts["absent"]) and "family" in facts
+        if (architecture := ARCHITECTURES.get(facts["family"])) is None:
+            known = ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"{path} names the family {facts['family']!r}; known are {known}")
+        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(architecture.tied)
+        good = good and all(isinstance(pattern, str) for pattern in facts["absent"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
     if not good:
@@ -214,24 +222,25 @@ def _facts(path: Path) -> dict[str, Any]:
     return dict(facts)
 
 
-def _family(facts: Mapping[str, Any], saved: Saved) -> Family:
-    """What the checkpoint is written as. Raises CheckpointError where that class cannot be its model."""
-    family = family_of_sizes(saved.sizes)
-    if facts:
-        if facts.get("family") not in FAMILIES:
-            raise CheckpointError(f"{FACTS} names the family {facts.get('family')!r}; known are {', '.join(FAMILIES)}")
-        if not (isinstance(saved.sizes, ErnieSizes) and saved.trained):  # training has both heads and task types
-            family = replace(FAMILIES[facts["family"]], absent=tuple(facts["absent"]))
-    if (reason := not_exportable(saved.sizes, family.name)) is not None:
+def _architecture(facts: Mapping[str, Any], saved: Saved) -> PublishedArchitecture:
+    """The class that the checkpoint is written as. Raises CheckpointError where it cannot be its model."""
+    architecture = ARCHITECTURES[facts["family"]] if facts else own_architecture(saved.sizes)
+    if facts and architecture is not None:
+        if not saved.trained:
+            architecture = replace(architecture, absent=tuple(facts["absent"]))
+        elif architecture.trained_as:
+            architecture = ARCHITECTURES[architecture.trained_as]
+    if (reason := not_exportable(saved.sizes, architecture)) is not None:
         raise CheckpointError(reason)
-    return family
+    assert architecture is not None, "a model that can be exported has a class"
+    return architecture
 
 
 def _write_hf(
     aside: Path,
     out: Path,
     saved: Saved,
-    family: Family,
+    architecture: PublishedArchitecture,
     facts: Mapping[str, Any],
     beside: Path | None,
     tokenizer: Tokenizer | None,
@@ -239,8 +248,8 @@ def _write_hf(
     shard_bytes: int,
 ) -> Converted:
     table = table_of(saved.sizes)
-    saved.check(table, family)
-    pieces = pieces_of(table, family)
+    saved.check(table, architecture)
+    pieces = pieces_of(table, architecture)
     carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).exists() else None
     stored = {name: _DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
     plans: list[TensorPlan] = []
@@ -248,7 +257,7 @@ def _write_hf(
         own = torch.float32 if spec.fp32 or dtype is None else dtype
         plans.append(TensorPlan(name, stored.get(name, own) if dtype is None else own, piece.hf_shape))
     by_name = {plan.name: plan for plan in plans}
-    copies = {name: TIED[name] for name in facts.get("tied", ())}
+    copies = {name: architecture.tied[name] for name in facts.get("tied", ())}
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
     extra = {} if carried is None else {name: one for name, one in carried.tensors.items() if name not in pieces}
     plans += [TensorPlan(name, one.dtype, one.shape) for name, one in extra.items()]
@@ -259,7 +268,7 @@ def _write_hf(
             return
         name = copies.get(name, name)
         spec, piece = pieces[name]
-        rotated = family.rotated_dim(spec, piece)
+        rotated = rotated_dim(architecture, spec, piece)
         for slab in piece_box(spec, piece).slabs(shard_file.BLOCK_BYTES // torch.float32.itemsize, rotated):
             part = saved.read(spec, slab)
             yield (part if rotated is None else to_halves(part, rotated)).to(by_name[name].dtype)
@@ -268,28 +277,30 @@ def _write_hf(
     if beside is not None:
         for path in files_beside(beside, lambda name: name in (CARRIED, FACTS)):
             shutil.copyfile(path, aside / path.name)
-    _write_config(aside / "config.json", saved, family, tokenizer, dtype)
+    _write_config(aside / "config.json", saved, architecture, tokenizer, dtype)
     if tokenizer is not None:
         tokenizer.save_hf(aside)
     dropped = saved.scalars.get("drops_tokens") is True
     has_tokenizer = any((aside / name).exists() for name in TOKENIZER_FILES)
-    return Converted(out, family.name, len(plans), total, tuple(extra), has_tokenizer, dropped)
+    return Converted(out, architecture, len(plans), total, tuple(extra), has_tokenizer, dropped)
 
 
 def _write_config(
-    path: Path, saved: Saved, family: Family, tokenizer: Tokenizer | None, dtype: torch.dtype | None
+    path: Path,
+    saved: Saved,
+    architecture: PublishedArchitecture,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype | None,
 ) -> None:
-    """config.json: the published folder's own bytes unless something has changed since, or one that is made here."""
-    own = config_of(family, saved.sizes, dtype or torch.float32)
+    """Write config.json: the published folder's own bytes unless something has changed since, or a new one."""
+    own = config_of(architecture, saved.sizes, dtype or torch.float32)
     there = path.exists()
     config = json.loads(path.read_text(encoding="utf-8")) if there else dict(own)
     before = dict(config)
-    if saved.trained and isinstance(saved.sizes, ErnieSizes):
-        config |= {name: own[name] for name in ("architectures", "use_task_id", "task_type_vocab_size")}
-    if saved.trained and isinstance(saved.sizes, DecoderSizes):
-        config["max_position_embeddings"] = saved.sizes.max_position_embeddings
-        if saved.sizes.mtp_depth != int(config.get("num_nextn_predict_layers") or 0):
-            config["num_nextn_predict_layers"] = saved.sizes.mtp_depth
+    if saved.trained:
+        config |= architecture.retrained(config, spec_of(saved.sizes).published.settings(saved.sizes))
+        if architecture.name not in (config.get("architectures") or []):
+            config["architectures"] = [architecture.name]
     if dtype is not None:
         config |= {name: own["dtype"] for name in ("dtype", "torch_dtype") if name in config}
     config |= token_ids(tokenizer, config)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megapar.arguments import FLAGS, Config
 from megapar.config.draft import is_given
-from megapar.config.flag import SCRIPTS, Flag
 from megapar.config.help import written
 from megapar.core.declaration import Declaration, Node, differences
 from megapar.core.device.base import Device
@@ -26,6 +25,7 @@ from megapar.core.world import roll_call
 from megapar.data.corpus import Corpus
 from megapar.data.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
+from megapar.schema.flag import SCRIPTS, Flag
 from megapar.training.data_facts import KNOWLEDGE, Data
 from megapar.training.identity import made_by
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.model.hugging_face import save as hf
-from megapar.model.hugging_face.family import Family
+from megapar.schema.published import PublishedArchitecture
 from megapar.training.collect import collect_all, collect_buffers
 from megapar.training.job import Job
 from megapar.training.sizes import Sizes
@@ -34,18 +34,18 @@ def save_hf(
     job: Job,
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
-    family: Family | None = None,
+    architecture: PublishedArchitecture | None = None,
     published: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write weights, configuration and tokenizer so that ``transformers`` loads them; every rank must call it.
 
-    Whole parameters pass rank 0 one at a time. tokenizer: None where the run had none. family, published: family and
-    config.json of the folder the run was started from, if there was one.
+    Whole parameters pass rank 0 one at a time. tokenizer: None where the run had none. architecture, published: class
+    to write and config.json of the folder that the run was started from, if there was one.
     """
     tensors = _whole(job)
     if job.world.rank == 0:
         ids, beside = token_ids(tokenizer, published), None if tokenizer is None else tokenizer.save_hf
-        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids, family=family, beside=beside)
+        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids, architecture=architecture, beside=beside)
     else:
         for _ in tensors:
             pass

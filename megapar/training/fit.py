@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megapar.model.table import SOP
+from megapar.model.ernie.table import SOP
+from megapar.model.parameter import ParameterSpec
+from megapar.schema.published import PublishedArchitecture
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,23 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
             (initial if here else left).append(block)
             facts[block.fact] = there
     return Fitted(facts, tuple(initial), tuple(left))
+
+
+def blocks_lacking(
+    architecture: PublishedArchitecture, table: Iterable[ParameterSpec], names: Container[str]
+) -> tuple[Block, ...]:
+    """The blocks of the table that a published folder with tensors of these names does not have.
+
+    Some classes never have a block. Others may have it, and their folders often leave all of its tensors out.
+    """
+    rows, found = tuple(table), []
+    for block in BLOCKS:
+        pieces = [piece for spec in rows if spec.name.startswith(block.prefixes) for piece in spec.pieces]
+        if block.fact in architecture.fixed_sizes:
+            lacking = bool(pieces)
+        else:
+            stored = any(architecture.hf_name(piece.hf_name) in names for piece in pieces)
+            lacking = bool(pieces) and architecture.sets(block.fact) and not stored
+        if lacking:
+            found.append(block)
+    return tuple(found)

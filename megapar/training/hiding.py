@@ -5,7 +5,7 @@ from __future__ import annotations
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.hiding import OFF, ON, CutLinear, Price
-from megapar.model.sizes import DecoderSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.training.sizes import ITEM_BYTES, Sizes, make_sizes
 
 

@@ -44,18 +44,20 @@ from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie3.model import Ernie3
+from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.initialize import fill, std_of
 from megapar.model.layers.attention import Attention
 from megapar.model.layers.mlp import Mlp
-from megapar.model.sizes import Ernie3Sizes, ErnieSizes
-from megapar.model.table import ParameterSpec, placed, table_of
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import table_of
 from megapar.moe.experts import Experts
 from megapar.training.build import DTYPES, compute_dtype, make_layout, make_objective, make_slicing, reduce_dtype
 from megapar.training.hiding import hiding
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.sizes import Sizes, make_segments, make_sizes
-from megapar.training.stages import effective_schedule, make_stages
+from megapar.training.stages import effective_schedule, make_stages, placed
 
 Model = Decoder | Ernie
 

@@ -12,7 +12,7 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
-from megapar.moe.sizes import MEGATRON_MOE
+from megapar.model.decoder.sizes import MEGATRON_MOE
 
 Planned = Callable[[Config, str], str]
 

@@ -21,8 +21,8 @@ from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
 from megapar.core.meter import Waits
 from megapar.errors import TrainingError
+from megapar.model.ernie3.tasks import CLASSES, TASKS
 from megapar.model.layers.terms import ROUTING
-from megapar.rules.tasks import CLASSES, TASKS
 from megapar.training.denominators import Denominators
 from megapar.training.objective import Objective
 from megapar.training.record import Logger, Record

@@ -15,7 +15,6 @@ import torch
 from megapar import __version__
 from megapar.arguments import FLAGS, GROUPS, Config
 from megapar.config.draft import is_given
-from megapar.config.flag import Flag
 from megapar.config.help import written
 from megapar.core import messages
 from megapar.core.world import World
@@ -23,6 +22,7 @@ from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
 from megapar.data.mock import MockTokenizer
 from megapar.data.tokenizer import NoTokenizer
+from megapar.schema.flag import Flag
 from megapar.training.build import make_batch_size, make_progressive
 
 WIDTH = 118

@@ -13,8 +13,8 @@ from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.core.units import GIBIBYTE
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.flops import flops_per_token
-from megapar.model.sizes import DecoderSizes
 from megapar.training import facts
 from megapar.training.build import compute_dtype
 from megapar.training.job import Job

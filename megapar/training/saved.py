@@ -1,10 +1,10 @@
-"""The weights of a checkpoint for those who read it without a run."""
+"""The weights of a checkpoint, read without a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,14 +15,13 @@ from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import ShardFile, check_file
 from megapar.core.checkpoint.storage import read_scalars
 from megapar.errors import CheckpointError
-from megapar.model.hugging_face.config import not_exportable
-from megapar.model.hugging_face.family import Family
+from megapar.model.architectures import own_architecture
 from megapar.model.hugging_face.save import some
 from megapar.model.initialize import piece_box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec
-from megapar.moe.sizes import MoeSizes
-from megapar.rules.exports import ERNIE4_5_MOE
+from megapar.model.parameter import ParameterSpec, Piece
+from megapar.model.spec import STORED
+from megapar.rules.exports import not_exportable
+from megapar.schema.published import PublishedArchitecture
 from megapar.training.sizes import Sizes
 
 
@@ -37,11 +36,11 @@ class Saved:
 
     @property
     def trained(self) -> bool:
-        """Whether a run saved it, and not a conversion."""
+        """A run saved it, not a conversion."""
         return int(self.scalars.get("iteration", 0)) > 0
 
-    def check(self, table: tuple[ParameterSpec, ...], family: Family) -> None:
-        """Files undamaged, every parameter there in its shape, nothing lost in a family that has no place for it."""
+    def check(self, table: tuple[ParameterSpec, ...], architecture: PublishedArchitecture) -> None:
+        """Check files and shapes, and that the class has a place for all that is not zero. Raises CheckpointError."""
         problems = [problem for file in self._layout.files if (problem := check_file(self._folder, file, "full"))]
         for spec in table:
             entry = self._layout.tensors.get(f"model/{spec.name}")
@@ -51,10 +50,10 @@ class Saved:
         if problems:
             raise CheckpointError(f"{self._folder}: {some(problems)}")
         for spec in table:
-            gone = [piece for piece in spec.pieces if family.hf_name(piece.hf_name) is None]
+            gone = [piece for piece in spec.pieces if architecture.hf_name(piece.hf_name) is None]
             if any(bool(self.read(spec, piece_box(spec, piece)).any()) for piece in gone):
                 raise CheckpointError(
-                    f"{spec.name} is not zero, and {family.name} has no place for it. {_way(self.sizes)}"
+                    f"{spec.name} is not zero, and {architecture.name} has no place for it. {_way(self.sizes, gone)}"
                 )
 
     def read(self, spec: ParameterSpec, region: Box) -> Tensor:
@@ -69,26 +68,23 @@ class Saved:
         return out
 
 
-def _way(sizes: Sizes) -> str:
-    """Where a model goes whose correction bias has moved."""
-    if isinstance(sizes, DecoderSizes) and not_exportable(sizes, ERNIE4_5_MOE) is None:
+def _way(sizes: Sizes, pieces: Sequence[Piece]) -> str:
+    """The way out for a model with pieces that the class of its folder has no place for."""
+    own = own_architecture(sizes)
+    if own is not None and not_exportable(sizes) is None and all(own.hf_name(piece.hf_name) for piece in pieces):
         return (
-            f"{ERNIE4_5_MOE} has one, and is what a checkpoint without a folder {BESIDE} beside it is written as: "
+            f"{own.name} has one, and is what a checkpoint without a folder {BESIDE} beside it is written as: "
             "rename that folder for the export"
         )
     return "No class known here has one; the checkpoint keeps every weight"
 
 
 def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
-    """The sizes that ``sizes.facts_of`` described; what it leaves out has no meaning for weights."""
-    values = dict(facts)
-    kind = {"DecoderSizes": DecoderSizes, "ErnieSizes": ErnieSizes}.get(str(values.pop("kind", "")))
-    if kind is None:
+    """The sizes that ``ModelSizes.facts`` described; numbers that it leaves out do not matter for weights."""
+    spec = STORED.get(str(facts.get("kind", "")))
+    if spec is None:
         raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")
     try:
-        if values.get("moe"):
-            values["moe"] = MoeSizes(**values["moe"])
-        sizes: Sizes = kind(**values, seq_length=values["max_position_embeddings"])
-        return sizes
+        return cast(Sizes, spec.sizes.from_facts(facts))
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{where} describes its model in a way that is not known here: {error}") from error

@@ -12,8 +12,8 @@ from typing import Any
 from megapar.config.latest_name import of_name
 from megapar.config.shown import shown
 from megapar.config.suspects import NEVER
-from megapar.config.values import MAX_INT
 from megapar.errors import CheckpointError
+from megapar.schema.legal_values import MAX_INT
 
 MAX_SEED = 2**64 - 1
 SHOWN = 6

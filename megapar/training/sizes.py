@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from megapar.core.sharding.cut import Described, local_box
 from megapar.core.sharding.plan import PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import Complaint, ConfigError
-from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
-from megapar.model.table import parameter_counts, table_of
-from megapar.moe.sizes import MoeSizes
-from megapar.rules.tasks import tasks_of
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.ernie3.tasks import tasks_of
+from megapar.model.spec import parameter_counts, table_of
 from megapar.training.fit import fitted
 from megapar.training.identity import another_run
 from megapar.training.learning_rate import another_schedule, make_learning_rate
@@ -122,18 +122,6 @@ def make_segments(config: Config, sizes: Sizes) -> list[PlannedSegment]:
     return by_unit(rows, cost)
 
 
-def facts_of(sizes: Sizes) -> dict[str, Any]:
-    """``model_facts`` of a model of these sizes."""
-    facts = asdict(sizes)
-    unlearned = ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "depth_scaled_init", "use_flash_attn")
-    for name in unlearned:
-        facts.pop(name)
-    if facts.get("moe"):
-        for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
-            facts["moe"].pop(name)
-    return {"kind": type(sizes).__name__, **facts}
-
-
 def outline(config: Config) -> str:
     """What --validate-only adds of the model: its parameters and its segments."""
     sizes = make_sizes(config)
@@ -160,7 +148,7 @@ def _check_saved(config: Config, sizes: Sizes) -> str:
     folder, facts = found
     alone = saved.finetune or stored_schedule(folder) is None
     complaints = []
-    if apart := differences(facts, fitted(facts, facts_of(sizes), alone=alone).facts):
+    if apart := differences(facts, fitted(facts, sizes.facts(), alone=alone).facts):
         message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {apart}."
         fix = "Give the flags that it was trained with, or the folder of another run."
         complaints.append(Complaint("checkpoint-model", message, fix))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from megapar.arguments import Config
 from megapar.core.pipeline.schedule import ZERO_BUBBLE, style_of
 from megapar.core.pipeline.stages import CutError, PipelineLayers, Stages
 from megapar.errors import Complaint, ConfigError
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.flops import layer_flops
-from megapar.model.sizes import DecoderSizes, Ernie3Sizes, ErnieSizes
+from megapar.model.parameter import ParameterSpec
 
 Sizes = DecoderSizes | ErnieSizes
 
@@ -19,16 +24,12 @@ def effective_schedule(config: Config) -> str:
 
 def pipeline_layers(sizes: Sizes) -> PipelineLayers:
     """The model as a list of layers: class names, with what is inside a block, and model FLOPs as costs."""
-    if isinstance(sizes, ErnieSizes):
-        names = ["ErnieEmbedding", *["ErnieBlock(Mlp)"] * sizes.num_layers, "ErnieHead"]
-        if isinstance(sizes, Ernie3Sizes):
-            names = ["ErnieEmbedding", *["UniversalBlock(Mlp)"] * sizes.num_layers]
-            names += [*["BranchLayer(ErnieBlock, Mlp)"] * sizes.task_layers, "TaskHeads"]
-    else:
-        moe = set(sizes.moe_layers)
-        inner = ["MoeLayer" if layer in moe else "Mlp" for layer in range(sizes.num_layers)]
-        names = ["DecoderEmbedding", *(f"DecoderBlock({kind})" for kind in inner), "LmHead"]
-    return PipelineLayers(tuple(names), tuple(map(float, layer_flops(sizes))))
+    return PipelineLayers(sizes.layer_names, tuple(map(float, layer_flops(sizes))))
+
+
+def placed(table: Iterable[ParameterSpec], stages: Stages) -> tuple[ParameterSpec, ...]:
+    """The table with each row's stage."""
+    return tuple(replace(spec, stage=stages.rank_of_unit(spec.unit)) for spec in table)
 
 
 def make_stages(config: Config, sizes: Sizes) -> Stages:

@@ -19,7 +19,6 @@ from megapar.training.fit import Block, fitted
 from megapar.training.job import Job
 from megapar.training.learning_rate import another_schedule
 from megapar.training.scalars import check_scalars
-from megapar.training.sizes import facts_of
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Progress:
 
 def model_facts(job: Job) -> dict[str, Any]:
     """What must agree for a checkpoint to be one of this model: everything that decides names, shapes or meaning."""
-    return facts_of(job.sizes)
+    return job.sizes.facts()
 
 
 def weights(job: Job) -> dict[str, Shard]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megapar.rules.rule import divisors
+from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
 
 FEW = 36  # tokens of a sample, at most about

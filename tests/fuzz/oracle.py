@@ -15,10 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.layers import block
 from megapar.moe.layer import MoeLayer
 from megapar.moe.router import Routing
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, RouterSums
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace

@@ -33,7 +33,7 @@ from megapar.arguments import parse, resolved_values
 from megapar.compatibility import LIFTED, RULES, Rule, check
 from megapar.core.journal import Journal
 from megapar.errors import ConfigError
-from megapar.rules.rule import DOCUMENTS
+from megapar.schema.rule import DOCUMENTS
 from megapar.trainer import train
 from tests.equivalence.compare import differences
 from tests.equivalence.run import Trace, trace

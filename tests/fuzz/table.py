@@ -5,7 +5,7 @@ An option's values are those that are legal beside the rows above it; ``wild`` o
 
 from __future__ import annotations
 
-from megapar.rules.rule import divisors
+from megapar.schema.rule import divisors
 from tests.fuzz import legal
 from tests.fuzz.option import Option, degree, some
 

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel import local
 from megapar.model.decoder.model import Decoder
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.model import Ernie
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.initialize import fill
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
-from megapar.moe.sizes import MoeSizes
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import table_of
 
 DENSE = DecoderSizes(
     num_layers=2,
@@ -129,7 +131,7 @@ def initialize(
     """Fill every parameter and buffer of the table as the rank at ``places`` has it: axis -> (size, coordinate)."""
     rows = {spec.name: spec for spec in table}
     for name, tensor in named_tensors(model):
-        box = rows[name].box(dict(places))
+        box = box_at(rows[name], dict(places))
         fill(local(tensor.detach()), rows[name], box, seed=seed, init_std=init_std)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.flops import flops_per_token, step_flops
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.moe.sizes import MoeSizes
 
 ERNIE_300B = DecoderSizes(
     num_layers=54,
@@ -33,7 +33,19 @@ def test_ernie_300b_at_4096():
 def test_gpt3_175b_is_the_published_formula():
     """72 s l h^2 (1 + s / 6h + V / 12lh) per sequence, with the scores halved for causal attention."""
     L, h, s, V = 96, 12288, 2048, 51200
-    gpt3 = DecoderSizes(L, h, 96, 96, 128, 4 * h, V, s, s, activation="gelu", add_bias_linear=True)
+    gpt3 = DecoderSizes(
+        num_layers=L,
+        hidden_size=h,
+        num_attention_heads=96,
+        num_query_groups=96,
+        head_dim=128,
+        ffn_hidden_size=4 * h,
+        vocab_size=V,
+        seq_length=s,
+        max_position_embeddings=s,
+        activation="gelu",
+        add_bias_linear=True,
+    )
     published = 72 * s * L * h**2 * (1 + s / (2 * 6 * h) + V / (12 * L * h))
     assert step_flops(gpt3, 1, s) == pytest.approx(published, rel=1e-9)
 
@@ -54,7 +66,15 @@ def test_router_and_shared_experts_are_counted():
 
 
 def test_ernie_base():
-    base = ErnieSizes(12, 768, 12, 3072, 40000, 512, 2048)
+    base = ErnieSizes(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        ffn_hidden_size=3072,
+        vocab_size=40000,
+        seq_length=512,
+        max_position_embeddings=2048,
+    )
     per_layer = 6 * (4 * 768 * 768 + 2 * 768 * 3072) + 12 * 768 * 512
     heads = 6 * 768 * (768 + 2)
     words = 6 * 768 * (768 + 40000)

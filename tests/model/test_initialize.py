@@ -10,9 +10,10 @@ import torch
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
+from megapar.core.sharding.cut import box_at
 from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import draw_block, fill, std_of
-from megapar.model.table import table_of
+from megapar.model.spec import table_of
 from tests.model.ernie3.test_model import SIZES as ERNIE3
 from tests.model.small import DENSE, ERNIE, MOE, initialize, named_tensors
 
@@ -91,7 +92,7 @@ def test_model_halves_are_halves_of_the_model():
     for rank in range(2):
         half = made(Axis("mp", 2, rank, None, (0, 1)))
         for row in table:
-            assert torch.equal(half[row.name], whole[row.name][row.box({"mp": (2, rank)}).slices]), row.name
+            assert torch.equal(half[row.name], whole[row.name][box_at(row, {"mp": (2, rank)}).slices]), row.name
 
 
 def test_the_dtype_casts_the_same_numbers():

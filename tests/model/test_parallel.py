@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megapar.core.axis import Axis
-from megapar.model.table import table_of
+from megapar.core.sharding.cut import box_at
+from megapar.model.spec import table_of
 from tests.model.small import DENSE, ERNIE, VARIETIES, batch_for, build
 from tests.support.ranks import run_ranks
 
@@ -53,7 +54,7 @@ def test_two_ranks_equal_one(sizes, sequence_parallel):
         assert rank_sums == pytest.approx(sums, rel=1e-12)
         assert torch.allclose(rank_logits, logits, rtol=0, atol=1e-12)
         for row in table_of(sizes):
-            expected = grads[row.name][row.box({"mp": (2, rank)}).slices]
+            expected = grads[row.name][box_at(row, {"mp": (2, rank)}).slices]
             difference = float((rank_grads[row.name] - expected).abs().max())
             assert difference <= 1e-9 * max(float(expected.abs().max()), 1e-6 * largest), row.name
 

@@ -14,8 +14,7 @@ from megapar.core.overlap import Overlap
 from megapar.core.recompute import Block, Choice, Interval, Recompute
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
-from megapar.model.sizes import DecoderSizes
-from megapar.moe.sizes import MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build
 from tests.support.ranks import run_ranks
 

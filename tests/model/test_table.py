@@ -11,12 +11,13 @@ import torch
 
 from megapar.core.axis import Axis
 from megapar.core.box import Box
+from megapar.core.sharding.cut import box_at
 from megapar.model.decoder.model import Decoder
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.model import Ernie
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.initialize import piece_box
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import parameter_counts, table_of
-from megapar.moe.sizes import MoeSizes
+from megapar.model.spec import parameter_counts, table_of
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, build, named_tensors
 
 ERNIE_21B = DecoderSizes(
@@ -63,7 +64,7 @@ def test_local_shapes_are_the_boxes(name, sequence_parallel):
         model = build(sizes, mp=place(rank, 2), sequence_parallel=sequence_parallel)
         for row in table_of(sizes):
             local = dict(named_tensors(model))[row.name]
-            assert tuple(local.shape) == row.box({"mp": (2, rank)}).sizes, row.name
+            assert tuple(local.shape) == box_at(row, {"mp": (2, rank)}).sizes, row.name
 
 
 def test_units_of_the_table_are_the_modules_units():
@@ -115,8 +116,8 @@ def test_expert_axes_cut_experts_and_features():
     rows = {row.name: row for row in table_of(MOE)}
     gate_up = rows["layers.1.moe.experts.gate_up"]
     assert gate_up.expert
-    assert gate_up.box({"ep": (2, 1), "emp": (2, 1)}) == Box((2, 0, 8, 0), (2, 2, 8, 32))
-    assert rows["layers.1.moe.experts.down"].box({"emp": (2, 1)}) == Box((0, 0, 8), (4, 32, 8))
+    assert box_at(gate_up, {"ep": (2, 1), "emp": (2, 1)}) == Box((2, 0, 8, 0), (2, 2, 8, 32))
+    assert box_at(rows["layers.1.moe.experts.down"], {"emp": (2, 1)}) == Box((0, 0, 8), (4, 32, 8))
     assert rows["layers.1.moe.router.correction_bias"].trainable is False
 
 
@@ -147,12 +148,22 @@ def test_counts_are_the_published_ones():
 
 def test_counts_of_ernie_base():
     # ernie-3.0-base-zh, counted by transformers (ErnieForPreTraining with task types).
-    base = ErnieSizes(12, 768, 12, 3072, 40000, 512, 2048, type_vocab_size=4, task_type_vocab_size=3)
+    base = ErnieSizes(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        ffn_hidden_size=3072,
+        vocab_size=40000,
+        seq_length=512,
+        max_position_embeddings=2048,
+        type_vocab_size=4,
+        task_type_vocab_size=3,
+    )
     model = Ernie(base, mp=Axis.single("mp"), dtype=torch.float32, device="meta")
     assert parameter_counts(base) == (118578498, 118578498)
     assert sum(p.numel() for p in model.parameters()) == 118578498
 
 
 def test_the_table_needs_no_torch():
-    code = "import sys, megapar.model.table, megapar.model.flops; sys.exit('torch' in sys.modules)"
+    code = "import sys, megapar.model.spec, megapar.model.flops; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,14 +20,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
+from megapar.core.sharding.cut import box_at
 from megapar.core.traffic import Traffic
 from megapar.core.world import World
 from megapar.errors import DistributedError
+from megapar.model.decoder.sizes import MoeSizes
+from megapar.model.decoder.table import decoder_table
 from megapar.model.layers.mlp import Mlp
-from megapar.model.table import decoder_table
 from megapar.moe.expert_parallel import ExpertParallelDispatcher, order_by_expert
 from megapar.moe.layer import MoeLayer
-from megapar.moe.sizes import MoeSizes
 from tests.model.small import MOE
 from tests.support import late
 from tests.support.ranks import run_ranks
@@ -185,7 +186,7 @@ def check(world, sequence_parallel, case):
     rows = table(sizes)
     places = {name: (world.axis(name).size, world.axis(name).rank) for name in ("mp", "ep", "emp")}
     for name, parameter in layer.named_parameters():
-        parameter.data.copy_(whole.get_parameter(name).data[rows[name].box(places).slices])
+        parameter.data.copy_(whole.get_parameter(name).data[box_at(rows[name], places).slices])
     layer.router.correction_bias.copy_(whole.router.correction_bias)
 
     x, upstream, valid = inputs(case, data.rank)
@@ -208,7 +209,7 @@ def check(world, sequence_parallel, case):
         for axis in (edp,) if row.expert else (data, *((mp,) if partial(row, sequence_parallel) else ())):
             if axis.size > 1:
                 dist.all_reduce(grad, group=axis.group)
-        close(grad, whole.get_parameter(name).grad[row.box(places).slices], name)
+        close(grad, whole.get_parameter(name).grad[box_at(row, places).slices], name)
     layer.traffic.check_settled()
     return int(stats.dropped)
 

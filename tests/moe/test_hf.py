@@ -6,10 +6,10 @@ from transformers.models.ernie4_5_moe.configuration_ernie4_5_moe import Ernie4_5
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock
 
 from megapar.core.axis import Axis
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.layer import MoeLayer
 from megapar.moe.router import gate_weights
-from megapar.moe.sizes import MoeSizes
 
 HIDDEN, FFN, EXPERTS = 32, 16, 8
 

@@ -15,8 +15,8 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.replay import Replay
 from megapar.core.traffic import Traffic
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from tests.moe.test_waits import by_slices
 from tests.support.ranks import run_ranks

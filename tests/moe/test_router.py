@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.router import Router, Routing, gate_weights, move_correction_bias
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import router_sums
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megapar.core.axis import Axis
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from tests.support import late
 from tests.support.ranks import run_ranks

@@ -1,7 +1,7 @@
 import torch
 
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.router import choose
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import add_sums, count_pairs, router_losses, router_sums, sequence_loss
 
 

@@ -11,8 +11,8 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.layout import Layout
 from megapar.core.context_parallel.share import Share
 from megapar.core.device.packed import Documents
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from tests.support.host_tensors import HostTensors
 from tests.support.ranks import run_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
-from megapar.model.table import parameter_counts
+from megapar.model.spec import parameter_counts
 from megapar.tools.main import main
 from megapar.tools.plan import DOES_NOT_FIT
 from megapar.training.sizes import make_sizes

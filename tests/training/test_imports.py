@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar.arguments import parse
-from megapar.config.class_defaults import CLASS_DEFAULTS
 from megapar.errors import CheckpointError, ConfigError
-from megapar.model.hugging_face.folder import HfFolder, pieces_of
-from megapar.model.table import table_of
+from megapar.model.architectures import ARCHITECTURES
+from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.tensors import pieces_of
+from megapar.model.spec import table_of
 from megapar.training.convert import hf_to_megapar, megapar_to_hf, published
 from tests.support.ranks import run_ranks
 from tests.training.test_convert import MODELS, _expected, _logits
@@ -48,12 +49,13 @@ def kind_of(name: str) -> str:
     return "ernie" if name.startswith("ErnieFor") else "moe"
 
 
-@pytest.mark.parametrize("name", CLASS_DEFAULTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_class_defaults_are_those_of_transformers(name: str) -> None:
     config = getattr(transformers, name).config_class()
     theirs = config.to_dict()
     theirs["rope_theta"] = theirs.get("rope_parameters", {}).get("rope_theta")
-    assert {key: theirs[key] for key in CLASS_DEFAULTS[name]} == CLASS_DEFAULTS[name]
+    ours = ARCHITECTURES[name].defaults
+    assert {key: theirs[key] for key in ours} == ours
 
 
 # What the fixture's models have at other values than the class, or that decides shapes, stays in config.json.
@@ -168,13 +170,14 @@ def test_the_way_that_the_refusal_names(folders: dict[str, Path], tmp_path: Path
 def test_blocks_of_a_copy_are_shared_out_among_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders["Ernie4_5"], tmp_path / "model", {})
     _store_other(folder, "lm_head.weight", "model.embed_tokens.weight", 1.0)
-    family, sizes = published(folder)
-    own = pieces_of(table_of(sizes), family)
+    architecture, sizes = published(folder)
+    own = pieces_of(table_of(sizes), architecture)
     weights = HfFolder(folder)
     refused = []
     for rank in range(3):
         try:
-            weights.check_tied(own, rank, 3, block_bytes=32 * 4 * 20)  # 67 rows of 32: blocks of 20, of which 4
+            # 67 rows of 32: blocks of 20, of which there are 4.
+            weights.check_tied(architecture, own, rank, 3, block_bytes=32 * 4 * 20)
         except CheckpointError:
             refused.append(rank)
     assert refused == [0]  # the last element is in the fourth block

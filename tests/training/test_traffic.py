@@ -8,7 +8,8 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.core.sharding.cut import shard_dim
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.parameter import ParameterSpec
+from megapar.model.spec import table_of
 from megapar.training.sizes import make_sizes
 from tests.support.training import COMMON, SMALL, run
 

@@ -6,12 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.model.spec import STORED
+
 SHOWN = 5
-_MODELS = {
-    "DecoderSizes": "a decoder, which pretrain_moe.py trains",
-    "ErnieSizes": "an ERNIE encoder, which pretrain_ernie.py trains",
-    "Ernie3Sizes": "ERNIE 3.0, which pretrain_ernie.py trains with --ernie-model ernie3",
-}
 
 
 def differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
@@ -19,7 +16,7 @@ def differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     expected = json.loads(json.dumps(expected))  # tuples are lists in a file
     kinds = [str(facts.get("kind"))[:100] for facts in (stored, expected)]
     if kinds[0] != kinds[1]:
-        there, here = (_MODELS.get(kind, kind) for kind in kinds)
+        there, here = (STORED[kind].title if kind in STORED else kind for kind in kinds)
         return f"there it is {there}, here {here}"
     found = [
         f"{name} is {_shown(there)} there and {_shown(here)} here" for name, there, here in _apart(stored, expected)

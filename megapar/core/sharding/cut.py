@@ -7,7 +7,7 @@ least on padding (8 groups over 168 ranks would take 21 times the memory). FSDP2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megapar.core.box import Box
@@ -65,6 +65,15 @@ def shard_dim(sizes: Sequence[int], parts: int, *, full: bool = False) -> int:
     if full:
         return 0
     return min(range(len(sizes)), key=lambda dim: (-(-sizes[dim] // parts) * parts / max(1, sizes[dim]), dim))
+
+
+def box_at(spec: Described, places: Mapping[str, tuple[int, int]]) -> Box:
+    """The piece that the rank at ``places`` holds: axis -> (size, this rank's coordinate); other axes do not cut."""
+    box = Box.whole(spec.shape)
+    for axis, dim in spec.axes:
+        size, rank = places.get(axis, (1, 0))
+        box = box.cut(dim, size, rank)
+    return box
 
 
 def local_box(spec: Described, grid: Grid, rank: int) -> Box:

@@ -20,12 +20,12 @@ from megapar.data.tasks.sentence_reorder import SentenceReorder
 from megapar.data.tasks.task import Documents, Task
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
-from megapar.rules.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, REORDER, tasks_of
+from megapar.model.ernie3.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, REORDER, tasks_of
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """What ``--ernie-tasks`` and its lexicons ask for. mixture: as ``rules.tasks.tasks_of`` reads it."""
+    """What ``--ernie-tasks`` and its lexicons ask for. mixture: as ``model.ernie3.tasks.tasks_of`` reads it."""
 
     mixture: str | None = None
     phrase_file: str | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
 from megapar.data.samples import NO_LOSS, Pieces, Sample
-from megapar.rules.tasks import DOCUMENT_LM
+from megapar.model.ernie3.tasks import DOCUMENT_LM
 
 
 @dataclass(frozen=True)

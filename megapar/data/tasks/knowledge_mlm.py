@@ -12,7 +12,7 @@ from megapar.data.ernie import mask_words
 from megapar.data.frame import Frame
 from megapar.data.samples import Pieces, Sample
 from megapar.data.tasks.lexicon import Lexicon
-from megapar.rules.tasks import KNOWLEDGE_MLM
+from megapar.model.ernie3.tasks import KNOWLEDGE_MLM
 
 
 @dataclass(frozen=True)

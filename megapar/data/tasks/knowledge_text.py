@@ -18,7 +18,7 @@ from megapar.data.samples import NO_LOSS, Sample
 from megapar.data.store import Split
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
-from megapar.rules.tasks import KNOWLEDGE_TEXT
+from megapar.model.ernie3.tasks import KNOWLEDGE_TEXT
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ from megapar.data.draws import Draws
 from megapar.data.mixture import Shares
 from megapar.data.samples import NO_LOSS, PieceOrder, Sample
 from megapar.data.tasks.task import Task
-from megapar.rules.tasks import CLASSES, GENERATION, TASKS, accuracy_of
+from megapar.model.ernie3.tasks import CLASSES, GENERATION, TASKS, accuracy_of
 
 
 class TaskSamples:

@@ -16,7 +16,7 @@ from megapar.data.frame import Frame
 from megapar.data.samples import Sample, beside
 from megapar.data.tasks.task import Documents, cut_evenly
 from megapar.errors import DataError
-from megapar.rules.tasks import DISTANCE, DISTANCES
+from megapar.model.ernie3.tasks import DISTANCE, DISTANCES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from megapar.data.draws import Draws
 from megapar.data.frame import Frame
 from megapar.data.samples import Pieces, Sample
 from megapar.data.tasks.task import cut_evenly
-from megapar.rules.tasks import REORDER, reorder_classes
+from megapar.model.ernie3.tasks import REORDER, reorder_classes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """Of ``rules.tasks``."""
+        """Of ``model.ernie3.tasks``."""
 
     def make(self, number: int, draws: Draws) -> Sample:
         """Sample ``number`` of this task; depends on it and on ``draws`` only."""

@@ -30,6 +30,7 @@ from megapar.core.tensor_parallel import (
 )
 from megapar.core.traffic import Traffic
 from megapar.model.decoder.mtp import Mtp, following
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.block import DecoderBlock
@@ -40,7 +41,6 @@ from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import rotary_angles
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
-from megapar.model.sizes import DecoderSizes
 from megapar.moe.router import move_correction_bias
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats

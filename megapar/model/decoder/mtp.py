@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel import LayerOptions, Linear, look_up, vocabulary_range
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.block import DecoderBlock
 from megapar.model.layers.context import Context
 from megapar.model.layers.loss import IGNORED
 from megapar.model.layers.norm import make_norm
-from megapar.model.sizes import DecoderSizes
 from megapar.moe.slicing import Slicing
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from megapar.core.tensor_parallel import (
     parameter,
     vocabulary_range,
 )
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.attention import Attention
 from megapar.model.layers.block import ErnieBlock, HiddenDropout
 from megapar.model.layers.context import Context
@@ -37,7 +38,6 @@ from megapar.model.layers.loss import check_piece, linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
-from megapar.model.sizes import ErnieSizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -29,15 +29,15 @@ from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
 from megapar.model.ernie3.recurrence import Rows, generate, understand
+from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.ernie3.tasks import CLASSES, GENERATION, accuracy_of
 from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.block import ErnieBlock
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding
 from megapar.model.layers.stack import run_layers
-from megapar.model.sizes import Ernie3Sizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
-from megapar.rules.tasks import CLASSES, GENERATION, accuracy_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

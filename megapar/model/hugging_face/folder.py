@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, read piece by piece into whatever part of a parameter somebody holds."""
+"""Weights of a Hugging Face folder, read piece by piece into the part of a parameter that a rank holds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, ShardFile
 from megapar.errors import CheckpointError
-from megapar.model.hugging_face.family import Family, to_pairs
 from megapar.model.hugging_face.save import INDEX, some
+from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_pairs
 from megapar.model.initialize import piece_box
-from megapar.model.table import ParameterSpec, Piece
+from megapar.model.parameter import ParameterSpec
+from megapar.schema.published import PublishedArchitecture
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-TIED: Mapping[str, str] = {
-    "lm_head.weight": "model.embed_tokens.weight",
-    "cls.predictions.decoder.weight": "ernie.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-"""Copies of tied tensors that some writers store beside the original."""
 BLOCK_BYTES = 16 << 20
 
 
@@ -68,51 +63,57 @@ class HfFolder:
                 code, shape = file.describe(name)
                 if code not in _DTYPES:
                     raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not read")
-                file.check(name, _DTYPES[code], shape)  # nobody makes room for what the file does not hold
+                file.check(name, _DTYPES[code], shape)  # no memory is reserved for what the file does not hold
                 self.tensors[name] = Stored(path, _DTYPES[code], shape)
 
-    def check(self, table: Iterable[ParameterSpec], family: Family, optional: Iterable[str] = ()) -> list[str]:
-        """Every piece of the table is there and has its shape; the names that the model has no place for.
+    def check(
+        self, table: Iterable[ParameterSpec], architecture: PublishedArchitecture, optional: Iterable[str] = ()
+    ) -> list[str]:
+        """Check that every piece of the table is there in its shape; returns the names that the model has no place for.
 
         optional: parameters that may be missing as a whole. Raises CheckpointError with all that is wrong.
         """
-        known, problems = set(TIED), []
-        for spec in table:
-            for piece in spec.pieces:
-                name = family.hf_name(piece.hf_name)
-                if name is None:
-                    continue
-                known.add(name)
-                stored = self.tensors.get(name)
-                if stored is None and spec.name not in optional:
-                    problems.append(f"it lacks {name}, which is part of {spec.name}")
-                elif stored is not None and stored.shape != piece.hf_shape:
-                    problems.append(f"{name} has shape {stored.shape}, the model's is {piece.hf_shape}")
+        known, problems = set(architecture.tied), []
+        for name, (spec, piece) in pieces_of(table, architecture).items():
+            known.add(name)
+            stored = self.tensors.get(name)
+            if stored is None and spec.name not in optional:
+                problems.append(f"it lacks {name}, which is part of {spec.name}")
+            elif stored is not None and stored.shape != piece.hf_shape:
+                problems.append(f"{name} has shape {stored.shape}, the model's is {piece.hf_shape}")
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(f"{self.folder}: {'; '.join(problems[:8])}{more}")
         return sorted(set(self.tensors) - known)
 
-    def check_tied(self, own: Iterable[str], share: int = 0, shares: int = 1, block_bytes: int = BLOCK_BYTES) -> None:
-        """Every stored copy of a tied tensor is one, byte by byte. Raises CheckpointError.
+    def check_tied(
+        self,
+        architecture: PublishedArchitecture,
+        own: Iterable[str],
+        share: int = 0,
+        shares: int = 1,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """Check that every stored copy of a tied tensor equals it byte by byte. Raises CheckpointError.
 
-        own: names that the model has parameters of its own for. share: of ``shares``, which blocks are looked at here;
-        a block has at most ``block_bytes``.
+        own: names that the model has separate parameters for. share: of ``shares``, which blocks are compared here; a
+        block has at most ``block_bytes``.
         """
-        for copy in sorted(set(TIED) & set(self.tensors) - set(own)):
-            original = TIED[copy]
+        for copy in sorted(set(architecture.tied) & set(self.tensors) - set(own)):
+            original = architecture.tied[copy]
             there, here = self.tensors[copy], self.tensors.get(original)
             if here is None or (here.dtype, here.shape) != (there.dtype, there.shape):
-                self._refuse_copy(copy, original)
+                self._refuse_copy(architecture, copy)
             for number, block in enumerate(Box.whole(there.shape).slabs(block_bytes // there.dtype.itemsize)):
                 if number % shares != share:
                     continue
                 if not _same_bytes(self._block(copy, block), self._block(original, block)):
-                    self._refuse_copy(copy, original)
+                    self._refuse_copy(architecture, copy)
 
-    def _refuse_copy(self, copy: str, original: str) -> NoReturn:
+    def _refuse_copy(self, architecture: PublishedArchitecture, copy: str) -> NoReturn:
+        original = architecture.tied[copy]
         fix = "The encoders trained here tie them: give a folder whose copy is one, or without it"
-        if copy == "lm_head.weight":
+        if architecture.sets("untie_embeddings_and_output_weights"):
             fix = "Set tie_word_embeddings to false in config.json: transformers, too, takes the stored one"
         raise CheckpointError(
             f"{self.folder}: config.json ties {copy} to {original}, and the {copy} stored there is another one. {fix}"
@@ -126,31 +127,31 @@ class HfFolder:
                 file.read_as(name, stored.shape, Box.whole(stored.shape), block, out)
         return out
 
-    def holds(self, spec: ParameterSpec, family: Family) -> bool:
-        """Whether the folder has what the parameter is made from."""
-        names = [family.hf_name(piece.hf_name) for piece in spec.pieces]
+    def holds(self, spec: ParameterSpec, architecture: PublishedArchitecture) -> bool:
+        """The folder has all the tensors that the parameter is made from."""
+        names = [architecture.hf_name(piece.hf_name) for piece in spec.pieces]
         return all(name is None or name in self.tensors for name in names)
 
     @torch.no_grad()
-    def fill(self, target: Tensor, spec: ParameterSpec, box: Box, family: Family) -> None:
-        """Write ``box`` of a parameter into ``target`` [box.sizes] in its dtype; what the family lacks is zero."""
+    def fill(self, target: Tensor, spec: ParameterSpec, box: Box, architecture: PublishedArchitecture) -> None:
+        """Write ``box`` of a parameter into ``target`` [box.sizes] in its dtype; what the class lacks is zero."""
         for piece in spec.pieces:
             region = piece_box(spec, piece)
             part = region.meet(box)
             if part is None:
                 continue
             out = target[part.within(box)]
-            name = family.hf_name(piece.hf_name)
+            name = architecture.hf_name(piece.hf_name)
             if name is None:
                 out.zero_()
             else:
-                out.copy_(self._part(name, region, part, family.rotated_dim(spec, piece)))
+                out.copy_(self._part(name, region, part, rotated_dim(architecture, spec, piece)))
 
     def _part(self, name: str, region: Box, part: Box, rotated: int | None) -> Tensor:
-        """``part`` of a tensor that lies at ``region`` of its parameter, in the file's dtype."""
+        """``part`` of a tensor that is ``region`` of its parameter, in the file's dtype."""
         stored = self.tensors[name]
         read = part
-        if rotated is not None:  # its rows stand in another order: read all of them
+        if rotated is not None:  # its rows are in another order: read all of them
             offsets, sizes = list(part.offsets), list(part.sizes)
             offsets[rotated], sizes[rotated] = region.offsets[rotated], region.sizes[rotated]
             read = Box(tuple(offsets), tuple(sizes))
@@ -186,14 +187,3 @@ def _weight_map(index: Path) -> dict[str, str]:
     if any(Path(file).name != file or file.startswith(".") for file in places.values()):
         raise CheckpointError(f"{index} names files outside of its folder")
     return places
-
-
-def pieces_of(table: Iterable[ParameterSpec], family: Family) -> dict[str, tuple[ParameterSpec, Piece]]:
-    """Name in the family's folders -> the parameter and its piece, in the table's order."""
-    found: dict[str, tuple[ParameterSpec, Piece]] = {}
-    for spec in table:
-        for piece in spec.pieces:
-            name = family.hf_name(piece.hf_name)
-            if name is not None:
-                found[name] = (spec, piece)
-    return found

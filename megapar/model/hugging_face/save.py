@@ -1,8 +1,7 @@
-"""Hugging Face folders, the way out: a model's tensors written one by one. The way in is ``hf_folder``.
+"""Hugging Face folders, the way out: a model's tensors written one by one. ``folder.py`` is the way in.
 
-ERNIE encoders are ErnieForPreTraining; decoders are Ernie4_5_MoeForCausalLM, Qwen3MoeForCausalLM where queries and keys
-have norms, or Ernie4_5ForCausalLM without experts. Which Hugging Face tensor is which part of a parameter is said by
-the table's pieces.
+``PublishedForms.own`` chooses the class where none is given, and the table's pieces map each Hugging Face tensor to the
+part of a parameter that it is.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError
-from megapar.model.hugging_face.config import not_exportable
-from megapar.model.hugging_face.family import Family, config_of, family_of_sizes
+from megapar.model.architectures import own_architecture
+from megapar.model.hugging_face.tensors import outward
 from megapar.model.hugging_face.whole_folder import written_aside
-from megapar.model.sizes import DecoderSizes, ErnieSizes
-from megapar.model.table import ParameterSpec, table_of
+from megapar.model.parameter import ParameterSpec
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import spec_of, table_of
+from megapar.rules.exports import not_exportable
+from megapar.schema.published import PublishedArchitecture
 
 SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
@@ -32,43 +34,49 @@ CONFIG = "config.json"
 
 def save_hf(
     folder: str | os.PathLike[str],
-    sizes: DecoderSizes | ErnieSizes,
+    sizes: ModelSizes,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     *,
     token_ids: Mapping[str, int] | None = None,
     shard_bytes: int = SHARD_BYTES,
-    family: Family | None = None,
-    config: Mapping[str, Any] | None = None,
+    architecture: PublishedArchitecture | None = None,
     beside: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes config.json and safetensors that ``transformers`` loads.
+    """Write config.json and safetensors that ``transformers`` loads.
 
     tensors: (megapar name, whole tensor), in any order, each row of the table once; they are read one after the other,
     so at most ``shard_bytes`` are held. dtype: of the files; what the table marks fp32 stays fp32.
     token_ids: bos_token_id, eos_token_id, pad_token_id. Other files in the folder are left alone.
     Files are written aside and take their place together when all are on disk (see whole_folder.py).
     beside: writes into a folder what goes with the model, as its tokenizer.
-    family: of another architecture than the model's own; config: the content of config.json (see ``family``).
+    architecture: another class than the model's own.
     Raises CheckpointError for models without a Hugging Face form and for missing, foreign or misshapen tensors.
     """
-    if (reason := not_exportable(sizes, None if family is None else family.name)) is not None:
+    if (reason := not_exportable(sizes, architecture)) is not None:
         raise CheckpointError(reason)
-    family = family or family_of_sizes(sizes)
+    architecture = architecture or own_architecture(sizes)
+    assert architecture is not None, "a model that can be exported has a class"
     folder = Path(folder)
     with written_aside(folder, _is_weights, CONFIG) as aside:
         shards = _Shards(aside, shard_bytes)
-        for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype, family):
+        for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype, architecture):
             shards.add(name, tensor)
         shards.close()
-        config = {**(config or config_of(family, sizes, dtype)), **(token_ids or {})}
+        config = {**config_of(architecture, sizes, dtype), **(token_ids or {})}
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if beside is not None:
             beside(aside)
 
 
+def config_of(architecture: PublishedArchitecture, sizes: ModelSizes, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json for a model of these sizes."""
+    settings = spec_of(sizes).published.settings(sizes)
+    return architecture.config({**settings, "dtype": str(dtype).removeprefix("torch.")})
+
+
 def _is_weights(name: str) -> bool:
-    """Whether a file of this name belongs to an export, and not beside it."""
+    """A file of this name belongs to an export, and is not kept beside it."""
     return name == INDEX or fnmatch(name, "model*.safetensors")
 
 
@@ -76,19 +84,19 @@ def _hf_tensors(
     table: tuple[ParameterSpec, ...],
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
-    family: Family,
+    architecture: PublishedArchitecture,
 ) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of a stream of whole parameters; checks that each row comes exactly once."""
     missing = {spec.name: spec for spec in table}
     for name, tensor in tensors:
         spec = missing.pop(name, None)
         if spec is None:
-            raise CheckpointError(f"{name} came twice or is no parameter of this model")
+            raise CheckpointError(f"{name} came twice or is not a parameter of this model")
         if tuple(tensor.shape) != spec.shape:
             raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model's is {spec.shape}")
         stored = torch.float32 if spec.fp32 else dtype
         for piece in spec.pieces:
-            hf_name, part = family.outward(spec, piece, tensor.detach())
+            hf_name, part = outward(architecture, spec, piece, tensor.detach())
             if hf_name is None:
                 continue
             yield hf_name, part.reshape(piece.hf_shape).to(device="cpu", dtype=stored, copy=True).contiguous()

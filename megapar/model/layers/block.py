@@ -13,14 +13,14 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel import LayerOptions
 from megapar.core.traffic import Traffic
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
 from megapar.model.layers.attention import Attention, AttentionSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import LayerNorm, make_norm
-from megapar.model.sizes import DecoderSizes, ErnieSizes
 from megapar.moe.layer import MoeLayer
-from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 

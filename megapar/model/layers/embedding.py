@@ -15,8 +15,9 @@ from megapar.core.collectives import own_piece
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.norm import LayerNorm
-from megapar.model.sizes import DecoderSizes, ErnieSizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

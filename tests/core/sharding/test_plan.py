@@ -3,10 +3,23 @@
 import pytest
 
 from megapar.core.sharding.plan import PlanError, by_anchors, by_bytes, by_unit
-from megapar.model.sizes import DecoderSizes
-from megapar.model.table import ParameterSpec, decoder_table
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.decoder.table import decoder_table
+from megapar.model.parameter import ParameterSpec
 
-ROWS = decoder_table(DecoderSizes(3, 32, 4, 4, 8, 48, 100, 16, 16))
+ROWS = decoder_table(
+    DecoderSizes(
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=4,
+        head_dim=8,
+        ffn_hidden_size=48,
+        vocab_size=100,
+        seq_length=16,
+        max_position_embeddings=16,
+    )
+)
 
 
 def cost(row: ParameterSpec) -> int:

@@ -27,7 +27,7 @@ from megapar.data.tasks.sentence_reorder import SentenceReorder, class_of, permu
 from megapar.data.tasks.task import cut_evenly
 from megapar.data.tokenizer import WordMarks
 from megapar.errors import DataError
-from megapar.rules.tasks import TASKS, reorder_classes, tasks_of
+from megapar.model.ernie3.tasks import TASKS, reorder_classes, tasks_of
 
 TOKENIZER = MockTokenizer(101)
 CLS, SEP, PAD, MASK = 4, 5, 0, 6

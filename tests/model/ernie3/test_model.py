@@ -17,9 +17,9 @@ from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
 from megapar.model.ernie3.recurrence import Rows, generate
-from megapar.model.sizes import Ernie3Sizes
-from megapar.model.table import parameter_counts, table_of
-from megapar.rules.tasks import TASKS
+from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.ernie3.tasks import TASKS
+from megapar.model.spec import parameter_counts, table_of
 from tests.model.small import initialize, named_tensors, shift_norms
 
 SIZES = Ernie3Sizes(

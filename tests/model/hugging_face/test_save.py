@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from transformers import (
 
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
-from megapar.model.hugging_face.config import not_exportable
-from megapar.model.hugging_face.family import family_of_sizes
+from megapar.model.architectures import ARCHITECTURES, own_architecture
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import save_hf
-from megapar.model.table import table_of
-from megapar.moe.sizes import MoeSizes
+from megapar.model.spec import table_of
+from megapar.rules.exports import not_exportable
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, named_tensors
 
 DECODERS = {
@@ -46,12 +47,12 @@ def whole_tensors(model):
 
 def load_folder(folder, sizes):
     """Every parameter of the table, made of a folder's tensors as ``--load-hf`` and convert make it."""
-    weights, family, table = HfFolder(folder), family_of_sizes(sizes), table_of(sizes)
-    foreign = weights.check(table, family)
+    weights, architecture, table = HfFolder(folder), own_architecture(sizes), table_of(sizes)
+    foreign = weights.check(table, architecture)
     assert all("mtp" in name for name in foreign), foreign
     found = {spec.name: torch.full(spec.shape, torch.nan) for spec in table}
     for spec in table:
-        weights.fill(found[spec.name], spec, Box.whole(spec.shape), family)
+        weights.fill(found[spec.name], spec, Box.whole(spec.shape), architecture)
     return found
 
 
@@ -216,13 +217,34 @@ def test_the_exported_model_generates(tmp_path):
         ("gelu", "activation gelu"),
         ("qk-norm", "qk_norm on"),
         ("moe gelu with biases", "the experts of this class have no biases"),
-        ("ernie without sentence order", "sentence-order head"),
     ],
 )
 def test_models_without_a_form_are_refused_before_anything_is_written(name, reason, tmp_path):
     sizes = VARIETIES[name]
     with pytest.raises(CheckpointError, match=reason):
         save_hf(tmp_path / "out", sizes, whole_tensors(build(sizes)), torch.float32)
+    assert not (tmp_path / "out").exists()
+
+
+def as_class(name):
+    """A save_hf that writes this class."""
+    return partial(save_hf, architecture=ARCHITECTURES[name])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "reason"),
+    [
+        (VARIETIES["ernie without sentence order"], "ErnieForPreTraining", "sentence-order head"),
+        (ERNIE, "ErnieForMaskedLM", "has no sentence-order head"),
+        (DENSE, "MixtralForCausalLM", "this class has experts .num_experts 0"),
+        (MOE, "Ernie4_5ForCausalLM", "this class has no experts .num_experts 4.*Ernie4_5_MoeForCausalLM can be it"),
+        (MOE, "Qwen3MoeForCausalLM", "this class has norms of queries and keys"),
+        (DENSE, "ErnieForMaskedLM", "ErnieForMaskedLM is not a decoder"),
+    ],
+)
+def test_another_class_than_the_model_s_is_refused_with_the_reason(sizes, name, reason, tmp_path):
+    with pytest.raises(CheckpointError, match=reason):
+        as_class(name)(tmp_path / "out", sizes, whole_tensors(build(sizes)), torch.float32)
     assert not (tmp_path / "out").exists()
 
 
@@ -249,7 +271,7 @@ def test_broken_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks model.layers.2.input_layernorm.weight"):
         load_folder(tmp_path, replace(DENSE, num_layers=3))
     one_layer = replace(DENSE, num_layers=1)
-    foreign = HfFolder(tmp_path).check(table_of(one_layer), family_of_sizes(one_layer))
+    foreign = HfFolder(tmp_path).check(table_of(one_layer), own_architecture(one_layer))
     assert foreign[0] == "model.layers.1.input_layernorm.weight"
     assert all(name.startswith("model.layers.1.") for name in foreign)
     with pytest.raises(CheckpointError, match=r"has shape \(67, 32\), the model's is \(68, 32\)"):

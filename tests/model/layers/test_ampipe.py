@@ -15,11 +15,12 @@ from megapar.core.axis import Axis, Ledger
 from megapar.core.device.base import Device
 from megapar.core.overlap import Overlap
 from megapar.core.recompute import Interval, Recompute
+from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
 from megapar.model.layers.attention_slices import CausalSlices, Growing
 from megapar.model.layers.context import Context
-from megapar.model.table import table_of
+from megapar.model.spec import table_of
 from megapar.moe.slicing import Slicing
 from tests.model.small import BIASED_MOE, MOE, batch_for, build, total
 from tests.support.lazy import LazyDevice
@@ -325,7 +326,7 @@ def test_two_ranks_equal_one_and_hooks_fire_once(name, backend):
             assert torch.allclose(logits, model.logits(batches[rank]), rtol=0, atol=1e-12)
         for row in table_of(sizes):
             if row.trainable:
-                expected = model.get_parameter(row.name).grad[row.box({"ep": (2, rank)}).slices]
+                expected = model.get_parameter(row.name).grad[box_at(row, {"ep": (2, rank)}).slices]
                 difference = float((grads[row.name] - expected).abs().max())
                 assert difference <= 1e-9 * max(float(expected.abs().max()), 1e-6 * largest), row.name
 

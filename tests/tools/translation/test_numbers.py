@@ -16,7 +16,7 @@ from megapar.config.read import normal, spellings
 from megapar.core.loss_scale import LossScale
 from megapar.core.optimizer import clip
 from megapar.core.schedule import LearningRate
-from megapar.moe.sizes import MoeSizes
+from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import router_losses, router_sums
 from megapar.tools.translation.translated import Translated, equivalent, meant, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME

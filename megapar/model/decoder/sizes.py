@@ -1,0 +1,262 @@
+"""The numbers that a decoder and its mixture-of-experts layers are built from.
+
+Standard library only, no torch; every size is global, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megapar.model.sizes import ModelSizes, require_choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NORMALIZATIONS = ("rmsnorm", "layernorm")
+POSITION_EMBEDDINGS = ("rope", "learned")
+MEGATRON_MOE = "megatron_moe"
+DEEPSPEED_MOE = "deepspeed_moe"
+KINDS = (MEGATRON_MOE, DEEPSPEED_MOE)
+DROP_POLICIES = ("token", "choice", "probs")
+CAPACITY_SCOPES = ("micro_batch", "rank")
+ACTIVATIONS = ("swiglu", "gelu")
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """Sizes and routing options of one MoE layer; every size is global, whatever the layout.
+
+    Attributes:
+        hidden_size: Features of a token (H).
+        ffn_hidden_size: Intermediate features of one expert (F).
+        num_experts: Routed experts (E).
+        topk: Experts each token is sent to (k), 1 <= k <= E.
+        shared_experts: Experts every token passes; they are one MLP of width ``shared_width``. 0: none.
+        kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (a capacity, tokens dropped).
+        capacity_factor: With ``min_capacity`` and ``drop_policy``, for deepspeed_moe only; see ``capacity``.
+        min_capacity: Least capacity of an expert.
+        drop_policy: Which choices are kept when an expert is full.
+        capacity_scope: The tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
+        activation: ``swiglu`` (gate and up) or ``gelu`` (up only).
+        add_bias: Experts have biases.
+        score: The function that turns router logits into scores.
+        groups: Equal groups of experts; a token's choices come from the best ``group_topk`` of them.
+        group_topk: Groups that a token's choices come from.
+        scaling: Factor on the weights of expert outputs.
+        sequence_aux: The load balancing loss of each sample by itself is computed.
+        orthogonal: The loss that keeps the router's rows orthogonal is computed.
+        biased: The correction bias may be other than 0.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    topk: int
+    shared_experts: int = 0
+    kind: str = MEGATRON_MOE
+    capacity_factor: float = 1.0
+    min_capacity: int = 4
+    drop_policy: str = "token"
+    capacity_scope: str = "micro_batch"
+    activation: str = "swiglu"
+    add_bias: bool = False
+    score: str = "softmax"
+    groups: int = 1
+    group_topk: int = 1
+    scaling: float = 1.0
+    sequence_aux: bool = False
+    orthogonal: bool = False
+    biased: bool = True
+
+    def __post_init__(self) -> None:
+        # The command line has refused wrong values with a full report; this guards direct users.
+        for field, legal in (
+            ("kind", KINDS),
+            ("drop_policy", DROP_POLICIES),
+            ("capacity_scope", CAPACITY_SCOPES),
+            ("activation", ACTIVATIONS),
+            ("score", SCORES),
+        ):
+            require_choice(field, getattr(self, field), legal)
+        if not 1 <= self.topk <= self.num_experts:
+            raise ValueError(f"topk is {self.topk}; it must be 1 to num_experts ({self.num_experts})")
+        if self.num_experts % self.groups or not 1 <= self.group_topk <= self.groups:
+            raise ValueError(
+                f"{self.num_experts} experts in {self.groups} groups, of which {self.group_topk} are chosen"
+            )
+        if self.topk % self.group_topk or self.topk > self.group_topk * (self.num_experts // self.groups):
+            raise ValueError(f"{self.topk} choices do not come evenly from {self.group_topk} groups")
+
+    @property
+    def has_capacity(self) -> bool:
+        """Tokens may be dropped."""
+        return self.kind == DEEPSPEED_MOE
+
+    @property
+    def loss_choices(self) -> int:
+        """Of a token's experts in order of score, those that the balance losses count; 0 where its choices are these.
+
+        Biases and groups may choose others: the losses of DeepSeek-V3 (arXiv 2412.19437, equation 18) count by score.
+        """
+        if not self.biased and self.group_topk == self.groups:
+            return 0
+        return 1 if self.has_capacity and self.drop_policy == "choice" else self.topk
+
+    @property
+    def gated(self) -> bool:
+        """The experts have a gate beside the up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def shared_width(self) -> int:
+        """Intermediate features of the shared MLP; 0 without shared experts."""
+        return self.shared_experts * self.ffn_hidden_size
+
+    def capacity(self, tokens: int) -> int:
+        """(token, choice) pairs one expert may keep of ``tokens`` non-padding tokens (C).
+
+        ceil(tokens / E · factor · k), at least ``min_capacity``. Computed in fractions from the factor as it
+        was written, so that 1.1 times 10 is 11 and not 12.
+        """
+        return max(math.ceil(tokens * self.capacity_per_token), self.min_capacity)
+
+    @property
+    def capacity_per_token(self) -> Fraction:
+        """factor · k / E, exactly."""
+        return Fraction(self.topk, self.num_experts) * Fraction(str(self.capacity_factor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes(ModelSizes):
+    """A decoder: dense (``moe`` is None) or with mixture-of-experts layers after ``first_k_dense`` dense ones.
+
+    Attributes:
+        num_query_groups: Key-value heads (G).
+        head_dim: Features of a head (D), not necessarily hidden / heads.
+        normalization: ``rmsnorm`` or ``layernorm``.
+        position_embedding_type: ``rope`` or ``learned``.
+        activation: ``swiglu`` or ``gelu``, of MLPs and experts.
+        add_bias_linear: Linear layers have biases.
+        qk_norm: RMSNorm on queries and keys of each head.
+        rope_theta: Base of the rotary angles.
+        tie_embeddings: The head reads the word embedding.
+        first_k_dense: Leading layers without experts.
+        moe: The experts of a layer; None for a dense decoder.
+        moe_widths: Intermediate features of an expert, of every mixture-of-experts layer in order; empty: ``moe``'s.
+        mtp_depth: Multi-token prediction blocks after the last layer, 0 or 1.
+    """
+
+    num_query_groups: int
+    head_dim: int
+    normalization: str = "rmsnorm"
+    position_embedding_type: str = "rope"
+    activation: str = "swiglu"
+    add_bias_linear: bool = False
+    qk_norm: bool = False
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = True
+    first_k_dense: int = 0
+    moe: MoeSizes | None = None
+    moe_widths: tuple[int, ...] = ()
+    mtp_depth: int = 0
+
+    stored_kind: ClassVar[str] = "DecoderSizes"
+
+    def __post_init__(self) -> None:
+        # The command line has refused wrong values with a full report; this guards direct users.
+        require_choice("normalization", self.normalization, NORMALIZATIONS)
+        require_choice("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDINGS)
+        require_choice("activation", self.activation, ACTIVATIONS)
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
+                f"num_query_groups ({self.num_query_groups})"
+            )
+        if self.position_embedding_type == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rope turns pairs, so it must be even")
+        if self.moe is not None and self.moe.hidden_size != self.hidden_size:
+            raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
+        if self.moe_widths and len(self.moe_widths) != len(self.moe_layers):
+            raise ValueError(f"{len(self.moe_widths)} moe_widths for {len(self.moe_layers)} layers with experts")
+        if self.mtp_depth not in (0, 1):
+            raise ValueError(f"mtp_depth is {self.mtp_depth}; there is at most one block")
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """See ``ModelSizes``."""
+        moe = set(self.moe_layers)
+        inner = ("MoeLayer" if layer in moe else "Mlp" for layer in range(self.num_layers))
+        return ("DecoderEmbedding", *(f"DecoderBlock({name})" for name in inner), "LmHead")
+
+    @property
+    def attention_widths(self) -> tuple[int, int]:
+        """Features of all query heads, and of all key and value heads together."""
+        return self.num_attention_heads * self.head_dim, 2 * self.num_query_groups * self.head_dim
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """The distinct widths of the MLPs that every token passes: dense ones, and shared experts."""
+        moes = (self.moe_at(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys(self.ffn_hidden_size if moe is None else moe.shared_width for moe in moes))
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def gated(self) -> bool:
+        """The MLP has a gate beside the up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Global numbers of the mixture-of-experts layers."""
+        return () if self.moe is None else tuple(range(self.first_k_dense, self.num_layers))
+
+    def moe_at(self, layer: int) -> MoeSizes | None:
+        """The experts of layer number ``layer``; None where it is dense."""
+        if self.moe is None or not self.first_k_dense <= layer < self.num_layers:
+            return None
+        if not self.moe_widths:
+            return self.moe
+        return replace(self.moe, ffn_hidden_size=self.moe_widths[layer - self.first_k_dense])
+
+    @property
+    def expert_widths(self) -> tuple[int, ...]:
+        """The distinct intermediate widths of routed experts, in rising order."""
+        return () if self.moe is None else tuple(sorted({*(self.moe_widths or (self.moe.ffn_hidden_size,))}))
+
+    @property
+    def expert_share(self) -> tuple[int, int]:
+        """(routed experts that a token is sent to, all of them); (1, 1) without experts."""
+        return (1, 1) if self.moe is None else (self.moe.topk, self.moe.num_experts)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """The head, or the block of multi-token prediction, reads the word embedding too."""
+        return self.tie_embeddings or self.mtp_depth > 0
+
+    def without_training_blocks(self) -> Self:
+        """The decoder without multi-token prediction."""
+        return replace(self, mtp_depth=0)
+
+    def facts(self) -> dict[str, Any]:
+        """See ``ModelSizes``; how experts drop tokens leaves no trace in their weights."""
+        facts = super().facts()
+        if facts["moe"]:
+            for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
+                facts["moe"].pop(name)
+        return facts
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """See ``ModelSizes``."""
+        moe = facts.get("moe")
+        widths = tuple(facts.get("moe_widths", ()))
+        return super().from_facts({**facts, "moe": MoeSizes(**moe) if moe else None, "moe_widths": widths})

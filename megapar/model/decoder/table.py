@@ -1,0 +1,118 @@
+"""The parameter table of a decoder. Shape letters as in ``model.parameter``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.parameter import (
+    ALL,
+    ParameterSpec,
+    Piece,
+    attention_rows,
+    bias_row,
+    fused_row,
+    mlp_rows,
+    norm_rows,
+    row_parallel_rows,
+    scale_row,
+    weight_row,
+)
+
+
+def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
+    """The table of a decoder, in the order of its forward; Hugging Face names are those of Ernie4_5(_Moe)."""
+    V, H = sizes.vocab_size, sizes.hidden_size
+    rows = [weight_row("embedding.word.weight", (V, H), "model.embed_tokens.weight", "embedding", axes=(("mp", 0),))]
+    if sizes.position_embedding_type == "learned":
+        shape = (sizes.max_position_embeddings, H)
+        rows.append(weight_row("embedding.position.weight", shape, "", "embedding", mp_partial="sp"))
+    for layer in range(sizes.num_layers):
+        rows += _decoder_layer(sizes, layer)
+    if sizes.mtp_depth:
+        rows += _mtp(sizes)
+    rows += norm_rows("final_norm", H, "model.norm", "head", biased=sizes.normalization == "layernorm")
+    if not sizes.tie_embeddings:
+        rows.append(weight_row("lm_head.weight", (V, H), "lm_head.weight", "head", axes=(("mp", 0),)))
+    return tuple(rows)
+
+
+def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
+    unit, hf, bias = f"layers.{layer}", f"model.layers.{layer}", sizes.add_bias_linear
+    rows = _decoder_attention(sizes, unit, hf, unit)
+    moe = sizes.moe_at(layer)
+    if moe is not None:
+        return rows + _moe(f"{unit}.moe", moe, bias, f"{hf}.mlp", unit)
+    shape = (sizes.ffn_hidden_size, sizes.hidden_size)
+    return rows + mlp_rows(f"{unit}.mlp", shape, sizes.gated, bias, f"{hf}.mlp", unit)
+
+
+def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
+    """Of a block called ``name``, with both norms."""
+    H, D, bias, biased = sizes.hidden_size, sizes.head_dim, sizes.add_bias_linear, sizes.normalization == "layernorm"
+    rows = norm_rows(f"{name}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
+    names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
+    G, Q = sizes.num_query_groups, sizes.queries_per_group
+    rows += attention_rows(f"{name}.attention.qkv", (G, Q, D, H), names, unit, bias)
+    rows += row_parallel_rows(f"{name}.attention.proj", (H, G * Q * D), f"{hf}.self_attn.o_proj", unit, bias)
+    if sizes.qk_norm:
+        for kind in "qk":
+            rows.append(scale_row(f"{name}.attention.{kind}_norm.weight", D, "", unit, mp_partial="always"))
+    return rows + norm_rows(f"{name}.mlp_norm", H, f"{hf}.post_attention_layernorm", unit, biased)
+
+
+def _mtp(sizes: DecoderSizes) -> list[ParameterSpec]:
+    """The multi-token prediction block, part of the head; Hugging Face names are those of the ERNIE 4.5 folders."""
+    H, biased, hf = sizes.hidden_size, sizes.normalization == "layernorm", "model.mtp_block.0"
+    proj = weight_row("mtp.proj.weight", (H, 2 * H), "model.mtp_linear_proj.0.weight", "head", mp_partial="sp")
+    return [
+        *norm_rows("mtp.embedding_norm", H, "model.mtp_emb_norm.0", "head", biased),
+        *norm_rows("mtp.hidden_norm", H, "model.mtp_hidden_norm.0", "head", biased),
+        proj,
+        *_decoder_attention(sizes, "mtp.block", hf, "head"),
+        *mlp_rows(
+            "mtp.block.mlp",
+            (sizes.ffn_hidden_size, H),
+            sizes.gated,
+            sizes.add_bias_linear,
+            f"{hf}.mlp",
+            "head",
+        ),
+    ]
+
+
+def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:
+    E, H, F = moe.num_experts, moe.hidden_size, moe.ffn_hidden_size
+    router = weight_row(f"{name}.router.weight", (E, H), f"{hf}.gate.weight", unit, mp_partial="sp")
+    correction = bias_row(f"{name}.router.correction_bias", (E,), "", unit)
+    piece = Piece(f"{hf}.moe_statics.e_score_correction_bias", (1, E), (ALL,))
+    rows = [replace(router, fp32=True, router=True), replace(correction, fp32=True, trainable=False, pieces=(piece,))]
+    parts = ("gate", "up") if moe.gated else ("up",)
+    fused, lead = ("gate_up", (E, 2, F)) if moe.gated else ("up", (E, F))
+    split = (("ep", 0), ("emp", len(lead) - 1))
+    rows.append(_experts(f"{name}.experts.{fused}", (*lead, H), hf, parts, split, unit))
+    down = _experts(f"{name}.experts.down", (E, H, F), hf, ("down",), (("ep", 0), ("emp", 2)), unit)
+    rows.append(replace(down, residual=True))
+    if moe.add_bias:
+        rows.append(_experts(f"{name}.experts.{fused}_bias", lead, hf, parts, split, unit))
+        rows.append(_experts(f"{name}.experts.down_bias", (E, H), hf, ("down",), (("ep", 0),), unit))
+    if moe.shared_experts:
+        rows += mlp_rows(f"{name}.shared", (moe.shared_width, H), moe.gated, bias, f"{hf}.shared_experts", unit)
+    return rows
+
+
+def _experts(
+    name: str,
+    shape: tuple[int, ...],
+    hf: str,
+    parts: tuple[str, ...],
+    axes: tuple[tuple[str, int], ...],
+    unit: str,
+) -> ParameterSpec:
+    kind = "bias" if name.endswith("_bias") else "weight"
+    pieces = []
+    for expert in range(shape[0]):
+        for i, part in enumerate(parts):
+            index: tuple[int | slice, ...] = (expert, i) if len(parts) > 1 else (expert,)
+            pieces.append(Piece(f"{hf}.experts.{expert}.{part}_proj.{kind}", shape[len(index) :], index))
+    return replace(fused_row(name, shape, pieces, unit, axes), expert=True)

@@ -1,0 +1,43 @@
+"""The numbers that an ERNIE encoder is built from. Standard library only, no torch; every size is global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megapar.model.sizes import ModelSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErnieSizes(ModelSizes):
+    """An ERNIE encoder with its two heads: masked language model, and (``sop``) sentence order.
+
+    Attributes:
+        type_vocab_size: Rows of the token-type (sentence) embedding.
+        task_type_vocab_size: Rows of the task-type embedding.
+        sop: There is a sentence-order head.
+    """
+
+    type_vocab_size: int = 4
+    task_type_vocab_size: int = 3
+    sop: bool = True
+    layernorm_epsilon: float = 1e-12
+
+    stored_kind: ClassVar[str] = "ErnieSizes"
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) is not a multiple of "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """See ``ModelSizes``."""
+        return ("ErnieEmbedding", *("ErnieBlock(Mlp)",) * self.num_layers, "ErnieHead")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of an attention head."""
+        return self.hidden_size // self.num_attention_heads

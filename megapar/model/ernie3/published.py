@@ -1,0 +1,7 @@
+"""ERNIE 3.0 has no published class in transformers. Standard library only."""
+
+from __future__ import annotations
+
+from megapar.schema.published import PublishedForms
+
+PUBLISHED = PublishedForms()

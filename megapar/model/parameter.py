@@ -1,0 +1,158 @@
+"""A parameter or checkpointed buffer as a row of its model's table, and rows that several tables share. No torch.
+
+Names and shapes are global and do not depend on the layout. Segments, memory, counts, checkpoints, initialisation and
+export are computed from the table; a test holds it equal to the module tree.
+
+Shape letters: V vocabulary, H hidden, P positions, G key-value heads (groups), D head size, F MLP width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)`` (names as on disk)."""
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    index: tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One row of a model's table.
+
+    Attributes:
+        name: Dotted path in the module tree.
+        shape: Global shape.
+        axes: (mesh axis, dim it splits) pairs, outermost cut first.
+        unit: The layer it lives in: "embedding", "layers.N" or "head".
+        init: "normal", "ones" or "zeros".
+        decay: Weight decay applies.
+        fp32: Kept in max(fp32, dtype) whatever the compute dtype is.
+        trainable: False for a buffer that no gradient moves.
+        expert: Sharded over edp, not over (sharding, cp).
+        router: A router's weight, which may have its own learning rate.
+        residual: The weight of attention, an MLP or an expert whose products are added to the residual stream.
+        mp_partial: When each mp rank's gradient is a partial sum: "never", "sp" (under sequence parallelism), "always".
+        pieces: The Hugging Face tensors it consists of; a model without such a form names them in the same manner.
+        stage: The coordinate on pp that answers for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+    unit: str
+    init: str
+    decay: bool
+    fp32: bool = False
+    trainable: bool = True
+    expert: bool = False
+    router: bool = False
+    residual: bool = False
+    mp_partial: str = "never"
+    pieces: tuple[Piece, ...] = ()
+    stage: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+
+def attention_rows(
+    name: str, shape: tuple[int, int, int, int], hf: Sequence[str], unit: str, bias: bool
+) -> list[ParameterSpec]:
+    """The fused projection to queries, keys and values. shape: (G, query heads of a group, D, H)."""
+    G, Q, D, H = shape
+    rows = []
+    for kind, tail in (("weight", (H,)), ("bias", ()))[: 1 + bias]:
+        pieces = (
+            Piece(f"{hf[0]}.{kind}", (G * Q * D, *tail), (ALL, slice(0, Q))),
+            Piece(f"{hf[1]}.{kind}", (G * D, *tail), (ALL, Q)),
+            Piece(f"{hf[2]}.{kind}", (G * D, *tail), (ALL, Q + 1)),
+        )
+        rows.append(fused_row(f"{name}.{kind}", (G, Q + 2, D, *tail), pieces, unit, (("mp", 0),)))
+    return rows
+
+
+def mlp_rows(name: str, shape: tuple[int, int], gated: bool, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:
+    """The MLP of a layer, with a gate or without. shape: (F, H)."""
+    F, H = shape
+    if gated:
+        rows = [_gate_up(f"{name}.gate_up.weight", (2, F, H), hf, unit)]
+        if bias:
+            rows.append(_gate_up(f"{name}.gate_up.bias", (2, F), hf, unit))
+    else:
+        rows = column_parallel_rows(f"{name}.up", (F, H), f"{hf}.up_proj", unit, bias)
+    return rows + row_parallel_rows(f"{name}.down", (H, F), f"{hf}.down_proj", unit, bias)
+
+
+def _gate_up(name: str, shape: tuple[int, ...], hf: str, unit: str) -> ParameterSpec:
+    kind = name.rsplit(".", 1)[1]
+    pieces = tuple(Piece(f"{hf}.{part}_proj.{kind}", shape[1:], (i,)) for i, part in enumerate(("gate", "up")))
+    return fused_row(name, shape, pieces, unit, (("mp", 1),))
+
+
+def column_parallel_rows(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
+    """A linear layer whose output features are split over mp. shape: (out, in)."""
+    rows = [weight_row(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 0),))]
+    return rows + [bias_row(f"{name}.bias", shape[:1], f"{hf}.bias", unit, axes=(("mp", 0),))] * bias
+
+
+def row_parallel_rows(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
+    """A linear layer whose input features are split over mp. shape: (out, in)."""
+    weight = weight_row(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 1),))
+    rows = [replace(weight, residual=True)]
+    return rows + [bias_row(f"{name}.bias", shape[:1], f"{hf}.bias", unit, mp_partial="sp")] * bias
+
+
+def linear_rows(name: str, shape: tuple[int, int], hf: str) -> list[ParameterSpec]:
+    """A linear layer of the head that every mp rank holds whole. shape: (out, in)."""
+    weight = weight_row(f"{name}.weight", shape, f"{hf}.weight", "head")
+    return [weight, bias_row(f"{name}.bias", shape[:1], f"{hf}.bias", "head")]
+
+
+def norm_rows(name: str, size: int, hf: str, unit: str, biased: bool = True) -> list[ParameterSpec]:
+    """A norm over ``size`` features; biased: a layernorm."""
+    rows = [scale_row(f"{name}.weight", size, f"{hf}.weight", unit)]
+    return rows + [bias_row(f"{name}.bias", (size,), f"{hf}.bias", unit, mp_partial="sp")] * biased
+
+
+def weight_row(
+    name: str,
+    shape: tuple[int, ...],
+    hf: str,
+    unit: str,
+    axes: tuple[tuple[str, int], ...] = (),
+    mp_partial: str = "never",
+    init: str = "normal",
+) -> ParameterSpec:
+    """A parameter that is one Hugging Face tensor; hf: its name, "" for a parameter without such a form."""
+    pieces = (Piece(hf or name, shape, ()),)
+    return ParameterSpec(name, shape, axes, unit, init, decay=init == "normal", mp_partial=mp_partial, pieces=pieces)
+
+
+bias_row = partial(weight_row, init="zeros")
+"""A vector of offsets, which starts at zero. Arguments as for ``weight_row``."""
+
+
+def scale_row(name: str, size: int, hf: str, unit: str, mp_partial: str = "sp") -> ParameterSpec:
+    """A vector of factors, which starts at one."""
+    return weight_row(name, (size,), hf, unit, mp_partial=mp_partial, init="ones")
+
+
+def fused_row(
+    name: str, shape: tuple[int, ...], pieces: Iterable[Piece], unit: str, axes: tuple[tuple[str, int], ...]
+) -> ParameterSpec:
+    """A parameter that holds several Hugging Face tensors."""
+    biased = name.endswith("bias")
+    init = "zeros" if biased else "normal"
+    return ParameterSpec(name, shape, axes, unit, init, decay=not biased, pieces=tuple(pieces))

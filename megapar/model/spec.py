@@ -1,0 +1,116 @@
+"""The registry of models: what the trainer, the planner and the command line look up of each.
+
+A model is a folder, ``model/<name>/``, in two halves. The description (sizes, table, costs, published form, rules)
+needs the standard library only and is imported here. The parts (the layers themselves) need torch, and
+``ModelSpec.parts`` names them by a dotted path that is imported when a model is built: a configuration is refused,
+planned and documented without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from megapar.model.decoder.published import PUBLISHED as DECODER_PUBLISHED
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.decoder.table import decoder_table
+from megapar.model.ernie.published import PUBLISHED as ERNIE_PUBLISHED
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.ernie.table import ernie_table
+from megapar.model.ernie3.published import PUBLISHED as ERNIE3_PUBLISHED
+from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.ernie3.table import ernie3_table
+from megapar.model.parameter import ParameterSpec
+from megapar.model.sizes import ModelSizes
+from megapar.schema.published import PublishedForms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model.
+
+    Attributes:
+        name: The name of its folder.
+        kind: The trainer that it belongs to, a key of ``schema.flag.SCRIPTS``.
+        title: The model in words, for messages.
+        sizes: The class of its numbers.
+        table: Sizes to the parameter table, in the order of the forward.
+        published: The published architectures that it can be.
+        parts: ``module:Class`` of the model itself, imported when it is built.
+    """
+
+    name: str
+    kind: str
+    title: str
+    sizes: type[ModelSizes]
+    table: Callable[[Any], tuple[ParameterSpec, ...]]
+    published: PublishedForms
+    parts: str
+
+    def load_parts(self) -> Any:
+        """The class of the model. Imports torch."""
+        module, _, name = self.parts.partition(":")
+        return getattr(import_module(module), name)
+
+
+_MODELS = (
+    ModelSpec(
+        name="decoder",
+        kind="moe",
+        title="a decoder, which pretrain_moe.py trains",
+        sizes=DecoderSizes,
+        table=decoder_table,
+        published=DECODER_PUBLISHED,
+        parts="megapar.model.decoder.model:Decoder",
+    ),
+    ModelSpec(
+        name="ernie",
+        kind="ernie",
+        title="an ERNIE encoder, which pretrain_ernie.py trains",
+        sizes=ErnieSizes,
+        table=ernie_table,
+        published=ERNIE_PUBLISHED,
+        parts="megapar.model.ernie.model:Ernie",
+    ),
+    ModelSpec(
+        name="ernie3",
+        kind="ernie",
+        title="ERNIE 3.0, which pretrain_ernie.py trains with --ernie-model ernie3",
+        sizes=Ernie3Sizes,
+        table=ernie3_table,
+        published=ERNIE3_PUBLISHED,
+        parts="megapar.model.ernie3.model:Ernie3",
+    ),
+)
+
+MODELS: Mapping[str, ModelSpec] = {spec.name: spec for spec in _MODELS}
+STORED: Mapping[str, ModelSpec] = {spec.sizes.stored_kind: spec for spec in _MODELS}
+"""The models by their names in ``layout.json``."""
+_BY_SIZES: Mapping[type[ModelSizes], ModelSpec] = {spec.sizes: spec for spec in _MODELS}
+
+
+def spec_of(sizes: ModelSizes) -> ModelSpec:
+    """The model that has these sizes."""
+    return _BY_SIZES[type(sizes)]
+
+
+def table_of(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
+    """The parameter table of the model that has these sizes."""
+    return spec_of(sizes).table(sizes)
+
+
+def parameter_counts(sizes: ModelSizes) -> tuple[int, int]:
+    """(all parameters, those that one token passes: top-k of the routed experts); buffers are not counted.
+
+    Published counts leave multi-token prediction out, which only training runs; so do these.
+    """
+    counted = sizes.without_training_blocks()
+    chosen, experts = counted.expert_share
+    total = active = 0
+    for row in table_of(counted):
+        if row.trainable:
+            total += row.numel
+            active += row.numel * chosen // experts if row.expert else row.numel
+    return total, active

@@ -1,0 +1,60 @@
+"""The list of published architectures: what a class writes is read again, and its parts agree with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megapar.config.published import flags_of
+from megapar.model.architectures import ARCHITECTURES, model_of, own_architecture
+from megapar.model.decoder.sizes import MoeSizes
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import spec_of
+from tests.model.small import DENSE, ERNIE, MOE
+
+PLAIN = MoeSizes(32, 16, num_experts=4, topk=3)
+SIZES: Mapping[str, ModelSizes] = {
+    "Ernie4_5ForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, mtp_depth=1),
+    "Ernie4_5_MoeForCausalLM": replace(MOE, tie_embeddings=True, rope_theta=5e5),
+    "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16),
+    "Qwen3MoeForCausalLM": replace(MOE, qk_norm=True, first_k_dense=2, moe=PLAIN, layernorm_epsilon=1e-6),
+    "ErnieForPreTraining": replace(ERNIE, hidden_dropout=0.1),
+    "ErnieForMaskedLM": replace(ERNIE, sop=False, type_vocab_size=2),
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    sizes = SIZES[name]
+    return {**spec_of(sizes).published.settings(sizes), "dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_flags_of_a_written_config_are_the_model_s(name: str) -> None:
+    settings = settings_of(name)
+    kind, flags = flags_of(ARCHITECTURES[name].config(settings))
+    assert kind == spec_of(SIZES[name]).kind
+    assert flags == {flag: settings[flag] for flag in flags}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_entry_agrees_with_itself(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    keys = {one.name for one in architecture.settings}
+    assert set(architecture.defaults) <= keys
+    fixed = {read for limit in architecture.limits for read in limit.reads}
+    free = {"hidden_dropout"} | {flag for flag in architecture.flags if architecture.sets(flag)}
+    assert set(architecture.flags) - free <= fixed, "a flag that the class fixes is checked at the export"
+    own = SimpleNamespace(**settings_of(name))
+    assert all(limit.within(own) for limit in architecture.limits)
+    if architecture.trained_as:
+        assert model_of(architecture.trained_as) is model_of(name)
+
+
+def test_the_class_of_a_model_that_is_not_from_a_folder() -> None:
+    of = {name: own_architecture(sizes) for name, sizes in SIZES.items()}
+    other = {"MixtralForCausalLM": "Ernie4_5_MoeForCausalLM"}
+    assert {name: one and one.name for name, one in of.items()} == {name: other.get(name, name) for name in SIZES}
