@@ -194,7 +194,7 @@ class Trainer:
         self.loader = self._make_loader()
         feed = Feed(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
-        self.world.ledger.clear()  # what start-up sent is no step's
+        self.world.sent_bytes.clear()  # what start-up sent belongs to no step
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
         gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
@@ -356,9 +356,10 @@ class Trainer:
         training, heldout = self.config.training, self.corpus.heldout
         assert heldout is not None  # a rule row: who evaluates holds something out
         self.stepper.settle()
-        self.job.sharding.wait()
-        sent = dict(self.world.ledger)
-        with self.monitor.paused(), self.watch.section("evaluation", f"after step {self.progress.iteration}"):
+        with self.world.meter.paused():
+            self.job.sharding.wait()
+        section = self.watch.section("evaluation", f"after step {self.progress.iteration}")
+        with self.world.uncounted(), self.monitor.paused(), section:
             self._evaluation = evaluate(
                 self.job.model,
                 heldout,
@@ -372,10 +373,6 @@ class Trainer:
                 cp=self.world.axis("cp"),
                 forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
             )
-        # What an evaluation sends and waits for is no step's.
-        self.world.ledger.clear()
-        self.world.ledger.update(sent)
-        self.job.meter.take()
         return self._evaluation
 
     def _load(self) -> state.Loaded | None:

@@ -1,4 +1,4 @@
-"""The collectives themselves, over an axis of more than one rank; what they send is added to the axis' ledger.
+"""The collectives themselves, over an axis of more than one rank; what they send is added to its ``sent_bytes``.
 
 Bytes are what one rank sends when nothing is sent twice, n ranks and a whole message of w bytes:
 

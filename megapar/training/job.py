@@ -89,7 +89,7 @@ def make_job(config: Config, world: World) -> Job:
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
-    world.ledger.meter = meter = WaitMeter(world.device.timed_event())
+    meter = world.meter
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
     traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
@@ -247,7 +247,7 @@ def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute 
     choice: Choice
     if recompute.adaptive_recompute_device_size:
         adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
-        return Recompute(adaptive, traffic, world.ledger, measure=adaptive)
+        return Recompute(adaptive, traffic, world.sent_bytes, measure=adaptive)
     if recompute.recompute_method == "block":
         choice = Block(recompute.recompute_num_layers or 0)
     elif recompute.recompute_method == "uniform" or recompute.recompute_interval:
@@ -258,7 +258,7 @@ def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute 
     if recompute.recompute_offload or recompute.recompute_partition:
         mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
         keeper = Keeper(world.device, mp, traffic, offload=recompute.recompute_offload)
-    return Recompute(choice, traffic, world.ledger, keeper)
+    return Recompute(choice, traffic, world.sent_bytes, keeper)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:

@@ -174,7 +174,7 @@ class Stepper:
             norm=verdict.summed.norm,
             loss_scale=verdict.loss_scale,
             skipped=verdict.skipped,
-            sent_bytes=job.world.ledger.take(),
+            sent_bytes=job.world.sent_bytes.take(),
             seconds=seconds,
             exposed=job.meter.take() if job.metered and job.meter.on else None,
             waited=self.gradients.last_reduction.take(),
