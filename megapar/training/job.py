@@ -31,7 +31,7 @@ from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
 from megapar.core.recompute import Block, Choice, Interval, Recompute
-from megapar.core.replicas import Copy, axes_of
+from megapar.core.replicas import Replica, axes_of
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
@@ -328,18 +328,18 @@ def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
             buffers[spec.name].zero_()
 
 
-def copies(job: Job) -> Iterator[Copy]:
+def copies(job: Job) -> Iterator[Replica]:
     """Everything that other ranks hold too: masters, parameters that are whole, buffers of the table."""
     for view in job.sharding.views([part.master for part in job.sharding.parts]):
         for axis in axes_of(view.spec, job.world, sharded=True):
-            yield Copy(f"the master of {view.spec.name}", view.tensor, axis)
+            yield Replica(f"the master of {view.spec.name}", view.tensor, axis)
     rows = {spec.name: spec for spec in job.table}
     for name, parameter in job.model.named_parameters():
         if name in rows and not isinstance(parameter, DTensor):
             for axis in axes_of(rows[name], job.world, sharded=False):
-                yield Copy(name, parameter, axis)
+                yield Replica(name, parameter, axis)
     for name, buffer in job.model.named_buffers():
         if name in rows:
             for axis in map(job.world.axis, ("data", "cp", "mp")):
                 if axis.group is not None:
-                    yield Copy(name, buffer, axis)
+                    yield Replica(name, buffer, axis)

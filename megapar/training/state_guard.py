@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.agreement import TEXT_BYTES, texts_of_all
+from megapar.core.agreement import TEXT_BYTES, reduce_numbers, texts_of_all
 from megapar.core.device.base import Device
 from megapar.core.digested import Digested, Resting, Visiting
 from megapar.core.offload import OffloadedOptimizer
@@ -94,8 +94,7 @@ class StateGuard:
             found = self._digested.changed()
         world, device = job.world.axis("world"), job.world.device.torch_device
         bad = torch.tensor(bool(found), dtype=torch.int64, device=device)
-        if world.group is not None:
-            dist.all_reduce(bad, group=world.group)
+        reduce_numbers(bad, world, "state guard")
         if not bad.item():
             return
         names = self._names(found)
@@ -136,8 +135,7 @@ class StateGuard:
         steps = torch.tensor(
             max(1, math.ceil(seconds / (SHARE * step))), dtype=torch.int64, device=job.world.device.torch_device
         )
-        if world.group is not None:
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=world.group)
+        reduce_numbers(steps, world, "state guard", dist.ReduceOp.MAX)
         return int(steps.item())
 
     def _names(self, found: Sequence[tuple[int, int]]) -> list[str]:

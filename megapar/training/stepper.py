@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from megapar.arguments import Config
+from megapar.core.agreement import reduce_numbers
 from megapar.core.device.base import Event
 from megapar.core.optimizer import clip
 from megapar.core.schedule import LearningRate
@@ -155,9 +155,7 @@ class Stepper:
         rate, data = self.config.moe.moe_router_bias_update_rate, self.job.world.axis("data")
         if rate and isinstance(self.job.model, Decoder):
             total = load.clone()
-            if data.group is not None:
-                data.note("load")
-                dist.all_reduce(total, group=data.group)
+            reduce_numbers(total, data, "load")
             # An index by a list would wait for the device.
             rows = total if self.job.pipeline is None else [total[row] for row in self.job.model.load_rows]
             self.job.model.update_router_bias(rows, rate, None if bad is None else 1 - bad)

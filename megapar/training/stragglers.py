@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from megapar.core.agreement import gather_numbers
 from megapar.core.axis import Axis
 
 NOISE_SECONDS = 0.01
@@ -62,9 +62,7 @@ def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
     """The pace of all ranks; every rank calls it. seconds: this rank's own work in each step of the interval."""
     ordered = sorted(seconds)
     own = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
-    medians = [own.clone() for _ in world.ranks]
-    if world.group is not None:
-        dist.all_gather(medians, own, group=world.group)
+    medians = gather_numbers(own, world, "pace")
     return summary([float(value.item()) for value in medians])
 
 
