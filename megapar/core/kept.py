@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapar.core.axis import Axis
+from megapar.core.buffers import BufferPool
 from megapar.core.device.base import Device
 from megapar.core.exchange import AllGather
 from megapar.core.traffic import Flight, Traffic
@@ -40,14 +40,14 @@ class Keeper:
 
     def __init__(self, device: Device, mp: Axis, traffic: Traffic, *, offload: bool, newest: int = NEWEST) -> None:
         self.device, self.mp, self.traffic = device, mp, traffic
-        self.host = HostPool(device.pinned_zeros) if offload else None
+        self.host = BufferPool(device.pinned_zeros, most=2) if offload else None
         self.going, self.coming = device.new_stream(), device.new_stream()
         self._newest = newest
         self._whole: deque[weakref.ref[KeptUnit]] = deque()
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory taken so far; what is given back is used again."""
+        """Pinned host memory allocated so far; what is given back is used again."""
         return 0 if self.host is None else self.host.bytes
 
     def enter(self, before: KeptUnit | None) -> KeptUnit:
@@ -171,13 +171,11 @@ class KeptTensor:
         start = min(self._keeper.mp.rank * self._length, self._numel)
         return flat[start : start + self._length]
 
-    def _send(self, pool: HostPool, flat: Tensor) -> None:
+    def _send(self, pool: BufferPool, flat: Tensor) -> None:
         going, own = self._keeper.going, self._own(flat)
-        self._host, free = pool.take(own.numel(), self._dtype)
+        self._host = pool.take((own.numel(),), self._dtype, going)
         going.wait_stream(self._keeper.device.current_stream())
         with going:
-            if free is not None:
-                going.wait_event(free)
             self._host.copy_(own, non_blocking=True)
             self._sent = going.record_event()
 
@@ -189,31 +187,6 @@ class KeptTensor:
             # As in ``store``: of the newest units nobody else waits for the copy.
             self._keeper.device.current_stream().wait_event(self._back or self._sent)
         self._keeper.host.give(host, self._back)
-
-
-class HostPool:
-    """Pinned host memory, which is slow to get and therefore used again. new: gives some (elements, dtype)."""
-
-    def __init__(self, new: Callable[[int, torch.dtype], Tensor]) -> None:
-        self.bytes = 0
-        self._new = new
-        self._free: list[tuple[Tensor, Any]] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """A flat buffer, and an event to wait for before it is written (None: at once)."""
-        need = max(numel, 1) * dtype.itemsize
-        fitting = [i for i, (kept, _) in enumerate(self._free) if need <= kept.numel() <= 2 * need]
-        if fitting:
-            raw, event = self._free.pop(min(fitting, key=lambda i: self._free[i][0].numel()))
-        else:
-            raw, event = self._new(need, torch.uint8), None
-            self.bytes += need
-        return raw[: numel * dtype.itemsize].view(dtype), event
-
-    def give(self, buffer: Tensor, event: Any) -> None:
-        """Nobody writes the buffer any more; it has been read when ``event`` happens."""
-        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-        self._free.append((whole.set_(buffer.untyped_storage()), event))
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
