@@ -1,4 +1,4 @@
-"""One axis of the rank grid as a layer sees it."""
+"""One axis of the rank grid, as a layer sees it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What recomputed units keep of their inputs: cut over mp, in host memory, or both.
+"""Inputs that recomputed units keep: cut over mp, in host memory, or both.
 
     forward    unit 0   unit 1   unit 2   unit 3   unit 4
     kept       stored   stored   stored   whole    whole        the newest ones stay as they are, for the copies to
     backward                              4, 3: nothing to do   host memory take a while, and the backward begins here
-               2: begin fetching 1, then wait for its own, asked for when unit 3 began; 1: begin fetching 0 ..
+               2: begin fetching 1, then wait for its own, begun when unit 3 began; 1: begin fetching 0 ..
 
 So at any time two units' inputs are whole on the device, in the forward as in the backward, and what travels has the
 time of a whole unit. Stored is this rank's piece of a tensor that all ranks of mp hold alike (gathered back), or a copy
@@ -26,13 +26,13 @@ from megapar.core.axis import Axis
 from megapar.core.buffers import BufferPool
 from megapar.core.device.base import Device
 from megapar.core.exchange import AllGather
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 
 NEWEST = 2
 
 
 class Keeper:
-    """How the units of a model keep their inputs.
+    """Keeps the inputs of the units of a model.
 
     mp: each of its ranks keeps a piece; the inputs must be the same on all of them. An axis of one rank keeps all.
     offload: into pinned host memory. newest: how many units stay whole, 1 or more.
@@ -51,7 +51,7 @@ class Keeper:
         return 0 if self.host is None else self.host.bytes
 
     def enter(self, before: KeptUnit | None) -> KeptUnit:
-        """The next unit of a forward, whose backward comes just before that of ``before``."""
+        """Return the next unit of a forward, whose backward comes just before that of ``before``."""
         unit = KeptUnit(self, before)
         self._whole.append(weakref.ref(unit))
         while len(self._whole) > self._newest:
@@ -87,7 +87,7 @@ class KeptUnit:
         return [kept for kept in (reference() for reference in self._tensors) if kept is not None]
 
     def keep(self, tensor: Tensor) -> KeptTensor | Tensor:
-        """What the unit keeps of a tensor."""
+        """Return what the unit keeps of a tensor."""
         if not tensor.numel():
             return tensor
         kept = KeptTensor(self._keeper, tensor)
@@ -118,7 +118,7 @@ class KeptTensor:
         self._host: Tensor | None = None
         self._sent: Any = None  # event: the copy in host memory is there
         self._back: Any = None  # event: the copy on the device is there
-        self._flight: Flight | None = None
+        self._flight: InFlight | None = None
         if keeper.host is not None:
             self._send(keeper.host, flat)
 
@@ -127,7 +127,7 @@ class KeptTensor:
         if self._flat is None:
             return
         if self._host is not None:
-            # Its memory may be used again only behind the copy.
+            # Its memory may be used again only after the copy.
             self._keeper.device.current_stream().wait_event(self._sent)
         else:
             self._piece = self._own(self._flat).clone()
@@ -184,13 +184,13 @@ class KeptTensor:
         if host is None or self._keeper.host is None:
             return
         if self._flat is not None:
-            # As in ``store``: of the newest units nobody else waits for the copy.
+            # As in ``store``: for the newest units this is the only wait for the copy.
             self._keeper.device.current_stream().wait_event(self._back or self._sent)
         self._keeper.host.give(host, self._back)
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(its elements as they lie in memory, the strides that make the tensor of them); a copy where it has gaps."""
+    """(its elements in the order of memory, the strides that make the tensor of them); a copy where it has gaps."""
     dense = torch.empty_like(tensor, device="meta").stride()
     if dense != tensor.stride():
         tensor = tensor.contiguous()

@@ -25,7 +25,7 @@ from megapar.errors import CorruptionError
 WIDTH = 4096
 SHOWN = 5
 Row: TypeAlias = tuple[str, str, list[int], bool]
-"""What differs: in words, the parameter, ranks, and whether those are to blame or nobody can say."""
+"""A difference: in words, the parameter, ranks, and True if those are to blame, False if that is not known."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -85,11 +85,11 @@ def check(replicas: Iterable[Replica], world: World, when: str) -> bool:
 
 
 def _error(rows: Sequence[Row], when: str) -> CorruptionError:
-    told = list(dict.fromkeys(text for text, *_ in rows))
-    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    texts = list(dict.fromkeys(text for text, *_ in rows))
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     known = [row for row in rows if row[3]] or rows
     return CorruptionError(
-        f"{when}: replicas of parameters differ: {'; '.join(told[:SHOWN])}{more}. A rank computes or remembers "
+        f"{when}: replicas of parameters differ: {'; '.join(texts[:SHOWN])}{more}. A rank computes or remembers "
         "wrongly: look at its hardware, and resume from a checkpoint before this.",
         sorted({rank for row in known for rank in row[2]}),
         list(dict.fromkeys(name for _, name, *_ in rows)),
@@ -98,7 +98,7 @@ def _error(rows: Sequence[Row], when: str) -> CorruptionError:
 
 def _compare(replicas: Sequence[Replica], device: torch.device) -> list[Row]:
     axis = replicas[0].axis
-    # Offloaded masters lie in host memory, and the group may reach the device alone.
+    # Offloaded masters are in host memory, and the group may reach only the device.
     digests = torch.stack([digest(replica.tensor).to(device) for replica in replicas])
     extremes = torch.cat([digests, ~digests])
     reduce_numbers(extremes, axis, "replicas", dist.ReduceOp.MAX)
@@ -114,6 +114,6 @@ def _differing(name: str, axis: Axis, digests: Sequence[int]) -> Row:
     usual = max(digests, key=digests.count)
     odd = [rank for rank, value in zip(axis.ranks, digests, strict=True) if value != usual]
     others = [rank for rank in axis.ranks if rank not in odd]
-    if len(odd) >= len(others):  # nobody can say who is right
+    if len(odd) >= len(others):  # which of them are right is not known
         return f"{name} on ranks {list(axis.ranks)} of {axis.name}", name, list(axis.ranks), False
     return f"{name} on ranks {odd}, against {others} of {axis.name}", name, odd, True

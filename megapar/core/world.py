@@ -1,6 +1,6 @@
 """A grid's process groups; the only place where a run makes groups.
 
-Every group is made eagerly, in rounds that are the same on every rank (``core/rounds.py``), behind a roll call, and is
+Every group is made eagerly, in rounds that are the same on every rank (``core/rounds.py``), after a roll call, and is
 followed by a collective or a message, so that a bad network or a missing rank shows at start-up with the group's name
 and the ranks that did not answer. An axis of size 1 has no group, and axes with the same ranks share one communicator.
 """
@@ -37,7 +37,7 @@ class World:
     """This rank among the ranks of a grid: ``axis(name)`` gives its place on any axis.
 
     rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
-    sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must stand in the order of
+    sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must be in the order of
     their coordinates there. Rank 0 is the same in both. launched: by rank, the number it was launched with.
     on_leave: called when this rank leaves, be it after a failure.
 
@@ -237,7 +237,7 @@ class World:
 
     @property
     def pretended(self) -> bool:
-        """Whether this rank is alone and nobody answers what it says (``tools/pretend.py``)."""
+        """True where this rank runs alone as one of many (``tools/pretend.py``): collectives move nothing."""
         return self._store is None and self.grid.world_size > 1
 
     def spare_store(self, name: str) -> dist.Store | None:
@@ -247,7 +247,7 @@ class World:
     def spare_group(self, name: str) -> dist.ProcessGroup | None:
         """A group of all ranks for threads beside the training, on the host; None where there is one rank.
 
-        Every rank asks for the same ones in the same order.
+        Every rank calls this for the same groups in the same order.
         """
         if self.grid.world_size == 1:
             return None
