@@ -300,7 +300,7 @@ class Trainer:
         if self._records is not None:
             self._records += records
         pace = records[-1].pace if records else None
-        if pace is not None and (warning := self._stragglers.hear(pace, len(records))):
+        if pace is not None and (warning := self._stragglers.update(pace, len(records))):
             self._say(warning)
         for record in records:
             if not self.config.reliability.spike_skip and not record.skipped:
@@ -308,8 +308,8 @@ class Trainer:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        for news in (*self.numbers.take_news(), *self.guards.take_news()):
-            self._say(news)
+        for line in (*self.numbers.pop_messages(), *self.guards.pop_messages()):
+            self._say(line)
 
     def _check(self, *, saved: bool) -> None:
         """Run the guards that are due, before a save all; raises TrainingError where this run holds wrong numbers."""
@@ -435,7 +435,7 @@ class Trainer:
             self.local_saves.say = self.terminal.say
         for line in report.greeting(self.config, self.job, self.monitor):
             self.terminal.tell(line)
-        for line in (*self._notes, *self.guards.take_news(), self._degree):
+        for line in (*self._notes, *self.guards.pop_messages(), self._degree):
             if line:
                 self.terminal.say(line)
         if self.progress.iteration:

@@ -315,7 +315,7 @@ def test_the_slowest_rank_is_named_against_the_median() -> None:
     pace = summary([1.0, 1.1, 0.9, 2.5])
     assert pace == Pace(p50=1.0, p90=2.5, max=2.5, slowest_rank=3)
     stragglers = Stragglers(1.5)
-    said = [stragglers.hear(pace, 4) for _ in range(4)]
+    said = [stragglers.update(pace, 4) for _ in range(4)]
     assert said[:2] == ["", ""]
     assert "rank 3 is slow: 2.500 s of own work in a step, 1.000 s in the median rank" in said[2]
     assert said[3] == ""  # once
@@ -326,6 +326,6 @@ def test_the_slowest_rank_is_named_against_the_median() -> None:
 def test_one_busy_moment_makes_no_slow_rank() -> None:
     stragglers = Stragglers(1.5)
     slow, other, even = summary([1.0, 2.0]), summary([2.0, 1.0]), summary([1.0, 1.01])
-    assert [stragglers.hear(pace, 10) for pace in (slow, slow, other, other, even, slow, slow)] == [""] * 7
-    assert "rank 1 is slow" in stragglers.hear(slow, 10)
-    assert [Stragglers(1.5).hear(slow, 1) for _ in range(9)] == [""] * 9  # few steps
+    assert [stragglers.update(pace, 10) for pace in (slow, slow, other, other, even, slow, slow)] == [""] * 7
+    assert "rank 1 is slow" in stragglers.update(slow, 10)
+    assert [Stragglers(1.5).update(slow, 1) for _ in range(9)] == [""] * 9  # few steps
