@@ -120,9 +120,9 @@ class Traffic:
 class InFlight:
     """An exchange in flight, with the buffers that must not be touched until it has been waited for.
 
-    work: what to wait for; None where nothing travels. aside: launched on another stream than it is used on. owned: see
-    ``Traffic.launch``. made: the event after which the output is there, where ``work`` does not show it: there is none,
-    or another stream has waited for it.
+    work: what to wait for; None where nothing travels. aside: launched on another stream than it is used on. owned:
+    only its caller waits for it. made: the event after which the output is there, where ``work`` does not show it:
+    there is none, or another stream has waited for it.
     """
 
     exchange: Exchange
