@@ -194,7 +194,7 @@ class Trainer:
         self.loader = self._make_loader()
         feed = Feed(config, self.job)
         self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
-        self.world.ledger.clear()  # what start-up sent is no step's
+        self.world.sent_bytes.clear()  # what start-up sent belongs to no step
         self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
         gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
@@ -300,7 +300,7 @@ class Trainer:
         if self._records is not None:
             self._records += records
         pace = records[-1].pace if records else None
-        if pace is not None and (warning := self._stragglers.hear(pace, len(records))):
+        if pace is not None and (warning := self._stragglers.update(pace, len(records))):
             self._say(warning)
         for record in records:
             if not self.config.reliability.spike_skip and not record.skipped:
@@ -308,8 +308,8 @@ class Trainer:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        for news in (*self.numbers.take_news(), *self.guards.take_news()):
-            self._say(news)
+        for line in (*self.numbers.pop_messages(), *self.guards.pop_messages()):
+            self._say(line)
 
     def _check(self, *, saved: bool) -> None:
         """Run the guards that are due, before a save all; raises TrainingError where this run holds wrong numbers."""
@@ -356,9 +356,10 @@ class Trainer:
         training, heldout = self.config.training, self.corpus.heldout
         assert heldout is not None  # a rule row: who evaluates holds something out
         self.stepper.settle()
-        self.job.sharding.wait()
-        sent = dict(self.world.ledger)
-        with self.monitor.paused(), self.watch.section("evaluation", f"after step {self.progress.iteration}"):
+        with self.world.meter.paused():
+            self.job.sharding.wait()
+        section = self.watch.section("evaluation", f"after step {self.progress.iteration}")
+        with self.world.uncounted(), self.monitor.paused(), section:
             self._evaluation = evaluate(
                 self.job.model,
                 heldout,
@@ -372,10 +373,6 @@ class Trainer:
                 cp=self.world.axis("cp"),
                 forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
             )
-        # What an evaluation sends and waits for is no step's.
-        self.world.ledger.clear()
-        self.world.ledger.update(sent)
-        self.job.meter.take()
         return self._evaluation
 
     def _load(self) -> state.Loaded | None:
@@ -438,7 +435,7 @@ class Trainer:
             self.local_saves.say = self.terminal.say
         for line in report.greeting(self.config, self.job, self.monitor):
             self.terminal.tell(line)
-        for line in (*self._notes, *self.guards.take_news(), self._degree):
+        for line in (*self._notes, *self.guards.pop_messages(), self._degree):
             if line:
                 self.terminal.say(line)
         if self.progress.iteration:

@@ -273,7 +273,7 @@ BUDGETS: tuple[Row, ...] = (
 
 # Where the host may wait in a step, how often, and why. The counts of the experts' rows are ``Run.counts``.
 WAITS: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {"Stepper._hear": (1, "the norm and the log's sums of the step before, which is over by then")}
+    {"Stepper._apply_votes": (1, "the norm and the log's sums of the step before, which is over by then")}
 )
 
 # Where a step may copy between host and device without a wait, and why.

@@ -33,7 +33,7 @@ from megapar.core.meter import WaitMeter
 from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.tickets import start, wait
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 from megapar.model.decoder.model import Decoder
 from megapar.training import degree
 
@@ -46,14 +46,14 @@ class Diary(Traffic):
         self.events: list[dict[str, object]] | None = None
         self._launched: dict[int, float] = {}
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
         """As it is, with the time."""
         now = time.perf_counter()
         flight = super().launch(exchange, x, aside, owned)
         self._launched[id(flight)] = now
         return flight
 
-    def land(self, flight: Flight, metered: bool = True) -> Tensor:
+    def land(self, flight: InFlight, metered: bool = True) -> Tensor:
         """As it is, with the times before and behind."""
         before = time.perf_counter()
         output = super().land(flight, metered)

@@ -24,7 +24,7 @@ from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.layout import RING, Layout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.exchange import Exchange
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 
 HEADS, GROUPS, SIZE = 8, 4, 64
 
@@ -32,7 +32,7 @@ HEADS, GROUPS, SIZE = 8, 4, 64
 class WaitingTraffic(Traffic):
     """Nothing flies while anything is computed."""
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
         """Launch, and wait at once."""
         flight = super().launch(exchange, x, aside, owned)
         if flight.work is not None:

@@ -68,7 +68,7 @@ def steps(trainer: Trainer, count: int) -> float:
 
 def calls(trainer: Trainer, count: int) -> float:
     """Share of so many steps that the guards' calls took."""
-    names = ("votes", "hear", "before_update", "after_update", "due", "check")
+    names = ("votes", "apply_votes", "before_update", "after_update", "due", "check")
     with timed((trainer.guards, name) for name in names) as spent:
         whole = steps(trainer, count)
     return spent[0] / whole

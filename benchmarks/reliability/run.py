@@ -23,7 +23,7 @@ from benchmarks.support.watching import SMALL, look_seconds, timed
 from megapar.arguments import parse
 from megapar.core.axis import Axis
 from megapar.core.device.pick import pick
-from megapar.core.journal import Journal
+from megapar.core.journal import FlightRecorder
 from megapar.core.watchdog import Watchdog
 from megapar.core.world import World
 from megapar.trainer import Trainer
@@ -53,11 +53,11 @@ def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
 
 
 def without(trainer: Trainer, count: int) -> float:
-    """The same with no check of the norm, no journal and no percentiles."""
+    """The same with no check of the norm, no flight recorder and no percentiles."""
     with (
         patch.object(math, "isfinite", lambda value: True),
         patch.object(Judge, "_is_bad", lambda *_: False),
-        patch.object(Journal, "note", lambda *_: None),
+        patch.object(FlightRecorder, "note", lambda *_: None),
         patch.object(Axis, "note", lambda *_: None),
         patch("megapar.training.monitor.find_pace", lambda *_: None),
     ):
@@ -67,7 +67,8 @@ def without(trainer: Trainer, count: int) -> float:
 def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
     """Seconds spent in the calls that watch, over so many steps; what timing them costs is counted as theirs."""
     watching = (
-        *((Judge, "_is_bad"), (Journal, "note"), (Axis, "note"), (Watchdog, "before_step"), (Watchdog, "after_step")),
+        *((Judge, "_is_bad"), (FlightRecorder, "note"), (Axis, "note")),
+        *((Watchdog, "before_step"), (Watchdog, "after_step")),
         *((type(trainer.numbers), "watch"), (monitor, "find_pace")),
     )
     with timed(watching) as spent:

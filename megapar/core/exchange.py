@@ -1,4 +1,20 @@
-"""The collectives that can be in flight: each launches itself and knows what its gradient goes through."""
+"""Collectives and their conjugates: the gradient of each goes through its conjugate.
+
+    forward                 backward              conjugate
+    Copy                    all-reduce            Reduce
+    Reduce (all-reduce)     nothing               Copy
+    AllGather(alike)        own piece             OwnPiece (what follows is the same on every rank)
+    AllGather               reduce-scatter        ReduceScatter (what follows differs per rank)
+    ReduceScatter           all-gather            AllGather
+    AllToAll                all-to-all            AllToAll, the splits swapped
+    SendReceive             the way back          SendReceive, the two ranks swapped
+
+Which all-gather is right depends on what the ranks do with the result: where all compute the same from it, each already
+holds the whole gradient (``alike``); where each uses it for a part of the work, the parts must be summed.
+
+An exchange can be in flight (``launch``, by ``core/tickets.py``), along dim 0. A ``Conjugate`` can also be run at once
+(``run``, by ``core/collectives.py``), along any dim: it is then launched and waited for in one.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +34,32 @@ class Exchange(Protocol):
 
     @property
     def axis(self) -> Axis:
-        """Where it happens."""
+        """The axis whose ranks take part."""
         ...
 
     @property
     def kind(self) -> str:
-        """What it is called in counts and messages."""
+        """Its name in counts and error messages."""
         ...
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """The output, not there yet, and what to wait for; None where nothing travels. ``x`` is contiguous."""
+        """Return the output, not there yet, and what to wait for; None where nothing travels. ``x`` is contiguous."""
         ...
 
     def conjugate(self) -> Exchange:
-        """What the gradient goes through."""
+        """Return what the gradient goes through."""
+        ...
+
+
+class Conjugate(Exchange, Protocol):
+    """An exchange that can also be run at once, along any dim, and so can its conjugate."""
+
+    def run(self, x: Tensor, dim: int) -> Tensor:
+        """Return the output, which is there; ``x`` may have any strides."""
+        ...
+
+    def conjugate(self) -> Conjugate:
+        """Return what the gradient goes through."""
         ...
 
 
@@ -54,7 +82,7 @@ class AllToAll:
         return y, transport.all_to_all(y, x, self.axis, self.receive, self.send, async_op=True)
 
     def conjugate(self) -> AllToAll:
-        """The way back."""
+        """Return the way back."""
         return AllToAll(self.axis, self.receive, self.send, self.kind)
 
 
@@ -62,21 +90,27 @@ class AllToAll:
 class AllGather:
     """The rows of all ranks, the same number from each. Conjugate: ReduceScatter.
 
-    into: where they go; then ``x`` may be this rank's rows of it. None: a new tensor.
+    into: where they go; then ``x`` may be this rank's rows of it. None: a new tensor. alike: what follows is the same
+    on every rank, and so is the gradient: the conjugate is OwnPiece.
     """
 
     axis: Axis
     into: Tensor | None = field(default=None, compare=False)
+    alike: bool = False
     kind: ClassVar[str] = "all_gather"
 
-    def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] to [size * n, ..]."""
         y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:])) if self.into is None else self.into
-        return y, transport.all_gather(y, x, self.axis, async_op=True)
+        return y, transport.all_gather(y, x, self.axis, async_op=async_op)
 
-    def conjugate(self) -> ReduceScatter:
-        """Every rank used the rows for a part of its own: the parts are summed."""
-        return ReduceScatter(self.axis)
+    def run(self, x: Tensor, dim: int) -> Tensor:
+        """[.., n, ..] to [.., size * n, ..], in rank order."""
+        return _run(self, x, dim)
+
+    def conjugate(self) -> ReduceScatter | OwnPiece:
+        """Return ReduceScatter: every rank used the rows for a part of the work, and the parts are summed."""
+        return OwnPiece(self.axis) if self.alike else ReduceScatter(self.axis)
 
 
 @dataclass(frozen=True)
@@ -90,14 +124,39 @@ class ReduceScatter:
     into: Tensor | None = field(default=None, compare=False)
     kind: ClassVar[str] = "reduce_scatter"
 
-    def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
         """[size * n, ..] to [n, ..]."""
         y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:])) if self.into is None else self.into
-        return y, transport.reduce_scatter(y, x, self.axis, async_op=True)
+        return y, transport.reduce_scatter(y, x, self.axis, async_op=async_op)
+
+    def run(self, x: Tensor, dim: int) -> Tensor:
+        """[.., size * n, ..] to [.., n, ..]. Raises ValueError where the axis does not divide the dim."""
+        _check_even(x, self.axis, dim)
+        return _run(self, x, dim)
 
     def conjugate(self) -> AllGather:
-        """Each rank's rows reach what all ranks computed."""
+        """Return AllGather: each rank's rows reached what all ranks computed."""
         return AllGather(self.axis)
+
+
+@dataclass(frozen=True)
+class OwnPiece:
+    """This rank's even piece of what all ranks hold alike: nothing travels. Conjugate: AllGather(alike)."""
+
+    axis: Axis
+    kind: ClassVar[str] = "own_piece"
+
+    def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """[size * n, ..] to [n, ..]."""
+        return self.run(x, 0), None
+
+    def run(self, x: Tensor, dim: int) -> Tensor:
+        """[.., size * n, ..] to [.., n, ..]. Raises ValueError where the axis does not divide the dim."""
+        return own_piece(x, self.axis, dim).contiguous()
+
+    def conjugate(self) -> AllGather:
+        """Return AllGather: the pieces' gradients are those of the whole."""
+        return AllGather(self.axis, alike=True)
 
 
 @dataclass(frozen=True)
@@ -116,8 +175,15 @@ class Reduce:
         y = x if self.in_place else x.clone()
         return y, transport.all_reduce(y, self.axis, async_op=True)
 
+    def run(self, x: Tensor, dim: int) -> Tensor:
+        """[..] to [..], whatever the dim."""
+        y = x if self.in_place else x.clone(memory_format=torch.contiguous_format)
+        with self.axis.waiting(self.kind):
+            transport.all_reduce(y, self.axis)
+        return y
+
     def conjugate(self) -> Copy:
-        """What follows a sum is the same on every rank, and so is the gradient."""
+        """Return Copy: what follows a sum is the same on every rank, and so is the gradient."""
         return Copy(self.axis)
 
 
@@ -130,10 +196,14 @@ class Copy:
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """[n, ..] as it is."""
-        return x.detach(), None  # a tensor of its own: autograd writes the graph onto what ``wait`` returns
+        return x.detach(), None  # another tensor object: autograd writes the graph onto what ``wait`` returns
+
+    def run(self, x: Tensor, dim: int) -> Tensor:
+        """[..] as it is, whatever the dim."""
+        return x.view_as(x)
 
     def conjugate(self) -> Reduce:
-        """The parts' gradients are summed."""
+        """Return Reduce: the parts' gradients are summed."""
         return Reduce(self.axis)
 
 
@@ -155,24 +225,24 @@ class SendReceive:
         return y, transport.send_receive(y, x, self.axis, self.to, self.source)
 
     def conjugate(self) -> SendReceive:
-        """The gradient goes to where the message came from."""
+        """Return the way back: the gradient goes to where the message came from."""
         return SendReceive(self.axis, self.source, self.to)
 
 
 @dataclass(frozen=True)
 class Unsent:
-    """In place of an exchange whose result nobody needs: nothing travels, zeros come. Conjugate: zeros back."""
+    """An exchange whose result is not needed: nothing travels, the output is zeros, and so is the gradient."""
 
     exchange: AllToAll
 
     @property
     def axis(self) -> Axis:
-        """Where it would happen."""
+        """The axis of the exchange that is left out."""
         return self.exchange.axis
 
     @property
     def kind(self) -> str:
-        """What it would be."""
+        """The kind of the exchange that is left out."""
         return self.exchange.kind
 
     def launch(self, x: Tensor) -> tuple[Tensor, None]:
@@ -181,5 +251,28 @@ class Unsent:
         return x.new_zeros((rows, *x.shape[1:])), None
 
     def conjugate(self) -> Unsent:
-        """What was not sent has no gradient."""
+        """Return the way back, also left out."""
         return Unsent(self.exchange.conjugate())
+
+
+def own_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return this rank's even piece of ``x`` along ``dim``, as a view; outside autograd's pairs.
+
+    Raises ValueError where the axis does not divide the dim.
+    """
+    _check_even(x, axis, dim)
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def _check_even(x: Tensor, axis: Axis, dim: int) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by the {axis.size} ranks of {axis.name}")
+
+
+def _run(exchange: AllGather | ReduceScatter, x: Tensor, dim: int) -> Tensor:
+    """Run an exchange along ``dim``, which is moved to the front and back."""
+    front = x.movedim(dim, 0).contiguous()
+    with exchange.axis.waiting(exchange.kind):
+        y, _ = exchange.launch(front, async_op=False)
+    return y.movedim(0, dim).contiguous()

@@ -1,4 +1,4 @@
-"""The last collectives that this rank launched, for whoever asks where it hangs."""
+"""The flight recorder: the last collectives that this rank launched, which a report of a hang shows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ class Launched(NamedTuple):
         return f"{self.kind} {self.number} on {self.axis}"
 
 
-class Journal:
-    """A ring buffer of launches, and how many there were on each axis since the start."""
+class FlightRecorder:
+    """A ring buffer of launches, and a count per axis of all launches since the start.
+
+    recent: the last ``size`` launches, oldest first. counts: axis -> launches, whatever became of them.
+    """
 
     def __init__(self, size: int = 64) -> None:
         self.recent: deque[Launched] = deque(maxlen=size)
         self.counts: Counter[str] = Counter()
 
     def note(self, axis: str, kind: str) -> None:
-        """A collective is about to be launched."""
+        """Record that a collective is about to be launched."""
         self.counts[axis] += 1
         self.recent.append(Launched(axis, self.counts[axis], kind, time.monotonic()))

@@ -1,9 +1,9 @@
-"""What recomputed units keep of their inputs: cut over mp, in host memory, or both.
+"""Inputs that recomputed units keep: cut over mp, in host memory, or both.
 
     forward    unit 0   unit 1   unit 2   unit 3   unit 4
     kept       stored   stored   stored   whole    whole        the newest ones stay as they are, for the copies to
     backward                              4, 3: nothing to do   host memory take a while, and the backward begins here
-               2: begin fetching 1, then wait for its own, asked for when unit 3 began; 1: begin fetching 0 ..
+               2: begin fetching 1, then wait for its own, begun when unit 3 began; 1: begin fetching 0 ..
 
 So at any time two units' inputs are whole on the device, in the forward as in the backward, and what travels has the
 time of a whole unit. Stored is this rank's piece of a tensor that all ranks of mp hold alike (gathered back), or a copy
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,15 +23,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapar.core.axis import Axis
+from megapar.core.buffers import BufferPool
 from megapar.core.device.base import Device
 from megapar.core.exchange import AllGather
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 
 NEWEST = 2
 
 
 class Keeper:
-    """How the units of a model keep their inputs.
+    """Keeps the inputs of the units of a model.
 
     mp: each of its ranks keeps a piece; the inputs must be the same on all of them. An axis of one rank keeps all.
     offload: into pinned host memory. newest: how many units stay whole, 1 or more.
@@ -40,18 +40,18 @@ class Keeper:
 
     def __init__(self, device: Device, mp: Axis, traffic: Traffic, *, offload: bool, newest: int = NEWEST) -> None:
         self.device, self.mp, self.traffic = device, mp, traffic
-        self.host = HostPool(device.pinned_zeros) if offload else None
+        self.host = BufferPool(device.pinned_zeros, most=2) if offload else None
         self.going, self.coming = device.new_stream(), device.new_stream()
         self._newest = newest
         self._whole: deque[weakref.ref[KeptUnit]] = deque()
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory taken so far; what is given back is used again."""
+        """Pinned host memory allocated so far; what is given back is used again."""
         return 0 if self.host is None else self.host.bytes
 
     def enter(self, before: KeptUnit | None) -> KeptUnit:
-        """The next unit of a forward, whose backward comes just before that of ``before``."""
+        """Return the next unit of a forward, whose backward comes just before that of ``before``."""
         unit = KeptUnit(self, before)
         self._whole.append(weakref.ref(unit))
         while len(self._whole) > self._newest:
@@ -87,7 +87,7 @@ class KeptUnit:
         return [kept for kept in (reference() for reference in self._tensors) if kept is not None]
 
     def keep(self, tensor: Tensor) -> KeptTensor | Tensor:
-        """What the unit keeps of a tensor."""
+        """Return what the unit keeps of a tensor."""
         if not tensor.numel():
             return tensor
         kept = KeptTensor(self._keeper, tensor)
@@ -118,7 +118,7 @@ class KeptTensor:
         self._host: Tensor | None = None
         self._sent: Any = None  # event: the copy in host memory is there
         self._back: Any = None  # event: the copy on the device is there
-        self._flight: Flight | None = None
+        self._flight: InFlight | None = None
         if keeper.host is not None:
             self._send(keeper.host, flat)
 
@@ -127,7 +127,7 @@ class KeptTensor:
         if self._flat is None:
             return
         if self._host is not None:
-            # Its memory may be used again only behind the copy.
+            # Its memory may be used again only after the copy.
             self._keeper.device.current_stream().wait_event(self._sent)
         else:
             self._piece = self._own(self._flat).clone()
@@ -171,13 +171,11 @@ class KeptTensor:
         start = min(self._keeper.mp.rank * self._length, self._numel)
         return flat[start : start + self._length]
 
-    def _send(self, pool: HostPool, flat: Tensor) -> None:
+    def _send(self, pool: BufferPool, flat: Tensor) -> None:
         going, own = self._keeper.going, self._own(flat)
-        self._host, free = pool.take(own.numel(), self._dtype)
+        self._host = pool.take((own.numel(),), self._dtype, going)
         going.wait_stream(self._keeper.device.current_stream())
         with going:
-            if free is not None:
-                going.wait_event(free)
             self._host.copy_(own, non_blocking=True)
             self._sent = going.record_event()
 
@@ -186,38 +184,13 @@ class KeptTensor:
         if host is None or self._keeper.host is None:
             return
         if self._flat is not None:
-            # As in ``store``: of the newest units nobody else waits for the copy.
+            # As in ``store``: for the newest units this is the only wait for the copy.
             self._keeper.device.current_stream().wait_event(self._back or self._sent)
         self._keeper.host.give(host, self._back)
 
 
-class HostPool:
-    """Pinned host memory, which is slow to get and therefore used again. new: gives some (elements, dtype)."""
-
-    def __init__(self, new: Callable[[int, torch.dtype], Tensor]) -> None:
-        self.bytes = 0
-        self._new = new
-        self._free: list[tuple[Tensor, Any]] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """A flat buffer, and an event to wait for before it is written (None: at once)."""
-        need = max(numel, 1) * dtype.itemsize
-        fitting = [i for i, (kept, _) in enumerate(self._free) if need <= kept.numel() <= 2 * need]
-        if fitting:
-            raw, event = self._free.pop(min(fitting, key=lambda i: self._free[i][0].numel()))
-        else:
-            raw, event = self._new(need, torch.uint8), None
-            self.bytes += need
-        return raw[: numel * dtype.itemsize].view(dtype), event
-
-    def give(self, buffer: Tensor, event: Any) -> None:
-        """Nobody writes the buffer any more; it has been read when ``event`` happens."""
-        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-        self._free.append((whole.set_(buffer.untyped_storage()), event))
-
-
 def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(its elements as they lie in memory, the strides that make the tensor of them); a copy where it has gaps."""
+    """(its elements in the order of memory, the strides that make the tensor of them); a copy where it has gaps."""
     dense = torch.empty_like(tensor, device="meta").stride()
     if dense != tensor.stride():
         tensor = tensor.contiguous()

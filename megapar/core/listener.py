@@ -3,8 +3,8 @@
 Python runs its handlers in the main thread, once that is back from C. The system's own handler writes the signal's
 number to a pipe at once, and a thread reads it:
 
-    signal -> C handler -> pipe -> thread: ``hear``                  always
-                        -> main thread: ``noticed``                  when it is back in Python
+    signal -> C handler -> pipe -> thread: ``on_signal``             always
+                        -> main thread: ``on_main_thread``           when it is back in Python
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from types import FrameType
 from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-"""What asks a run to stop: people (INT, QUIT), terminals that go away (HUP), schedulers (TERM, USR1)."""
+"""Signals that stop a run: from people (INT, QUIT), terminals that go away (HUP), schedulers (TERM, USR1)."""
 
 TYPED = (signal.SIGINT, signal.SIGQUIT)
-"""What people type, and nobody repeats by himself."""
+"""Signals that people type, and that no program repeats."""
 
-AGAIN_SECONDS = 5.0  # a group of processes is told by several at once; who means it waits for longer
+AGAIN_SECONDS = 5.0  # several senders may signal a group of processes at once; a person who means it waits longer
 
-TELL_SECONDS = 2.0
+WRITE_SECONDS = 2.0
 
 _END = 0  # no signal's number
 _LONGEST_WAIT_SECONDS = 3600.0  # at a time: the kernel takes no number of any size
@@ -38,26 +38,26 @@ _LONGEST_WAIT_SECONDS = 3600.0  # at a time: the kernel takes no number of any s
 class Listener:
     """Hears signals from ``install`` to ``close``. A signal that the process was started to ignore stays ignored.
 
-    hear: called on the thread of this object with each signal's number. noticed: called with it on the main thread,
-    when that is back in Python; may raise there. due: when ``hear`` wants to be called with 0 if nothing comes until
-    then, by time.monotonic(); None: never.
+    on_signal: called on the thread of this object with each signal's number. on_main_thread: called with it on the main
+    thread, when that is back in Python; may raise there. due: returns the time.monotonic() at which ``on_signal`` is to
+    be called with 0 if no signal comes until then; None: never.
     """
 
     def __init__(
         self,
-        hear: Callable[[int], None],
-        noticed: Callable[[int], None] = lambda number: None,
+        on_signal: Callable[[int], None],
+        on_main_thread: Callable[[int], None] = lambda number: None,
         due: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._hear = hear
-        self._noticed = noticed
+        self._on_signal = on_signal
+        self._on_main_thread = on_main_thread
         self._due = due
         self._before: dict[int, Any] = {}
         self._ends: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
 
     def install(self, numbers: Sequence[int] = STOPS) -> None:
-        """Begin to hear, from the main thread of the process."""
+        """Begin to take signals, from the main thread of the process."""
         reader, writer = self._ends = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -69,7 +69,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Hear no more: the handlers from before are back. From the main thread."""
+        """Put the handlers from before back. From the main thread."""
         if self._ends is None:
             return
         signal.set_wakeup_fd(-1)
@@ -86,7 +86,7 @@ class Listener:
         os.close(reader)
 
     def _come(self, number: int, frame: FrameType | None) -> None:
-        self._noticed(number)
+        self._on_main_thread(number)
 
     def _run(self, reader: int) -> None:
         while True:
@@ -94,13 +94,13 @@ class Listener:
             wait = None if due is None else min(max(0.0, due - time.monotonic()), _LONGEST_WAIT_SECONDS)
             if not select.select([reader], [], [], wait)[0]:
                 if due is not None and time.monotonic() >= due:
-                    self._hear(0)
+                    self._on_signal(0)
                 continue
             for number in os.read(reader, 64):
                 if number == _END:
                     return
                 if number in self._before:
-                    self._hear(number)
+                    self._on_signal(number)
 
     def _leave_in_child(self) -> None:
         """A forked child is not this process: its signals are its own, and must not go down the parent's pipe."""
@@ -115,7 +115,7 @@ class Listener:
 _OPEN: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
-# A child that gets a signal before it is told apart would send it down its parent's pipe: none comes until then.
+# A child that gets a signal before it is known to be one would send it down its parent's pipe: none comes until then.
 _masks = threading.local()
 
 
@@ -141,16 +141,16 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 class Insistence:
-    """Whether somebody insists: a second SIGINT or SIGQUIT, 5 s or more after the first.
+    """Finds that a person insists: a second SIGINT or SIGQUIT, 5 s or more after the first.
 
-    TERM, HUP and USR1 never do, however often they come: grace periods are the schedulers' to keep.
+    TERM, HUP and USR1 never count, however often they come: grace periods are the schedulers' to keep.
     """
 
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def hear(self, number: int, now: float) -> bool:
-        """A signal came at ``now``, in seconds of time.monotonic()."""
+    def add(self, number: int, now: float) -> bool:
+        """Take in a signal that came at ``now``, in seconds of time.monotonic(). True where it insists."""
         if number not in TYPED:
             return False
         if self._first is None:
@@ -163,21 +163,21 @@ def name_of(number: int) -> str:
     return signal.Signals(number).name
 
 
-def tell(text: str) -> None:
-    """Say it to standard error, where there is one that takes it, and wait for 2 s at most.
+def write_stderr(text: str) -> None:
+    """Write a line to standard error, where there is one that takes it, and wait for 2 s at most.
 
-    A terminal that went away may have sent the signal; one that stands still, or a pager, may have the main thread
-    waiting in a write for as long as it likes, and must not have those threads wait that are to end the process.
+    A terminal that went away may have sent the signal; one that is stopped, or a pager, may block the main thread in a
+    write for any time, and must not block the threads that are to end the process.
     """
-    saying = threading.Thread(target=_say, args=(text + "\n",), name="megapar-tell", daemon=True)
+    writing = threading.Thread(target=_write, args=(text + "\n",), name="megapar-stderr", daemon=True)
     try:
-        saying.start()
+        writing.start()
     except RuntimeError:  # no more threads here, or the interpreter is about to end
         return
-    saying.join(TELL_SECONDS)
+    writing.join(WRITE_SECONDS)
 
 
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     stream = sys.stderr
     if stream is not None:  # as it is where a process is started without one
         with contextlib.suppress(OSError, ValueError):
@@ -186,7 +186,7 @@ def _say(text: str) -> None:
 
 
 def takes_text() -> bool:
-    """Whether a write to standard error would come back at once: faulthandler lets no thread run while it writes."""
+    """True where a write to standard error would return at once: faulthandler lets no thread run while it writes."""
     try:
         return bool(select.select([], [2], [], 0)[1])
     except OSError:

@@ -1,4 +1,4 @@
-"""What ranks tell each other in words: JSON as tensors. Whatever arrives is read and never run, as a pickle would be.
+"""Collectives of JSON values, sent as tensors. What arrives is parsed and never run, as a pickle would be.
 
 Every rank of the group calls the same function. All of them wait: nothing of a step that is trained uses them.
 """
@@ -17,7 +17,7 @@ from megapar.errors import DistributedError
 
 
 def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
-    """Every rank's value, on every rank, in the order of their ranks. Raises DistributedError."""
+    """Return every rank's value, on every rank, in the order of their ranks. Raises DistributedError."""
     own = _encoded(value, group)
     sizes = _sizes(own, group)
     parts = [own.new_empty(max(sizes)) for _ in sizes]
@@ -26,7 +26,7 @@ def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
 
 
 def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
-    """Every rank's value on the group's first rank, None on the others. Raises DistributedError."""
+    """Return every rank's value on the group's first rank, None on the others. Raises DistributedError."""
     own = _encoded(value, group)
     sizes = _sizes(own, group)
     parts = [own.new_empty(max(sizes)) for _ in sizes] if dist.get_rank(group) == 0 else None
@@ -35,7 +35,7 @@ def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
 
 
 def broadcast(value: Json, group: dist.ProcessGroup) -> Json:
-    """The value of the group's first rank, on every rank. Raises DistributedError."""
+    """Return the value of the group's first rank, on every rank. Raises DistributedError."""
     first = dist.get_rank(group) == 0
     device = _device(group)
     data = _encoded(value, group) if first else torch.empty(0, dtype=torch.uint8, device=device)
@@ -48,7 +48,7 @@ def broadcast(value: Json, group: dist.ProcessGroup) -> Json:
 
 
 def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
-    """This rank's one of the values that the group's first rank gives. Raises DistributedError."""
+    """Return this rank's one of the values that the group's first rank gives. Raises DistributedError."""
     parts = None if values is None else [_encoded(value, group) for value in values]
     device, rank = _device(group), dist.get_rank(group)
     count = dist.get_world_size(group)
@@ -62,7 +62,7 @@ def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group takes tensors: on the host, if it can."""
+    """Return the device whose tensors the group takes: the host, if it can."""
     types = {device.type for device in group._device_types}
     return torch.device("cpu" if "cpu" in types or not types else min(types))
 

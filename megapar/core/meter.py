@@ -1,8 +1,8 @@
-"""How long this rank waited for communication, by axis and kind of collective.
+"""The time that this rank waited for communication, by axis and kind of collective.
 
-On a CPU a wait blocks the host, and the clock of the host says how long. On an accelerator it blocks the stream, not
-the host: two events around the wait say how long the stream stood still, and nobody looks at them before the log is
-written. A layer waits tens of times and every event costs its launch, so there only some steps are timed (``on``).
+On a CPU a wait blocks the host, and the host's clock measures it. On an accelerator it blocks the stream, not the host:
+two events around the wait measure how long the stream was idle, and are not read before the log is written. A layer
+waits tens of times and every event costs a launch, so there only some steps are timed (``on``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 @dataclass
@@ -47,7 +48,7 @@ class WaitMeter:
         self._mark = mark
         self._waits = Waits()
 
-    def wait(self, work: dist.Work, kind: str) -> None:
+    def wait(self, work: Work, kind: str) -> None:
         """Wait for a launched collective. kind: ``axis/collective``, as bytes are counted."""
         if not self.on:
             work.wait()
@@ -76,7 +77,16 @@ class WaitMeter:
         yield
         self._waits.host[kind] += time.perf_counter() - start
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not measure the waits inside."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
     def take(self) -> Waits:
-        """What was waited for since the last call."""
+        """Return what was waited for since the last call."""
         waits, self._waits = self._waits, Waits()
         return waits

@@ -40,7 +40,7 @@ from megapar.core.axis import Axis
 from megapar.core.collective_product import fused_gather_product, fused_product_scatter
 from megapar.core.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.replay import Replay
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -119,7 +119,7 @@ class Road(NamedTuple):
         by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
         return self.traffic.land(self.launch(ReduceScatter(self.mp), by_rank))
 
-    def launch(self, exchange: Exchange, x: Tensor) -> Flight:
+    def launch(self, exchange: Exchange, x: Tensor) -> InFlight:
         """Start a collective."""
         flight = self.traffic.launch(exchange, x)
         if self.overlap.blocking and flight.work is not None:
@@ -352,7 +352,7 @@ def _bias_gradient(dy: Tensor, ctx: Any) -> Tensor | None:
     return dy.sum((0, 1)) if ctx.biased else None
 
 
-def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, Flight]], road: Road) -> Tensor | None:
+def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, InFlight]], road: Road) -> Tensor | None:
     """dw [O, I], from all ranks' x in one flight; None without it."""
     if not gathered:
         return None
@@ -374,7 +374,7 @@ def _whole_product(own: Tensor | None, dy: Tensor, pieces: list[Tensor], x_BMsI:
     return dw
 
 
-def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, Flight]]:
+def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, InFlight]]:
     """Launch the all-gathers of x [B, s, H]: per piece its rows of the sequence, and the flight of [M B, p, H]."""
     mp, flights = road.mp, []
     for rows in overlap.cut(x.shape[1], x.shape[0] * x.shape[2] * x.element_size(), x.shape[0]):
@@ -386,7 +386,7 @@ def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, Flight
     return flights
 
 
-def _landings(flights: list[tuple[slice, Flight]], road: Road) -> Iterator[tuple[slice, Tensor]]:
+def _landings(flights: list[tuple[slice, InFlight]], road: Road) -> Iterator[tuple[slice, Tensor]]:
     """Wait for one piece after the other: gathered ones as [M, B, p, H], the others as they are."""
     for rows, flight in flights:
         output = road.traffic.land(flight)
@@ -394,7 +394,7 @@ def _landings(flights: list[tuple[slice, Flight]], road: Road) -> Iterator[tuple
         yield rows, output.unflatten(0, (road.mp.size, -1)) if gathered else output
 
 
-def _multiply_and_sum(x: Tensor, right: Tensor, road: Road) -> tuple[Tensor, list[Flight]]:
+def _multiply_and_sum(x: Tensor, right: Tensor, road: Road) -> tuple[Tensor, list[InFlight]]:
     """x [N, I] @ right [I, O]: [N, O], piece by piece on its way through the sum over mp."""
     y, flights = x.new_empty((x.shape[0], right.shape[1])), []
     for rows in road.overlap.cut(x.shape[0], y.shape[1] * y.element_size()):

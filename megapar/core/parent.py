@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 from megapar.core.process import fields_of
 
 LAUNCHER = "MEGAPAR_LAUNCHER"
@@ -100,7 +100,7 @@ def _look(pid: int, start: str | None) -> None:
 
 
 def _end(why: str) -> None:
-    tell(f"process {os.getpid()} ends: {why}")
+    write_stderr(f"process {os.getpid()} ends: {why}")
     os._exit(1)
 
 

@@ -14,13 +14,13 @@ Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megapar.core.axis import Ledger
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.kept import Keeper, KeptUnit
 from megapar.core.memory import MemoryTracker
 from megapar.core.replay import Replay
@@ -82,8 +82,8 @@ class Measure(Protocol):
 class Recompute:
     """How the layers of this rank are recomputed.
 
-    choice: which of them. traffic: what they launch. ledger: where the world's axes count what they send; what is sent
-    again is not counted. keeper: how units keep their inputs; None: as they are.
+    choice: which of them. traffic: what they launch. sent_bytes: the world's account; what is sent again is not
+    counted. keeper: how units keep their inputs; None: as they are.
     measure: is told of every unit, while it wants to, what it would keep if it were not recomputed.
     """
 
@@ -91,22 +91,22 @@ class Recompute:
         self,
         choice: Choice,
         traffic: Traffic,
-        ledger: Ledger,
+        sent_bytes: CommBytes,
         keeper: Keeper | None = None,
         measure: Measure | None = None,
     ) -> None:
         self.choice = choice
         self.keeper = keeper
         self.measure = measure
-        self._traffic, self._ledger = traffic, ledger
+        self._traffic, self._sent_bytes = traffic, sent_bytes
 
     def begin(self) -> Forward:
         """One forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
     def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
-        """What surrounds a unit that is computed again. note: is told how many bytes it then keeps."""
-        return _Again(self._traffic, self._ledger, replay, note)
+        """Return what surrounds a unit that is computed again. note: called with the bytes that it then keeps."""
+        return _Again(self._traffic, self._sent_bytes, replay, note)
 
 
 class Forward:
@@ -153,26 +153,28 @@ class Forward:
 
 
 class _Again:
-    """Surrounds a recomputation: counts nothing, and waits for what it launched and left.
+    """Surrounds a recomputation, each time that there is one: counts nothing, waits for what it launched and left.
 
-    A recomputation ends with the last tensor that the backward needs, which may lie between a launch and its wait.
+    A recomputation ends with the last tensor that the backward needs, which may be between a launch and its wait.
     """
 
-    def __init__(self, traffic: Traffic, ledger: Ledger, replay: Replay, note: Callable[[int], None] | None) -> None:
-        self._traffic, self._ledger, self._replay, self._note = traffic, ledger, replay, note
+    def __init__(
+        self, traffic: Traffic, sent_bytes: CommBytes, replay: Replay, note: Callable[[int], None] | None
+    ) -> None:
+        self._traffic, self._sent_bytes, self._replay, self._note = traffic, sent_bytes, replay, note
         self._tracker = None if note is None else MemoryTracker()
 
     def __enter__(self) -> None:
-        if self._tracker is not None:
-            self._tracker.__enter__()
-        self._before = self._traffic.mark()
-        self._was_closed, self._ledger.closed = self._ledger.closed, True
-        self._replay.start()
+        with ExitStack() as entered:
+            if self._tracker is not None:
+                entered.enter_context(self._tracker)
+            entered.callback(self._traffic.land_since, self._traffic.mark())
+            entered.enter_context(self._sent_bytes.uncounted())
+            self._replay.start()
+            entered.callback(self._replay.stop)
+            self._entered = entered.pop_all()
 
     def __exit__(self, *error: Any) -> None:
-        self._replay.stop()
-        self._ledger.closed = self._was_closed
-        self._traffic.land_since(self._before)
+        self._entered.__exit__(*error)
         if self._tracker is not None and self._note is not None:
-            self._tracker.__exit__(*error)
             self._note(self._tracker.bytes)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.core import messages
+from megapar.core.agreement import gather_numbers, reduce_numbers
 from megapar.core.axis import Axis
 from megapar.core.sharding.cut import Described
 from megapar.core.world import World
@@ -24,13 +25,13 @@ from megapar.errors import CorruptionError
 WIDTH = 4096
 SHOWN = 5
 Row: TypeAlias = tuple[str, str, list[int], bool]
-"""What differs: in words, the parameter, ranks, and whether those are to blame or nobody can say."""
+"""A difference: in words, the parameter, ranks, and True if those are to blame, False if that is not known."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A tensor of this rank that is the same on every rank of an axis. name: for messages."""
+class Replica:
+    """A tensor of this rank that must have the same bits on every rank of an axis. name: for error messages."""
 
     name: str
     tensor: Tensor
@@ -61,20 +62,19 @@ def digest(tensor: Tensor) -> Tensor:
     return (columns * weights).sum()
 
 
-def check(copies: Iterable[Copy], world: World, when: str) -> bool:
-    """Compare all copies; whether there are any. Every rank of the world calls it, with the same names along each axis.
+def check(replicas: Iterable[Replica], world: World, when: str) -> bool:
+    """Compare all replicas; True if there are any. Every rank of the world calls it, with the same names on each axis.
 
     Raises CorruptionError, on every rank, naming the parameters and the ranks that differ. when: begins the message.
     """
-    by_axis: dict[tuple[int, ...], list[Copy]] = {}
-    for copy in copies:
-        by_axis.setdefault(copy.axis.ranks, []).append(copy)
+    by_axis: dict[tuple[int, ...], list[Replica]] = {}
+    for replica in replicas:
+        by_axis.setdefault(replica.axis.ranks, []).append(replica)
     device = world.device.torch_device
     found = [row for same in by_axis.values() for row in _compare(same, device)]
     everyone = world.axis("world")
     counts = torch.tensor([len(found), len(by_axis)], dtype=torch.int64, device=device)
-    if everyone.group is not None:
-        dist.all_reduce(counts, group=everyone.group)
+    reduce_numbers(counts, everyone, "replicas")
     bad, compared = counts.tolist()
     if bad:
         parts: list[Any] = [found]
@@ -85,36 +85,35 @@ def check(copies: Iterable[Copy], world: World, when: str) -> bool:
 
 
 def _error(rows: Sequence[Row], when: str) -> CorruptionError:
-    told = list(dict.fromkeys(text for text, *_ in rows))
-    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    texts = list(dict.fromkeys(text for text, *_ in rows))
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     known = [row for row in rows if row[3]] or rows
     return CorruptionError(
-        f"{when}: replicas of parameters differ: {'; '.join(told[:SHOWN])}{more}. A rank computes or remembers "
+        f"{when}: replicas of parameters differ: {'; '.join(texts[:SHOWN])}{more}. A rank computes or remembers "
         "wrongly: look at its hardware, and resume from a checkpoint before this.",
         sorted({rank for row in known for rank in row[2]}),
         list(dict.fromkeys(name for _, name, *_ in rows)),
     )
 
 
-def _compare(copies: Sequence[Copy], device: torch.device) -> list[Row]:
-    axis = copies[0].axis
-    # Offloaded masters lie in host memory, and the group may reach the device alone.
-    digests = torch.stack([digest(copy.tensor).to(device) for copy in copies])
+def _compare(replicas: Sequence[Replica], device: torch.device) -> list[Row]:
+    axis = replicas[0].axis
+    # Offloaded masters are in host memory, and the group may reach only the device.
+    digests = torch.stack([digest(replica.tensor).to(device) for replica in replicas])
     extremes = torch.cat([digests, ~digests])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.group)
-    greatest, least = extremes[: len(copies)], ~extremes[len(copies) :]
+    reduce_numbers(extremes, axis, "replicas", dist.ReduceOp.MAX)
+    greatest, least = extremes[: len(replicas)], ~extremes[len(replicas) :]
     wrong = (greatest != least).nonzero().flatten().tolist()
     if not wrong:
         return []
-    gathered = [torch.empty_like(digests) for _ in axis.ranks]
-    dist.all_gather(gathered, digests, group=axis.group)
-    return [_differing(copies[i].name, axis, [int(g[i].item()) for g in gathered]) for i in wrong]
+    gathered = gather_numbers(digests, axis, "replicas")
+    return [_differing(replicas[i].name, axis, [int(g[i].item()) for g in gathered]) for i in wrong]
 
 
 def _differing(name: str, axis: Axis, digests: Sequence[int]) -> Row:
     usual = max(digests, key=digests.count)
     odd = [rank for rank, value in zip(axis.ranks, digests, strict=True) if value != usual]
     others = [rank for rank in axis.ranks if rank not in odd]
-    if len(odd) >= len(others):  # nobody can say who is right
+    if len(odd) >= len(others):  # which of them are right is not known
         return f"{name} on ranks {list(axis.ranks)} of {axis.name}", name, list(axis.ranks), False
     return f"{name} on ranks {odd}, against {others} of {axis.name}", name, odd, True

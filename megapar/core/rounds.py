@@ -1,4 +1,4 @@
-"""In which order a grid's communicators are made. Standard library only.
+"""The order in which a grid's communicators are made. Standard library only.
 
 Where the device is bound to the process, torch makes a group by a split of the world's communicator
 (``ncclCommSplit``), in which every rank takes part. So groups are made in rounds, and every rank is in exactly one

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapar.core.journal import Journal
+from megapar.core.journal import FlightRecorder
 from megapar.core.sections import Overdue, Section, Sections
 
 SHOWN = 4
@@ -23,21 +23,21 @@ Report = Mapping[str, Any]
 
 
 def report(
-    iteration: int, sections: Sections, journal: Journal, axes: Mapping[str, Sequence[int]], watched: int
+    iteration: int, sections: Sections, recorder: FlightRecorder, axes: Mapping[str, Sequence[int]], watched: int
 ) -> dict[str, Any]:
     """Where this rank stands, as JSON. iteration: the last step that began. watched: the thread that trains."""
     now = time.monotonic()
-    last = journal.recent[-1] if journal.recent else None
+    last = recorder.recent[-1] if recorder.recent else None
     found = {section.thread: section for section in sections.open()}
     own = found.pop(watched, None)
     return {
         "iteration": iteration,
         **_standing(watched, own, sections),
         "beside": [_standing(thread, section, sections) for thread, section in found.items()],
-        "counts": dict(journal.counts),
+        "counts": dict(recorder.counts),
         "axes": {name: list(ranks) for name, ranks in axes.items()},
         "last": "" if last is None else f"{last}, launched {now - last.at:.1f} s ago",
-        "recent": [str(launched) for launched in list(journal.recent)[-SHOWN:]],
+        "recent": [str(launched) for launched in list(recorder.recent)[-SHOWN:]],
     }
 
 

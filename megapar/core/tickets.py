@@ -1,4 +1,4 @@
-"""Start/wait pairs: collectives that fly while the program does something else, forward and backward.
+"""Asynchronous collectives under autograd: in flight while the program does something else, forward and backward.
 
     token, ticket = start(exchange, x, traffic)     launches
     ...                                             other work
@@ -7,21 +7,22 @@
     forward    start: launch          wait: wait for it
     backward   wait: launch the conjugate    start: wait for it
 
-A buffer in flight must not be touched, so it lives in the ticket, which is opaque on purpose (no pytree, no hook and no
-cast gets inside). What passes through autograd between the two is the token, one element that requires a gradient;
-with it the graph runs through both halves, and since autograd runs the newest ready node first, the backward order is
-the mirror of the program order. Inputs are kept alive until their collective has been waited for.
+The ticket stands for the collective between the two calls. A buffer in flight must not be touched, so it is in the
+ticket, which is opaque on purpose: no pytree, hook or cast gets inside. The token is what passes through autograd
+meanwhile, one element that requires a gradient. It connects both halves in the graph, and as autograd runs the newest
+ready node first, the backward order is the mirror of the program order. Inputs are kept alive until their collective
+has been waited for.
 
 Every rank of the axis must start the same exchanges in the same order, also where it has nothing to send. On an axis of
 one rank nothing is launched and ``wait`` returns ``x``.
 
-Where sizes come from the device, a message cannot be built where it stands in the program without holding up the host.
-``defer`` puts its autograd node there, and ``Deferred.launch`` sends it later: the order of the graph is that of the
-program, whatever the order in which things are issued.
+Where sizes come from the device, building a message at its place in the program would hold up the host. ``defer`` puts
+its autograd node there, and ``Deferred.launch`` sends it later: the graph has the order of the program, whatever the
+order in which things are issued.
 
     tokens, deferred = defer(inputs, count, traffic)      the node; ``count`` messages will be sent
     ...                                                   the sizes arrive
-    deferred.launch(message, exchanges, after)            builds the message and launches its parts
+    deferred.launch(builder, exchanges, rows, after)      builds the message and launches its parts
     y = wait(tokens[i], deferred.tickets[i])
 """
 
@@ -35,25 +36,29 @@ from torch import Tensor
 
 from megapar.core.device.base import Event
 from megapar.core.exchange import Exchange
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 from megapar.errors import DistributedError
 
 
 class Ticket:
-    """What ``start`` hands to ``wait``: the exchange and its buffers."""
+    """A collective between ``start`` and ``wait``, forward and backward.
+
+    there, back: it and its conjugate while they are in flight. waited: ``wait`` was called. passes: on an axis of one
+    rank nothing is launched, and the token is the input itself.
+    """
 
     def __init__(self, exchange: Exchange | None, traffic: Traffic) -> None:
         self._exchange = exchange
         self.traffic = traffic
-        self.there: Flight | None = None
-        self.back: Flight | None = None
+        self.there: InFlight | None = None
+        self.back: InFlight | None = None
         self.waited = False
         # On one rank what ``start`` was given is the token; what a deferred one will carry is not made yet.
         self.passes = exchange is not None and exchange.axis.size == 1
 
     @property
     def exchange(self) -> Exchange:
-        """What it is for. Raises DistributedError before a deferred one has been launched."""
+        """The exchange. Raises DistributedError before a deferred one has been launched."""
         if self._exchange is None:
             raise DistributedError("a deferred ticket was waited for before its launch")
         return self._exchange
@@ -63,13 +68,13 @@ class Ticket:
         exchange = self.exchange
         if self.waited:
             raise DistributedError(
-                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; what flies into a "
-                "recomputed unit arrives through Replay.arrival"
+                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; what was launched "
+                "before a recomputed unit arrives through Replay.arrival"
             )
         self.waited = True
 
     def arrive(self) -> Tensor:
-        """The result."""
+        """Wait for the exchange and return its output."""
         flight, self.there = self.there, None
         assert flight is not None
         return self.traffic.land(flight)
@@ -82,13 +87,13 @@ def start(exchange: Exchange, x: Tensor, traffic: Traffic) -> tuple[Tensor, Tick
 
 
 def wait(token: Tensor, ticket: Ticket) -> Tensor:
-    """The result of what ``start`` launched. Raises DistributedError for a ticket that was waited for already."""
+    """Return the result of what ``start`` launched. Raises DistributedError the second time for a ticket."""
     ticket.claim()
     return token if ticket.passes else _Wait.apply(token, ticket)
 
 
 def copy_gradient(y: Tensor) -> Tensor:
-    """``y`` behind a ``wait`` where its gradient is somebody else's too, as behind a sum: then a copy of it travels."""
+    """Return ``y``, the result of a ``wait``, whose gradient has other users, as after a sum: a copy travels."""
     return _CopyGradient.apply(y)  # type: ignore[no-any-return]
 
 
@@ -115,7 +120,7 @@ class _Start(torch.autograd.Function):
         ticket: Ticket = ctx.ticket
         if ticket.back is None:
             raise DistributedError(f"the gradient of {ticket.exchange.kind} was never sent: its wait had no backward")
-        # Inside a recomputed unit this asks for it to be run again, here, where the gradient is still in flight.
+        # Inside a recomputed unit this makes the unit run again, here, where the gradient is still in flight.
         _ = ctx.saved_tensors
         flight, ticket.back = ticket.back, None
         return ticket.traffic.land(flight), None
@@ -134,31 +139,31 @@ class _Wait(torch.autograd.Function):
         return grads[0].new_zeros(1), None
 
 
-class Message(Protocol):
-    """What is built from tensors when its sizes are known, outside autograd."""
+class MessageBuilder(Protocol):
+    """Builds a message from tensors once its sizes are known, outside autograd."""
 
     def build(self, *inputs: Tensor) -> Tensor:
-        """[R, ..] rows from the inputs of the node."""
+        """Make the rows [R, ..] of the message from the inputs of the node."""
         ...
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The inputs' gradients from that of the rows."""
+        """Make the inputs' gradients from that of the rows."""
         ...
 
 
 class Deferred:
-    """A message whose place in the program has passed and whose launch is to come. tickets: one per part."""
+    """A message that is launched later than its place in the program. tickets: one per part."""
 
     def __init__(self, count: int, traffic: Traffic) -> None:
         self.tickets = tuple(Ticket(None, traffic) for _ in range(count))
         self._traffic = traffic
         self._inputs: tuple[Tensor, ...] = ()
-        self._message: Message | None = None
+        self._builder: MessageBuilder | None = None
         self._unsent: list[tuple[Ticket, Exchange, Tensor]] = []
 
     def launch(
         self,
-        message: Message,
+        builder: MessageBuilder,
         exchanges: Sequence[Exchange],
         rows: Sequence[int],
         after: Event | None = None,
@@ -167,21 +172,21 @@ class Deferred:
     ) -> None:
         """Build the message and send its parts, each ``rows`` of it through one exchange, in order.
 
-        after: the event behind which the inputs are there; the launch then waits for nothing else, on the stream of
+        after: the event after which the inputs are there; the launch then waits for nothing else, on the stream of
         the axis. first_only: the other parts go with ``send_next``. Raises DistributedError the second time.
         """
-        if self._message is not None:
+        if self._builder is not None:
             raise DistributedError("a deferred message was launched twice")
-        self._message, inputs, self._inputs = message, self._inputs, ()
+        self._builder, inputs, self._inputs = builder, self._inputs, ()
         traffic, aside = self._traffic, after is not None
         stream = traffic.stream(exchanges[0].axis) if aside else None
 
         @torch.no_grad()
         def send() -> None:
-            if aside:  # nobody else may hold the inputs, and this stream has yet to read them
+            if aside:  # they may have no other owner, and this stream has yet to read them
                 for x in inputs:
                     traffic.device.adopt(x)
-            parts = message.build(*inputs).split(list(rows))
+            parts = builder.build(*inputs).split(list(rows))
             self._unsent = list(zip(self.tickets, exchanges, parts, strict=True))
             while self._unsent:
                 self.send_next(aside)
@@ -198,18 +203,18 @@ class Deferred:
             ticket.there = self._traffic.launch(exchange, part, aside)
 
     def take(self) -> tuple[Tensor | None, ...]:
-        """Land the gradients of all parts and make the inputs'."""
+        """Wait for the gradients of all parts and return those of the inputs."""
         flights = [ticket.back for ticket in self.tickets]
-        if self._message is None or any(flight is None for flight in flights):
+        if self._builder is None or any(flight is None for flight in flights):
             raise DistributedError("the gradient of a deferred message was never sent: its wait had no backward")
         for ticket in self.tickets:
             ticket.back = None
         grads = [self._traffic.land(flight) for flight in flights if flight is not None]
-        return self._message.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
+        return self._builder.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
 
 
 def defer(inputs: Sequence[Tensor], count: int, traffic: Traffic) -> tuple[tuple[Tensor, ...], Deferred]:
-    """(``count`` tokens, the deferred message): the node of a message of ``count`` parts that is launched later.
+    """Return (``count`` tokens, the deferred message): the node of a message of ``count`` parts that is launched later.
 
     The inputs must not be written until all parts have been waited for.
     """

@@ -1,4 +1,4 @@
-"""What is in flight on this rank, where it was launched, and how long waiting for it took."""
+"""Collectives in flight on this rank: launched, and not waited for yet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megapar.errors import DistributedError
 
 
 class Traffic:
-    """What the start/wait pairs of one layer or model have launched.
+    """Launches the exchanges of one model, keeps them while they are in flight, and waits for them.
 
     launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
-    meter: the time that waits for collectives took. device: what launches. chained: names of axes whose collectives
-    never use the link at once: each is launched behind what flies on the others.
+    meter: the time that waits for collectives took. device: launches them. chained: names of axes whose collectives
+    never use the link at the same time: each is launched after those in flight on the others.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Traffic:
         self.meter = WaitMeter() if meter is None else meter
         self.device = Device() if device is None else device
         self._streams: dict[str, Stream] = {}
-        # Holds the flights themselves: a lost ticket must not free buffers that a collective still writes to.
-        self._open: dict[int, Flight] = {}
+        # The objects themselves: a lost ticket must not free buffers that a collective still writes to.
+        self._open: dict[int, InFlight] = {}
 
     @property
     def in_flight(self) -> list[str]:
-        """What has been launched and not waited for, oldest first."""
+        """Names of the exchanges in flight, oldest first."""
         return [f"{flight.exchange.kind} over {flight.exchange.axis.name}" for flight in self._open.values()]
 
     def check_settled(self) -> None:
@@ -48,20 +48,20 @@ class Traffic:
         if self._open:
             raise DistributedError(f"launched and never waited for: {', '.join(self.in_flight)}")
 
-    def mark(self) -> tuple[Flight, ...]:
-        """What is in flight now, for ``land_since``."""
+    def mark(self) -> tuple[InFlight, ...]:
+        """Return what is in flight now, for ``land_since``."""
         return tuple(self._open.values())
 
-    def land_since(self, mark: tuple[Flight, ...]) -> None:
-        """Wait for everything launched since ``mark`` was taken, but for what its owner waits for."""
+    def land_since(self, mark: tuple[InFlight, ...]) -> None:
+        """Wait for every exchange launched since ``mark`` was taken, except those that are ``owned``."""
         before = {id(flight) for flight in mark}
         for flight in [flight for key, flight in self._open.items() if key not in before and not flight.owned]:
             self.land(flight)
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> Flight:
-        """Launch one collective; the flight keeps its input.
+    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
+        """Launch one exchange; what is returned keeps its input alive.
 
-        aside: the current stream is not where it will be used. owned: whoever launches it waits for it, nobody else.
+        aside: the output will be used on another stream than the current one. owned: only the caller waits for it.
         """
         x = x.contiguous()
         stream = self.device.current_stream()
@@ -69,19 +69,19 @@ class Traffic:
             output, work = x, None
         elif exchange.axis.name in self.chained:
             stream, aside = self._stream("link"), True
-            output, work = self.device.launch(lambda: self._behind_others(exchange, x), stream)
+            output, work = self.device.launch(lambda: self._after_others(exchange, x), stream)
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
         # Where nothing travels there is no work to wait for, but the output is made on that stream all the same.
         made = stream.record_event() if aside and work is None else None
-        flight = Flight(exchange, x, output, work, aside, owned, made)
+        flight = InFlight(exchange, x, output, work, aside, owned, made)
         if work is not None:
             self.launched[exchange.kind] += 1
         self._open[id(flight)] = flight
         return flight
 
-    def land(self, flight: Flight, metered: bool = True) -> Tensor:
-        """Wait for a flight and return its output. metered: False where the wait holds up only a stream of its own."""
+    def land(self, flight: InFlight, metered: bool = True) -> Tensor:
+        """Wait for one exchange and return its output. metered: False where the wait holds up only a side stream."""
         if flight.work is not None and not metered:
             flight.work.wait()
         elif flight.work is not None:
@@ -93,8 +93,8 @@ class Traffic:
         del self._open[id(flight)]
         return flight.output
 
-    def _behind_others(self, exchange: Exchange, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Launch behind what is in flight on the other chained axes; on a CPU the host has to wait for that."""
+    def _after_others(self, exchange: Exchange, x: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Launch after what is in flight on the other chained axes; on a CPU the host has to wait for that."""
         for flight in self._open.values():
             axis = flight.exchange.axis
             if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
@@ -107,7 +107,7 @@ class Traffic:
         return exchange.launch(x)
 
     def stream(self, axis: Axis) -> Stream:
-        """The axis' own stream."""
+        """Return the side stream of an axis."""
         return self._stream(axis.name)
 
     def _stream(self, name: str) -> Stream:
@@ -117,11 +117,12 @@ class Traffic:
 
 
 @dataclass(eq=False)
-class Flight:
-    """A launched collective and the buffers that nobody may touch until it has been waited for.
+class InFlight:
+    """An exchange in flight, with the buffers that must not be touched until it has been waited for.
 
-    aside: launched on another stream than it is used on. owned: see ``Traffic.launch``. made: the event behind which
-    its output is there, where the work does not say it: there is none, or another stream has waited for it.
+    work: what to wait for; None where nothing travels. aside: launched on another stream than it is used on. owned:
+    only its caller waits for it. made: the event after which the output is there, where ``work`` does not show it:
+    there is none, or another stream has waited for it.
     """
 
     exchange: Exchange
@@ -134,5 +135,5 @@ class Flight:
 
     @property
     def kind(self) -> str:
-        """What its waiting time is counted as."""
+        """The name under which its waiting time is counted."""
         return f"{self.exchange.axis.name}/{self.exchange.kind}"

@@ -1,4 +1,4 @@
-"""The collectives themselves, over an axis of more than one rank; what they send is added to the axis' ledger.
+"""The collectives themselves, over an axis of more than one rank; what they send is added to its ``sent_bytes``.
 
 Bytes are what one rank sends when nothing is sent twice, n ranks and a whole message of w bytes:
 
@@ -8,7 +8,7 @@ Bytes are what one rank sends when nothing is sent twice, n ranks and a whole me
     send                          the message
 
 On a CPU pieces are exchanged point to point, receipts first. gloo's own collectives send first: the receipt is offered
-behind the message on the same connection, the other end waits for it, and the two directions of a link take turns
+after the message on the same connection, the other end waits for it, and the two directions of a link take turns
 (torch 2.13: twice the time of one direction).
 """
 
@@ -26,7 +26,7 @@ from megapar.core.torch_names import all_gather_single, reduce_scatter_single
 
 
 def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
-    """The pieces [n, ..] of all ranks into ``whole`` [size * n, ..], in rank order."""
+    """Gather the pieces [n, ..] of all ranks into ``whole`` [size * n, ..], in rank order."""
     axis.count("all_gather", whole.nbytes * (axis.size - 1) / axis.size)
     if _by_pieces(axis):
         return _exchange(
@@ -41,23 +41,23 @@ def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = Fal
 def all_reduce(
     x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, async_op: bool = False
 ) -> dist.Work | None:
-    """The sum (or what ``op`` says) over all ranks, in place."""
+    """Reduce ``x`` over all ranks with ``op``, in place."""
     count_all_reduce(x, axis)
     return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def count_all_reduce(x: Tensor, axis: Axis) -> None:
-    """Note an all-reduce of ``x`` that somebody else makes."""
+    """Note an all-reduce of ``x`` that torch issues itself."""
     axis.count("all_reduce", 2 * x.nbytes * (axis.size - 1) / axis.size)
 
 
 def count_all_gather(piece: Tensor, axis: Axis) -> None:
-    """Note an all-gather of every rank's ``piece`` that somebody else makes."""
+    """Note an all-gather of every rank's ``piece`` that torch issues itself."""
     axis.count("all_gather", piece.nbytes * (axis.size - 1))
 
 
 def count_reduce_scatter(piece: Tensor, axis: Axis) -> None:
-    """Note a reduce-scatter that gives every rank a ``piece`` and that somebody else makes."""
+    """Note a reduce-scatter that gives every rank a ``piece`` and that torch issues itself."""
     axis.count("reduce_scatter", piece.nbytes * (axis.size - 1))
 
 
@@ -70,7 +70,7 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """``send[r]`` rows to rank r, ``receive[r]`` rows from it; None, both: even pieces."""
+    """Send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it; None, both: even pieces."""
     rows = sent.shape[0] - (sent.shape[0] // axis.size if send is None else send[axis.rank])
     axis.count("all_to_all", rows * sent.nbytes / max(1, sent.shape[0]))
     if _by_pieces(axis):
@@ -83,15 +83,15 @@ def all_to_all(
     )
 
 
-def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> Messages | None:
-    """``sent`` to rank ``to`` of the axis and ``received`` from rank ``source``; None: nobody. Always asynchronous."""
+def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> JointWork | None:
+    """Send to rank ``to`` of the axis and receive from rank ``source``, asynchronously; None: do not."""
     calls = []
     if source is not None:  # first, as above
         calls.append(dist.P2POp(dist.irecv, received, axis.ranks[source], group=axis.group))
     if to is not None:
         axis.count("send", sent.nbytes)
         calls.append(dist.P2POp(dist.isend, sent, axis.ranks[to], group=axis.group))
-    return Messages(dist.batch_isend_irecv(calls)) if calls else None
+    return JointWork(dist.batch_isend_irecv(calls)) if calls else None
 
 
 def reduce_scatter(
@@ -146,30 +146,30 @@ def _exchange(
     works = [dist.irecv(received[r], group=group, group_src=r) for r in reversed(others) if received[r].numel()]
     works += [dist.isend(sent[r], group=group, group_dst=r) for r in others if sent[r].numel()]
     received[axis.rank].copy_(sent[axis.rank])
-    exchange = Messages([work for work in works if work is not None])
+    exchange = JointWork([work for work in works if work is not None])
     if async_op:
         return exchange
     exchange.wait()
     return None
 
 
-class Messages(dist.Work):
-    """Messages between two ranks each, waited for as one."""
+class JointWork(dist.Work):
+    """Several works that are waited for as one, such as messages to and from every other rank."""
 
-    def __init__(self, messages: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work]) -> None:
         super().__init__()
-        self._messages = messages
+        self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for each; the second time nothing (gloo waits for ever for a message that was waited for)."""
-        messages, self._messages = self._messages, []
-        for message in messages:
-            message.wait() if timeout == timedelta(0) else message.wait(timeout)
+        """Wait for each; the second time, do nothing (gloo waits for ever for a message that was waited for)."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait() if timeout == timedelta(0) else work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` has returned, or there was nothing to wait for."""
-        return not self._messages
+        """True once ``wait`` has returned, and where there was nothing to wait for."""
+        return not self._works
 
 
 class _SumWork(dist.Work):
@@ -182,7 +182,7 @@ class _SumWork(dist.Work):
         self._piece = piece
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the exchange, then sum; the second time nothing."""
+        """Wait for the exchange, then sum; the second time, do nothing."""
         if self._received is not None:
             self._exchange.wait(timeout)
             received, self._received = self._received, None
@@ -190,5 +190,5 @@ class _SumWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the sum is there, which only ``wait`` makes."""
+        """True once the sum is there, which only ``wait`` computes."""
         return self._received is None

@@ -32,7 +32,7 @@ from megapar.core.gathering import (
     found_in,
     warning,
 )
-from megapar.core.journal import Journal
+from megapar.core.journal import FlightRecorder
 from megapar.core.listener import takes_text
 from megapar.core.sections import FIRST, STEP, Overdue, Sections
 from megapar.core.standing import Report
@@ -66,7 +66,7 @@ class Watchdog:
         self._world_size = 1
         self._store: dist.Store | None = None
         self._ear: Ear | None = None
-        self._journal = Journal()
+        self._recorder = FlightRecorder()
         self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
         self._named = named
         self._records = records
@@ -86,15 +86,15 @@ class Watchdog:
         rank: int,
         world_size: int,
         store: dist.Store | None,
-        journal: Journal,
+        recorder: FlightRecorder,
         axes: Callable[[], Mapping[str, Sequence[int]]],
     ) -> None:
         """From now on ranks tell each other where they stand.
 
-        store: a connection that nobody else uses; None where there is one rank. journal: of this rank's collectives.
+        store: a connection that nobody else uses; None where there is one rank. recorder: of this rank's collectives.
         axes: name -> its ranks, of those with several, as they are when somebody asks.
         """
-        self._rank, self._world_size, self._journal, self._axes = rank, world_size, journal, axes
+        self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
         self._store = store
         self._ear = None if store is None else Ear(store, self._pause)
 
@@ -212,7 +212,7 @@ class Watchdog:
 
     def report(self) -> dict[str, Any]:
         """Where this rank stands."""
-        return standing.report(self.iteration, self.sections, self._journal, self._axes(), self._watched)
+        return standing.report(self.iteration, self.sections, self._recorder, self._axes(), self._watched)
 
     def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Survey]:
         """(where this rank stands, what all that answered come to). key: asks the others."""

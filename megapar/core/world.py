@@ -1,6 +1,6 @@
 """A grid's process groups; the only place where a run makes groups.
 
-Every group is made eagerly, in rounds that are the same on every rank (``core/rounds.py``), behind a roll call, and is
+Every group is made eagerly, in rounds that are the same on every rank (``core/rounds.py``), after a roll call, and is
 followed by a collective or a message, so that a bad network or a missing rank shows at start-up with the group's name
 and the ranks that did not answer. An axis of size 1 has no group, and axes with the same ranks share one communicator.
 """
@@ -8,8 +8,8 @@ and the ranks that did not answer. An axis of size 1 has no group, and axes with
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megapar.config.launched import starts_before
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.device.base import Device
 from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.grid import DENSE_AXES, Grid
+from megapar.core.journal import FlightRecorder
 from megapar.core.meeting import loopback_advice, meet
+from megapar.core.meter import WaitMeter
 from megapar.core.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
@@ -34,10 +37,12 @@ class World:
     """This rank among the ranks of a grid: ``axis(name)`` gives its place on any axis.
 
     rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
-    sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must stand in the order of
+    sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must be in the order of
     their coordinates there. Rank 0 is the same in both. launched: by rank, the number it was launched with.
-    ledger: (axis, kind of collective) -> bytes that this rank has sent. on_leave: called when this rank leaves, be it
-    after a failure.
+    on_leave: called when this rank leaves, be it after a failure.
+
+    Every axis has the accounts of its world: sent_bytes: what this rank has sent. meter: the time it waited for
+    collectives. recorder: the last collectives it launched.
     """
 
     def __init__(
@@ -55,20 +60,21 @@ class World:
         self.launched = tuple(launched)
         self._store = store
         self._timeout = timeout
-        self.ledger = Ledger()
+        self.sent_bytes = CommBytes()
+        self.meter = WaitMeter(device.timed_event())
+        self.recorder = FlightRecorder()
         self.on_leave: list[Callable[[], None]] = []
         self._rounds = 0
         self._queues: dict[tuple[int, int], Axis] = {}
-        self._axes = {name: Axis.single(name, rank) for name in AXES}
+        self._axes = {name: self._axis(name, (rank,), None) for name in AXES}
         rounds = axis_rounds(grid)
         for names in rounds:
             ranks = axis_ranks(grid, names[0], rank)
             made = self._make_group(names, ranks)
-            self._axes |= {name: Axis(name, len(ranks), ranks.index(rank), made, ranks, self.ledger) for name in names}
+            self._axes |= {name: self._axis(name, ranks, made) for name in names}
         self._rounds_of_axes = rounds
-        everyone = tuple(range(grid.world_size))
         group = dist.group.WORLD if grid.world_size > 1 else None
-        self._axes["world"] = Axis("world", grid.world_size, rank, group, everyone, self.ledger)
+        self._axes["world"] = self._axis("world", tuple(range(grid.world_size)), group)
 
     @classmethod
     def start(
@@ -175,9 +181,22 @@ class World:
             group = self._make_group(("pp",), ranks, self.device.queue_backend, queue=True)
             if len(ends) == 2:
                 name = "{}>{}".format(*ends)
-                here = ends.index(stage)
-                self._queues[ends] = Axis("pp", 2, here, group, ranks, self.ledger, queue=name)
+                self._queues[ends] = self._axis("pp", ranks, group, queue=name)
         return dict(self._queues)
+
+    def _axis(self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, *, queue: str = "") -> Axis:
+        """Make this rank's view of an axis, with the accounts of this world."""
+        accounts = self.sent_bytes, self.meter, self.recorder
+        return Axis(name, len(ranks), ranks.index(self.rank), group, ranks, *accounts, queue=queue)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave what is sent and waited for inside out of the accounts of steps: an evaluation, a check.
+
+        The flight recorder goes on: these collectives can hang like any other.
+        """
+        with self.sent_bytes.uncounted(), self.meter.paused():
+            yield
 
     def mesh(self, *names: str) -> DeviceMesh:
         """A device mesh over named axes, outermost first, for the parts of torch that want one."""
@@ -218,7 +237,7 @@ class World:
 
     @property
     def pretended(self) -> bool:
-        """Whether this rank is alone and nobody answers what it says (``tools/pretend.py``)."""
+        """True where this rank runs alone as one of many (``tools/pretend.py``): collectives move nothing."""
         return self._store is None and self.grid.world_size > 1
 
     def spare_store(self, name: str) -> dist.Store | None:
@@ -228,7 +247,7 @@ class World:
     def spare_group(self, name: str) -> dist.ProcessGroup | None:
         """A group of all ranks for threads beside the training, on the host; None where there is one rank.
 
-        Every rank asks for the same ones in the same order.
+        Every rank calls this for the same groups in the same order.
         """
         if self.grid.world_size == 1:
             return None

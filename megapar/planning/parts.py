@@ -32,7 +32,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank sends in one micro-batch. axis, kind: as the ledger of a run names them. phase: forward or backward.
+    """What a rank sends in one micro-batch. axis, kind: as in ``CommBytes`` of a run. phase: forward or backward.
     hidden: travels under a product of the same layer."""
 
     axis: str

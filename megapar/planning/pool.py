@@ -1,6 +1,6 @@
 """What a CPU keeps for what travels: the buffers of sharding's stages 1 and 2, replayed by size.
 
-On a CPU they are not given back but used again (``core/buffers.py``), so that what counts is how many there are after
+On a CPU they are not freed but used again (``core/buffers.py``), so that what counts is how many there are after
 a step or two; which is used again for what follows from the order in which segments travel (``core/sharding/zero.py``).
 """
 

@@ -1,7 +1,8 @@
 """What a rank of every stage sends in one optimizer step, by group and kind of collective, and over which links.
 
-Names and counts are those of a run's ledger (``core/transport.py``): what one rank sends when nothing is sent twice;
-what a recomputation sends again is not counted. Not in here: a few numbers per step that are summed over all ranks.
+Names and counts are those of a run (``CommBytes``, ``core/transport.py``): what one rank sends when nothing is sent
+twice; what a recomputation sends again is not counted. Not in here: a few numbers per step that are summed over all
+ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Link:
 
 
 def link(grid: Grid, axis: str, node: int) -> Link:
-    """The group of rank 0 along an axis of the ledger, on nodes of ``node`` ranks.
+    """The group of rank 0 along an axis, named as in ``CommBytes``, on nodes of ``node`` ranks.
 
     By arithmetic, where the group's ranks are a grid of their own, so that large worlds cost no more.
     """

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 
 LAST_CALL_SECONDS = 30.0  # torch's default
 APART_SECONDS = 10.0  # a state is looked at every second or so
@@ -35,7 +35,7 @@ class Clocks:
     one, once of each.
     """
 
-    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS, say: Callable[[str], None] = tell) -> None:
+    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS, say: Callable[[str], None] = write_stderr) -> None:
         self._last_call = timedelta(seconds=last_call_seconds)
         self._say = say
         self._beats: dict[_NodeDesc, _Time] = {}

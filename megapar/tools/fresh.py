@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 from megapar.core.parent import die_with_parent
 
 MODULES = ("megapar.trainer", "megapar.planning.held", "numpy.ma", "yaml")
@@ -119,7 +119,9 @@ def _fork(launcher: int) -> int | None:
         started = os.read(waits, 1)
         os.close(waits)
         if not started or os.getppid() != launcher:
-            tell(f"process {os.getpid()} ends: it was to be a rank of process {launcher}, which is not its parent")
+            write_stderr(
+                f"process {os.getpid()} ends: it was to be a rank of process {launcher}, which is not its parent"
+            )
             os._exit(1)
         return None
     os.close(tells)

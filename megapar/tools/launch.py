@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
 from megapar.config.launched import LAUNCH, STOP_TIMEOUT
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.schema.flag import SCRIPTS
 from megapar.tools import own
@@ -53,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _start(launch, stopper, preflight=options.preflight)
     except MegaparError as error:
-        tell(f"megapar launch: {error}")
+        write_stderr(f"megapar launch: {error}")
         return error.exit_status
     except Stopped as stopped:
-        tell(f"megapar launch: {stopped}")
+        write_stderr(f"megapar launch: {stopped}")
         return 1
     finally:
         stopper.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from megapar.config.launched import starts_before
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 
 
 class RankLogs(LogsSpecs):
@@ -60,7 +60,7 @@ def log_file(folder: str, environ: dict[str, str]) -> Path:
 
 def say_without(ranks: str, error: OSError) -> None:
     """That ranks have no file, and where they write instead."""
-    tell(f"megapar launch: no log file for ranks {ranks}: {error}; their output goes where the launcher's goes")
+    write_stderr(f"megapar launch: no log file for ranks {ranks}: {error}; their output goes where the launcher's goes")
 
 
 def _made(path: Path) -> Path:

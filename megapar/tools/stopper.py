@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.core.listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, tell
+from megapar.core.listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, write_stderr
 from megapar.core.process import fields_of
 
 LEAVE_SECONDS = 3.0  # for a launcher without ranks to end by itself, before it is made to
@@ -45,7 +45,7 @@ class Stopper:
         self._insistence = Insistence()
         self._due: float | None = None
         self._kills = 0
-        self._listener = Listener(self._hear, self._notice, lambda: self._due)
+        self._listener = Listener(self._on_signal, self._on_main_thread, lambda: self._due)
 
     @property
     def ranks_seconds(self) -> float:
@@ -86,7 +86,7 @@ class Stopper:
         yield
         self._status = 1
 
-    def _notice(self, number: int) -> None:
+    def _on_main_thread(self, number: int) -> None:
         self.asked = self.asked or number
         self._leave_if_asked()
 
@@ -95,18 +95,18 @@ class Stopper:
             self._left, self._idle = self._idle, ""
             raise Stopped(f"{name_of(self.asked)} while {self._left}: ends; no ranks were there")
 
-    def _hear(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if not number:
             self._kill(now, f"--stop-timeout {self.timeout_seconds:g} is over")
-        elif self._insistence.hear(number, now):
+        elif self._insistence.add(number, now):
             self._kill(now, f"{name_of(number)} again")
         elif not self._told:
             self._told = True
             self.asked = self.asked or number
             self._pass_on(number, now)
         elif number in TYPED:
-            tell(f"megapar launch: stopping already; again in {AGAIN_SECONDS:g} s ends it at once, unsaved")
+            write_stderr(f"megapar launch: stopping already; again in {AGAIN_SECONDS:g} s ends it at once, unsaved")
 
     def _pass_on(self, number: int, now: float) -> None:
         if self._idle or self._left:
@@ -114,7 +114,7 @@ class Stopper:
             return
         self.when_asked()
         self._due = now + self.timeout_seconds
-        tell(
+        write_stderr(
             f"megapar launch: {name_of(number)}: ranks save and end within {self.timeout_seconds:g} s (--stop-timeout)"
         )
         with self._starting:
@@ -125,12 +125,12 @@ class Stopper:
         ranks = list(_ranks())
         idle = self._idle or self._left
         if idle or self._kills >= MOST_KILLS or (not ranks and (self._kills or not self._status)):
-            tell(f"megapar launch: {name_of(self.asked)}" + f" while {idle}" * bool(idle) + ": ends")
+            write_stderr(f"megapar launch: {name_of(self.asked)}" + f" while {idle}" * bool(idle) + ": ends")
             self._end(self._status)
             self._due = None
             return
         if not self._kills:
-            tell(f"megapar launch: {why}: {len(ranks)} ranks are killed")
+            write_stderr(f"megapar launch: {why}: {len(ranks)} ranks are killed")
         self._kills += 1
         self._due = now + KILL_SECONDS
         signal_children(signal.SIGKILL)

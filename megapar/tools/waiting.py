@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 
 FIRST_SECONDS = 10.0
 NEXT_SECONDS = 30.0
@@ -65,4 +65,4 @@ class Waiting:
         while not self._over.wait(pause):
             pause = following
             seconds = time.monotonic() - self._start
-            tell(f"megapar launch: waiting for {self._what()}, {seconds:.0f} s{self._limit}")
+            write_stderr(f"megapar launch: waiting for {self._what()}, {seconds:.0f} s{self._limit}")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megapar.core.listener import tell
+from megapar.core.listener import write_stderr
 from megapar.schema.flag import SCRIPTS
 from megapar.tools import own
 from megapar.tools.fresh import MODULES, ONE_THREAD, receive, send
@@ -86,7 +86,9 @@ class Warm:
     def ready(self) -> bool:
         """Wait for the imports; whether ranks can be forked. After its death there is another one."""
         if self._process is not None and self._is_ready and self._process.poll() is not None:
-            tell(f"megapar launch: the process that forks ranks {ending(self._process.returncode)}; here is another")
+            write_stderr(
+                f"megapar launch: the process that forks ranks {ending(self._process.returncode)}; here is another"
+            )
             self.close()
             self._start()
         if self._wire is None or self._is_ready:
@@ -128,7 +130,7 @@ class Warm:
         self._is_ready = False
 
     def _give_up(self, why: str) -> None:
-        tell(f"megapar launch: {why}; ranks are started one by one, which takes longer")
+        write_stderr(f"megapar launch: {why}; ranks are started one by one, which takes longer")
         self.close()
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megapar.config.run import Checkpoint
 from megapar.config.suspects import NEVER, Fault, fault_of, read_fault, suspects
+from megapar.core.agreement import reduce_numbers
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.suspects import put_away, set_aside
@@ -178,8 +179,6 @@ class Aftermath:
     def _least(self, *values: int) -> list[int]:
         """The least of all ranks' values, each."""
         everyone = self._world.axis("world")
-        if everyone.group is None:
-            return list(values)
         least = torch.tensor(values, dtype=torch.int64, device=self._world.device.torch_device)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=everyone.group)
+        reduce_numbers(least, everyone, "iterations", dist.ReduceOp.MIN)
         return [int(value) for value in least.tolist()]

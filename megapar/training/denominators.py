@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
+from megapar.core.agreement import reduce_numbers
 from megapar.core.axis import Axis
 from megapar.core.meter import WaitMeter
 from megapar.data.batches import MicroBatch
 
 
 class Denominators:
-    """Labels of each term, and tokens that are no padding, of the global batch; counted from the labels.
+    """Labels of each term, and tokens that are not padding, of the global batch; counted from the labels.
 
-    The sum over the data ranks is launched here and waited for at the first use, behind the first forward: a small
-    message at the start of a step would queue behind the parameters that travel then.
+    The sum over the data ranks is launched here and waited for at the first use, after the first forward: at the start
+    of a step, when parameters are in flight, a small message would have to wait for them.
 
     batches: this rank's. num_micro_batches: of the global batch, on all data ranks together.
     """
@@ -28,10 +28,7 @@ class Denominators:
         self._kind = f"{data.name}/counts"
         own = [sum(batch.counts[name] for batch in batches) for name in self._names]
         self._counts = torch.tensor([*own, sum(batch.valid_tokens for batch in batches)], dtype=torch.int64)
-        self._work: dist.Work | None = None
-        if data.group is not None:
-            data.note("counts")
-            self._work = dist.all_reduce(self._counts, group=data.group, async_op=True)
+        self._work = reduce_numbers(self._counts, data, "counts", async_op=True)
 
     @property
     def items(self) -> dict[str, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megapar.core.agreement import reduce_numbers
 from megapar.core.axis import Axis
 from megapar.data.batches import Collate
 from megapar.data.samples import Samples
@@ -53,12 +53,11 @@ def evaluate(
                 totals[1] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
     finally:
         model.train()
-    if data.group is not None:
-        dist.all_reduce(totals, group=data.group)
+    reduce_numbers(totals, data, "evaluation")
     for alike in (pp, cp):
         if alike.group is not None:
             totals[1] *= alike.rank == 0  # all of them have read the same
-            dist.all_reduce(totals, group=alike.group)
+            reduce_numbers(totals, alike, "evaluation")
     sums, items = totals.tolist()
     means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)

@@ -54,11 +54,11 @@ class Guard(Protocol):
 class Voter(Protocol):
     """A guard whose finding travels with the gradient norm.
 
-    news: lines for people, taken from it as they are told. heard_late: steps after which its findings are heard.
+    messages: lines for the log, until they are popped. delay_steps: steps after which its findings are acted on.
     """
 
-    news: list[str]
-    heard_late: int
+    messages: list[str]
+    delay_steps: int
 
     def vote(self) -> int | Tensor:
         """Whether this rank has found something, as a number, of the host or on the device."""
@@ -98,27 +98,27 @@ class Guards:
             guard.after_update(iteration)
 
     def votes(self) -> list[int | Tensor]:
-        """This rank's findings, before an update; their sums over all ranks go to ``hear``."""
+        """This rank's findings, before an update; their sums over all ranks go to ``apply_votes``."""
         return [guard.vote() for guard in self._voters]
 
-    def hear(self, sums: Sequence[int], iteration: int) -> Sequence[int]:
-        """Raise TrainingError, on every rank, where one has found something since an iteration; what is left of sums
-        that are others'.
+    def apply_votes(self, sums: Sequence[int], iteration: int) -> Sequence[int]:
+        """Raise TrainingError, on every rank, where one has found something since an iteration. Returns the sums of
+        votes that are not the guards'.
         """
         own = len(self._voters)
         for guard, found in zip(self._voters, sums[:own], strict=True):
             if found:
                 # What was saved at this iteration was copied after its check: it may have the fault in it.
-                good = max(self._begun[guard.name], guard.vouches_for(iteration) - 1 - guard.heard_late)
+                good = max(self._begun[guard.name], guard.vouches_for(iteration) - 1 - guard.delay_steps)
                 self._passed[guard.name] = min(self._passed[guard.name], good)
         self.check([guard for guard, found in zip(self._voters, sums[:own], strict=True) if found], iteration)
         return sums[own:]
 
-    def take_news(self) -> list[str]:
-        """What people are to be told since the last time."""
-        found = [line for guard in self._voters for line in guard.news]
+    def pop_messages(self) -> list[str]:
+        """Return lines for the log since the last call."""
+        found = [line for guard in self._voters for line in guard.messages]
         for guard in self._voters:
-            guard.news.clear()
+            guard.messages.clear()
         return found
 
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:

@@ -31,7 +31,7 @@ from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
 from megapar.core.recompute import Block, Choice, Interval, Recompute
-from megapar.core.replicas import Copy, axes_of
+from megapar.core.replicas import Replica, axes_of
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
@@ -91,7 +91,7 @@ def make_job(config: Config, world: World) -> Job:
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
-    world.ledger.meter = meter = WaitMeter(world.device.timed_event())
+    meter = world.meter
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
     traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
@@ -249,7 +249,7 @@ def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute 
     choice: Choice
     if recompute.adaptive_recompute_device_size:
         adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
-        return Recompute(adaptive, traffic, world.ledger, measure=adaptive)
+        return Recompute(adaptive, traffic, world.sent_bytes, measure=adaptive)
     if recompute.recompute_method == "block":
         choice = Block(recompute.recompute_num_layers or 0)
     elif recompute.recompute_method == "uniform" or recompute.recompute_interval:
@@ -260,7 +260,7 @@ def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute 
     if recompute.recompute_offload or recompute.recompute_partition:
         mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
         keeper = Keeper(world.device, mp, traffic, offload=recompute.recompute_offload)
-    return Recompute(choice, traffic, world.ledger, keeper)
+    return Recompute(choice, traffic, world.sent_bytes, keeper)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
@@ -330,18 +330,18 @@ def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
             buffers[spec.name].zero_()
 
 
-def copies(job: Job) -> Iterator[Copy]:
+def copies(job: Job) -> Iterator[Replica]:
     """Everything that other ranks hold too: masters, parameters that are whole, buffers of the table."""
     for view in job.sharding.views([part.master for part in job.sharding.parts]):
         for axis in axes_of(view.spec, job.world, sharded=True):
-            yield Copy(f"the master of {view.spec.name}", view.tensor, axis)
+            yield Replica(f"the master of {view.spec.name}", view.tensor, axis)
     rows = {spec.name: spec for spec in job.table}
     for name, parameter in job.model.named_parameters():
         if name in rows and not isinstance(parameter, DTensor):
             for axis in axes_of(rows[name], job.world, sharded=False):
-                yield Copy(name, parameter, axis)
+                yield Replica(name, parameter, axis)
     for name, buffer in job.model.named_buffers():
         if name in rows:
             for axis in map(job.world.axis, ("data", "cp", "mp")):
                 if axis.group is not None:
-                    yield Copy(name, buffer, axis)
+                    yield Replica(name, buffer, axis)

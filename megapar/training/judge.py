@@ -79,7 +79,7 @@ class Judge:
         again, watched = self._gradients.watched(work)
         repeated = self._world.device.values(again.norm.view(1))[0]
         if math.isfinite(repeated):
-            self._numbers.news.append(
+            self._numbers.messages.append(
                 f"WARNING: iteration {work.iteration}: gradient norm {norm}, but {repeated} "
                 "when the step was run again: a rank computed wrongly; the step goes on with the second result"
             )

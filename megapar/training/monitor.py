@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core.agreement import reduce_numbers
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
@@ -182,8 +182,7 @@ class Monitor:
         if self._cp.rank:
             rows[:, num_sums:] = 0
         for axis in (self._data, self._cp, self._pp):
-            if axis.group is not None:
-                dist.all_reduce(rows, group=axis.group)
+            reduce_numbers(rows, axis, "losses")
 
     def _record(self, step: Step, row: list[float], pace: Pace | None) -> Record:
         names, items = list(step.totals.sums), step.denominators.items

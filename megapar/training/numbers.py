@@ -56,9 +56,10 @@ class Spikes:
 
 
 class Numbers:
-    """Decides whether a step changes the model; the same on every rank, as what it is told is.
+    """Decides whether a step changes the model; the same on every rank, as its numbers are.
 
     limit: bad steps in a row that are skipped. folder: where the samples of the last one are noted; None: nowhere.
+    messages: lines for the log, until they are popped.
     """
 
     def __init__(self, limit: int, spikes: Spikes, folder: Path | None) -> None:
@@ -66,7 +67,7 @@ class Numbers:
         self._folder = folder
         self.spikes = spikes
         self.in_a_row = 0
-        self.news: list[str] = []
+        self.messages: list[str] = []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -77,8 +78,8 @@ class Numbers:
         self.spikes.restore(state)
         self.in_a_row = state.get("in_a_row", 0)
 
-    def good(self) -> None:
-        """A step changed the model."""
+    def end_streak(self) -> None:
+        """Note that a step changed the model, which ends a row of bad ones."""
         self.in_a_row = 0
 
     def not_finite(self, iteration: int, norm: float, samples: str, why: str) -> None:
@@ -92,31 +93,31 @@ class Numbers:
                 f"resume and step over the data by --skip-samples {samples}.{note}",
                 samples,
             )
-        self.news.append(f"WARNING: {what}: step skipped ({self.in_a_row} of at most {self._limit} in a row)")
+        self.messages.append(f"WARNING: {what}: step skipped ({self.in_a_row} of at most {self._limit} in a row)")
 
     def is_spike(self, iteration: int, loss: float, norm: float, samples: str) -> bool:
         """Whether a finite step is to be skipped as a spike; after the limit in a row it is the new ordinary."""
         spike = self.spikes.judge(loss, norm)
         if spike and self.in_a_row < self._limit:
             self.in_a_row += 1
-            self.news.append(f"WARNING: iteration {iteration}: {spike}; samples {samples}: step skipped")
+            self.messages.append(f"WARNING: iteration {iteration}: {spike}; samples {samples}: step skipped")
             return True
         if spike:
-            self.news.append(f"WARNING: iteration {iteration}: {spike} again: taken as ordinary from now on")
+            self.messages.append(f"WARNING: iteration {iteration}: {spike} again: taken as ordinary from now on")
         self.spikes.add(loss, norm)
         return False
 
     def watch(self, iteration: int, loss: float, norm: float) -> None:
-        """Tell of a spike after the step, without --spike-skip."""
+        """Report a spike after the step, without --spike-skip."""
         spike = self.spikes.judge(loss, norm)
         if spike:
-            self.news.append(f"WARNING: iteration {iteration}: {spike}")
+            self.messages.append(f"WARNING: iteration {iteration}: {spike}")
         self.spikes.add(loss, norm)
 
-    def take_news(self) -> list[str]:
-        """What there is to tell since the last call."""
-        news, self.news = self.news, []
-        return news
+    def pop_messages(self) -> list[str]:
+        """Return lines for the log since the last call."""
+        messages, self.messages = self.messages, []
+        return messages
 
     def _note(self, content: Mapping[str, Any]) -> str:
         if self._folder is None:

@@ -124,17 +124,20 @@ class RecomputeGuard:
     def _unnoticed(self) -> Iterator[None]:
         """What the runs send, wait for, count and draw is no step's; neither are the gradients they leave."""
         job = self._job
-        ledger, meter, traffic = job.world.ledger, job.meter, job.traffic
-        before = ledger.closed, meter.on, traffic.launched.copy(), traffic.host_waits
-        ledger.closed, meter.on = True, False
+        traffic = job.traffic
+        before = traffic.launched.copy(), traffic.host_waits
         device = job.world.device.torch_device
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
         try:
-            with torch.random.fork_rng(accelerators, device_type=kind), self._repeatable():
+            with (
+                job.world.uncounted(),
+                torch.random.fork_rng(accelerators, device_type=kind),
+                self._repeatable(),
+            ):
                 yield
         finally:
-            ledger.closed, meter.on, traffic.launched, traffic.host_waits = before
+            traffic.launched, traffic.host_waits = before
         job.sharding.begin_step()
 
     @contextmanager

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.agreement import TEXT_BYTES, texts_of_all
+from megapar.core.agreement import TEXT_BYTES, reduce_numbers, texts_of_all
 from megapar.core.device.base import Device
 from megapar.core.digested import Digested, Resting, Visiting
 from megapar.core.offload import OffloadedOptimizer
@@ -39,7 +39,7 @@ class StateGuard:
     """Masters and moments are what the last update left.
 
     steps: that a turn through all of them takes; ``AUTO``: as many as keep it below ``SHARE`` of a step, chosen after
-    the first steps. news: for people. heard_late: in steps; where the host runs ahead it hears of a norm a step later,
+    the first steps. messages: for the log. delay_steps: a host that runs ahead gets a norm a step later,
     and what is offloaded is compared when it next comes to the device.
     """
 
@@ -54,10 +54,10 @@ class StateGuard:
         self._steps = 0  # of a turn
         self._held_after: deque[int] = deque()  # iterations of the last turn's updates
         self._digested: Digested | None = None
-        self.news: list[str] = []
-        self.heard_late = int(job.world.device.runs_ahead) + int(isinstance(job.optimizer, OffloadedOptimizer))
+        self.messages: list[str] = []
+        self.delay_steps = int(job.world.device.runs_ahead) + int(isinstance(job.optimizer, OffloadedOptimizer))
         if steps == AUTO:
-            self.news.append(f"masters and moments: compared after a few steps, for at most {SHARE:.0%} of a step")
+            self.messages.append(f"masters and moments: compared after a few steps, for at most {SHARE:.0%} of a step")
         else:
             self._begin(steps)
 
@@ -94,8 +94,7 @@ class StateGuard:
             found = self._digested.changed()
         world, device = job.world.axis("world"), job.world.device.torch_device
         bad = torch.tensor(bool(found), dtype=torch.int64, device=device)
-        if world.group is not None:
-            dist.all_reduce(bad, group=world.group)
+        reduce_numbers(bad, world, "state guard")
         if not bad.item():
             return
         names = self._names(found)
@@ -121,7 +120,7 @@ class StateGuard:
             self._digested = job.optimizer.seen_by = visiting
         else:
             self._digested = Resting([tensor for home in homes for tensor in home], steps)
-        self.news.append(coverage(steps))
+        self.messages.append(coverage(steps))
 
     def _steps_for(self, updates: Sequence[float]) -> int:
         """How many steps a turn must take, the same on every rank: the slowest rank's."""
@@ -136,8 +135,7 @@ class StateGuard:
         steps = torch.tensor(
             max(1, math.ceil(seconds / (SHARE * step))), dtype=torch.int64, device=job.world.device.torch_device
         )
-        if world.group is not None:
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=world.group)
+        reduce_numbers(steps, world, "state guard", dist.ReduceOp.MAX)
         return int(steps.item())
 
     def _names(self, found: Sequence[tuple[int, int]]) -> list[str]:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from megapar.arguments import Config
+from megapar.core.agreement import reduce_numbers
 from megapar.core.device.base import Event
 from megapar.core.optimizer import clip
 from megapar.core.schedule import LearningRate
@@ -88,7 +88,7 @@ class Stepper:
             bad = summed.norm.isfinite().logical_not().float()
             verdict = Verdict(summed, loss_scale=1.0, skipped=False)
         else:
-            verdict = self.judge.of(work, summed, self._hear(summed.told()))
+            verdict = self.judge.of(work, summed, self._apply_votes(summed.told()))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
             self._update(work.iteration, verdict.summed, lr, bad)
@@ -99,7 +99,7 @@ class Stepper:
         return step
 
     def settle(self) -> bool:
-        """Hear what became of the step before, where that is judged late; whether gradients were made for it again.
+        """Judge the step before, where that is done late; True where its gradients were computed again.
 
         The device has changed nothing where the norm was not finite, so the step is run again as it would have been.
         """
@@ -107,9 +107,9 @@ class Stepper:
         if pending is None:
             return False
         pending.there.synchronize()
-        norm = self._hear(pending.told)
+        norm = self._apply_votes(pending.told)
         if math.isfinite(norm):
-            self.numbers.good()
+            self.numbers.end_streak()
             return False
         step, verdict = pending.step, self.judge.of(pending.work, pending.summed, norm)
         step.skipped = verdict.skipped
@@ -126,10 +126,10 @@ class Stepper:
         for meter in (self.job.meter, self.gradients.last_reduction):
             meter.on = due or not self.device.runs_ahead
 
-    def _hear(self, told: Tensor) -> float:
-        """Take what all ranks ask of the run; the global norm. Waits for the device."""
+    def _apply_votes(self, told: Tensor) -> float:
+        """Act on the votes of all ranks; returns the global norm. Waits for the device."""
         norm, *votes = self.device.values(told)
-        self.control.hear(self.guards.hear([round(vote) for vote in votes], self.progress.iteration))
+        self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
     def _update(self, iteration: int, summed: Summed, lr: float, bad: Tensor | None) -> None:
@@ -148,16 +148,14 @@ class Stepper:
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, bad)
         if bad is None:
-            self.numbers.good()
+            self.numbers.end_streak()
 
     def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
         """Raise the correction bias of experts that got less than their share of the global batch."""
         rate, data = self.config.moe.moe_router_bias_update_rate, self.job.world.axis("data")
         if rate and isinstance(self.job.model, Decoder):
             total = load.clone()
-            if data.group is not None:
-                data.note("load")
-                dist.all_reduce(total, group=data.group)
+            reduce_numbers(total, data, "load")
             # An index by a list would wait for the device.
             rows = total if self.job.pipeline is None else [total[row] for row in self.job.model.load_rows]
             self.job.model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
@@ -174,7 +172,7 @@ class Stepper:
             norm=verdict.summed.norm,
             loss_scale=verdict.loss_scale,
             skipped=verdict.skipped,
-            sent_bytes=job.world.ledger.take(),
+            sent_bytes=job.world.sent_bytes.take(),
             seconds=seconds,
             exposed=job.meter.take() if job.metered and job.meter.on else None,
             waited=self.gradients.last_reduction.take(),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from megapar.core.agreement import gather_numbers
 from megapar.core.axis import Axis
 
 NOISE_SECONDS = 0.01
@@ -40,18 +40,18 @@ class Stragglers:
         self._factor = factor
         self._rank = -1
         self._intervals = self._steps = 0
-        self._told = False
+        self._named = False
 
-    def hear(self, pace: Pace, steps: int) -> str:
-        """What there is to say after an interval of so many steps, or ""."""
+    def update(self, pace: Pace, steps: int) -> str:
+        """Take in an interval of so many steps; returns a warning for the log, or ""."""
         rank = pace.slowest_rank if pace.stands_out(self._factor) else -1
         if rank != self._rank:
-            self._rank, self._intervals, self._steps, self._told = rank, 0, 0, False
+            self._rank, self._intervals, self._steps, self._named = rank, 0, 0, False
         self._intervals += 1
         self._steps += steps
-        if rank < 0 or self._told or self._intervals < INTERVALS or self._steps < STEPS:
+        if rank < 0 or self._named or self._intervals < INTERVALS or self._steps < STEPS:
             return ""
-        self._told = True
+        self._named = True
         return (
             f"WARNING: rank {rank} is slow: {pace.max:.3f} s of own work in a step, {pace.p50:.3f} s in the median "
             f"rank, {pace.p90:.3f} s at the 90th percentile, for {self._steps} steps"
@@ -62,9 +62,7 @@ def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
     """The pace of all ranks; every rank calls it. seconds: this rank's own work in each step of the interval."""
     ordered = sorted(seconds)
     own = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
-    medians = [own.clone() for _ in world.ranks]
-    if world.group is not None:
-        dist.all_gather(medians, own, group=world.group)
+    medians = gather_numbers(own, world, "pace")
     return summary([float(value.item()) for value in medians])
 
 

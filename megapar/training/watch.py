@@ -33,7 +33,7 @@ def meet(watch: Watchdog, world: World) -> None:
         world.rank,
         world.grid.world_size,
         world.spare_store("watchdog"),
-        world.ledger.journal,
+        world.recorder,
         lambda: {axis.communicator: axis.ranks for axis in (*world.axes(), *world.queues) if axis.size > 1},
     )
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megapar.core import collectives
 from megapar.core.axis import Axis
+from megapar.core.exchange import AllGather, AllToAll, Copy, OwnPiece, Reduce, ReduceScatter, SendReceive, own_piece
 from tests.support.ranks import run_ranks
 
 CONJUGATES = {
@@ -28,6 +29,13 @@ def call(name, x, axis, dim):
 def test_size_1_returns_its_input(name):
     x = torch.randn(2, 4, requires_grad=True)
     assert call(name, x, Axis.single("mp"), 1) is x
+
+
+def test_the_conjugate_of_the_conjugate_is_the_exchange_itself():
+    mp = Axis("mp", 2, 0, None, (0, 1))
+    one_way = AllToAll(mp, (1, 2), (3, 4)), SendReceive(mp, 1, None)
+    pairs = Copy(mp), Reduce(mp), AllGather(mp), AllGather(mp, alike=True), ReduceScatter(mp), OwnPiece(mp)
+    assert all(exchange.conjugate().conjugate() == exchange != exchange.conjugate() for exchange in (*one_way, *pairs))
 
 
 def world(rank, world_size):
@@ -71,7 +79,7 @@ def test_pairs_are_conjugate_on_two_ranks():
 
 def refused(rank, world_size):
     messages = []
-    for cut in (collectives.own_piece, collectives.reduce_scatter):
+    for cut in (own_piece, collectives.reduce_scatter):
         try:
             cut(torch.zeros(2, 3), world(rank, world_size), 1)
         except ValueError as error:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.device.base import Device
 from megapar.core.kept import Keeper
 from megapar.core.memory import MemoryTracker
@@ -59,7 +60,7 @@ def kept(device: Device, rank: int, world_size: int, partition: bool, offload: b
     traffic = Traffic(device=device)
     mp = make_axis(rank, world_size) if partition else Axis.single("mp")
     keeper = Keeper(device, mp, traffic, offload=offload, newest=newest)
-    recompute = Recompute(Interval(1), traffic, Ledger(), keeper)
+    recompute = Recompute(Interval(1), traffic, CommBytes(), keeper)
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(5, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
     keep = torch.rand(4, 5, generator=generator) > 0.2
@@ -119,7 +120,7 @@ def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[i
         if partition or offload:
             mp = make_axis(rank, world_size) if partition else Axis.single("mp")
             keeper = Keeper(device, mp, traffic, offload=offload)
-        forward = Recompute(Interval(1), traffic, Ledger(), keeper).begin()
+        forward = Recompute(Interval(1), traffic, CommBytes(), keeper).begin()
         x: Tensor = torch.ones(size, dtype=torch.uint8).to(torch.float32).requires_grad_()
         start = x
         for _ in range(12):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megapar.core.listener import STOPS, Insistence, tell
+from megapar.core.listener import STOPS, Insistence, write_stderr
 from tests.support.process import STICK, finish, read_until, start
 
 HEARD = (
@@ -35,7 +35,7 @@ def test_where_no_thread_can_be_started_nothing_is_told(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", full)
-    tell("to nobody")
+    write_stderr("to nobody")
 
 
 def test_what_was_ignored_stays_ignored() -> None:
@@ -75,9 +75,9 @@ def test_a_deadline_is_told_and_handlers_come_back() -> None:
 def test_only_a_second_signal_that_is_typed_insists() -> None:
     for number in STOPS:
         insistence = Insistence()
-        heard = [insistence.hear(number, now) for now in (0.0, 0.1, 4.9, 5.0, 60.0)]
+        heard = [insistence.add(number, now) for now in (0.0, 0.1, 4.9, 5.0, 60.0)]
         typed = number in (signal.SIGINT, signal.SIGQUIT)
         assert heard == [False, False, False, typed, typed]
     mixed = Insistence()
     signals = [(signal.SIGTERM, 0.0), (signal.SIGINT, 20.0), (signal.SIGTERM, 26.0), (signal.SIGQUIT, 25.0)]
-    assert [mixed.hear(number, now) for number, now in signals] == [False, False, False, True]
+    assert [mixed.add(number, now) for number, now in signals] == [False, False, False, True]

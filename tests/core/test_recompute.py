@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapar.core import transport
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.exchange import Reduce
 from megapar.core.recompute import Block, Interval, Recompute, Span
 from megapar.core.tickets import start, wait
@@ -41,7 +42,7 @@ def test_a_unit_runs_again_and_keeps_its_inputs_only() -> None:
         saved.append(tensor.data_ptr())
         return tensor
 
-    forward = Recompute(Interval(1), Traffic(), Ledger()).begin()
+    forward = Recompute(Interval(1), Traffic(), CommBytes()).begin()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y, extra = forward.run(unit, x, scale, indices, "a")
     (y.sum() + extra["total"]).backward()
@@ -58,8 +59,8 @@ def test_a_unit_runs_again_and_keeps_its_inputs_only() -> None:
 
 def sends(rank: int, world_size: int) -> dict[str, Any]:
     """A unit whose last needed tensor lies between a launch and its wait."""
-    ledger = Ledger()
-    mp = Axis("mp", world_size, rank, dist.group.WORLD, tuple(range(world_size)), ledger)
+    sent_bytes = CommBytes()
+    mp = Axis("mp", world_size, rank, dist.group.WORLD, tuple(range(world_size)), sent_bytes)
     traffic = Traffic()
 
     def unit(x: Tensor) -> Tensor:
@@ -68,8 +69,8 @@ def sends(rank: int, world_size: int) -> dict[str, Any]:
         return wait(*flying) + y
 
     x = torch.full((3,), 1.0 + rank, requires_grad=True)
-    y = Recompute(Interval(1), traffic, ledger).begin().run(unit, x)
-    sent = dict(ledger)
+    y = Recompute(Interval(1), traffic, sent_bytes).begin().run(unit, x)
+    sent = dict(sent_bytes)
     y.sum().backward()
     assert x.grad is not None
     transport.all_reduce(torch.zeros(3), mp)
@@ -79,7 +80,7 @@ def sends(rank: int, world_size: int) -> dict[str, Any]:
         "launched": dict(traffic.launched),
         "open": traffic.in_flight,
         "sent": sent,
-        "after": dict(ledger),
+        "after": dict(sent_bytes),
     }
 
 
@@ -102,5 +103,5 @@ def test_without_gradients_nothing_is_kept() -> None:
     """A module in a unit under no_grad runs once."""
     linear = nn.Linear(3, 3)
     with torch.no_grad():
-        y = Recompute(Interval(1), Traffic(), Ledger()).begin().run(linear, torch.ones(2, 3))
+        y = Recompute(Interval(1), Traffic(), CommBytes()).begin().run(linear, torch.ones(2, 3))
     assert y.grad_fn is None

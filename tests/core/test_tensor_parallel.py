@@ -133,11 +133,11 @@ def fused_on_ranks(rank, world_size):
     mp, way = world(rank, world_size), Overlap(fused=True)
     keys = itertools.product((True,), ("fused",), (1, SAMPLES), (False, True), (False, True))
     results = {key: mlp(mp, True, way, *key[2:]) for key in keys}
-    mp.ledger.clear()
+    mp.sent_bytes.clear()
     mlp(mp, True, way)
-    sent = mp.ledger.take()
+    sent = mp.sent_bytes.take()
     mlp(mp, True, WAYS["blocking"])
-    assert sent == mp.ledger.take()
+    assert sent == mp.sent_bytes.take()
     return results
 
 

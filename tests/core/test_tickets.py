@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, SendReceive
 from megapar.core.recompute import Interval, Recompute
 from megapar.core.replay import Replay
@@ -258,7 +259,7 @@ def into_a_recomputed_unit(rank, world_size):
             return replay.arrival(lambda: wait(token, ticket)).square().sin()
 
         if recomputed:
-            y = Recompute(Interval(1), traffic, Ledger()).begin().run(unit, token, replay=replay)
+            y = Recompute(Interval(1), traffic, CommBytes()).begin().run(unit, token, replay=replay)
             assert len(kept) == 1
         else:
             y = unit(token)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megapar.core import watchdog as watchdog_module
 from megapar.core.axis import Axis
-from megapar.core.journal import Journal
+from megapar.core.journal import FlightRecorder
 from megapar.core.sections import Overdue, Sections
 from megapar.core.standing import explain, late_ranks, line_of
 from megapar.core.watchdog import Watchdog
@@ -69,15 +69,15 @@ def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
     told: list[str] = []
     ended = threading.Event()
     statuses: list[int] = []
-    journal = Journal()
-    journal.note("mp", "all_reduce")
+    recorder = FlightRecorder()
+    recorder.note("mp", "all_reduce")
 
     def end(status: int) -> None:
         statuses.append(status)
         ended.set()
 
     watchdog = Watchdog(Sections({"first-step": 0.3}), tell=told.append, end=end)
-    watchdog.meet(0, 1, None, journal, dict)
+    watchdog.meet(0, 1, None, recorder, dict)
     watchdog.start()
     watchdog.before_step(3)
     assert ended.wait(30)  # the line that hangs
@@ -113,7 +113,7 @@ def hang(rank: int, world_size: int, rendezvous: str, records: Path) -> tuple[li
         Sections({"first-step": 0.5}), records=records, tell=told.append, end=lambda status: ended.set()
     )
     connection = dist.PrefixStore("watchdog", store)
-    watchdog.meet(rank, world_size, connection, axis.ledger.journal, lambda: {"data": axis.ranks})
+    watchdog.meet(rank, world_size, connection, axis.recorder, lambda: {"data": axis.ranks})
     watchdog.start()
     watchdog.before_step(1)
     axis.note("all_reduce")
@@ -222,7 +222,7 @@ def slow(rank: int, world_size: int, rendezvous: str) -> list[str]:
         heard.set()
 
     watchdog = Watchdog(Sections({}, least_seconds=0.5 if rank else 60.0), tell=tell, end=ended.append)
-    watchdog.meet(rank, world_size, store, Journal(), dict)
+    watchdog.meet(rank, world_size, store, FlightRecorder(), dict)
     with watchdog.section("evaluation", "after step 3"):
         watchdog.start()
         if rank == 1:
@@ -256,7 +256,7 @@ def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: 
     ended, told = threading.Event(), list[str]()
     watchdog = Watchdog(Sections({"save": 0.3}), tell=told.append, end=lambda status: ended.set())
     silent: Any = Silent()
-    watchdog.meet(0, 2, silent, Journal(), dict)
+    watchdog.meet(0, 2, silent, FlightRecorder(), dict)
     watchdog.start()
     threading.Event().wait(0.2)  # it listens
     with watchdog.section("save"):
@@ -273,7 +273,7 @@ def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:
     sections = Sections({}, least_seconds=0.5) if rank == 0 else Sections({"first-step": 0.7})
     watchdog = Watchdog(sections, tell=told.append, end=lambda status: ended.set())
     axis = Axis("data", world_size, rank, None, tuple(range(world_size)))
-    watchdog.meet(rank, world_size, store, axis.ledger.journal, lambda: {"data": axis.ranks})
+    watchdog.meet(rank, world_size, store, axis.recorder, lambda: {"data": axis.ranks})
     watchdog.start()
     if rank == 0:
         with watchdog.section("log", "after step 3"):
@@ -315,7 +315,7 @@ def test_the_slowest_rank_is_named_against_the_median() -> None:
     pace = summary([1.0, 1.1, 0.9, 2.5])
     assert pace == Pace(p50=1.0, p90=2.5, max=2.5, slowest_rank=3)
     stragglers = Stragglers(1.5)
-    said = [stragglers.hear(pace, 4) for _ in range(4)]
+    said = [stragglers.update(pace, 4) for _ in range(4)]
     assert said[:2] == ["", ""]
     assert "rank 3 is slow: 2.500 s of own work in a step, 1.000 s in the median rank" in said[2]
     assert said[3] == ""  # once
@@ -326,6 +326,6 @@ def test_the_slowest_rank_is_named_against_the_median() -> None:
 def test_one_busy_moment_makes_no_slow_rank() -> None:
     stragglers = Stragglers(1.5)
     slow, other, even = summary([1.0, 2.0]), summary([2.0, 1.0]), summary([1.0, 1.01])
-    assert [stragglers.hear(pace, 10) for pace in (slow, slow, other, other, even, slow, slow)] == [""] * 7
-    assert "rank 1 is slow" in stragglers.hear(slow, 10)
-    assert [Stragglers(1.5).hear(slow, 1) for _ in range(9)] == [""] * 9  # few steps
+    assert [stragglers.update(pace, 10) for pace in (slow, slow, other, other, even, slow, slow)] == [""] * 7
+    assert "rank 1 is slow" in stragglers.update(slow, 10)
+    assert [Stragglers(1.5).update(slow, 1) for _ in range(9)] == [""] * 9  # few steps

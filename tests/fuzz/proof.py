@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 import megapar.arguments
 from megapar.arguments import parse, resolved_values
 from megapar.compatibility import LIFTED, RULES, Rule, check
-from megapar.core.journal import Journal
+from megapar.core.journal import FlightRecorder
 from megapar.errors import ConfigError
 from megapar.schema.rule import DOCUMENTS
 from megapar.trainer import train
@@ -208,17 +208,17 @@ def train_without(
 ) -> Any:
     """A whole run that the row refuses: (losses and norms, launches by axis and kind, files it wrote)."""
     launches: list[tuple[str, str]] = []
-    note = Journal.note
+    note = FlightRecorder.note
 
-    def keep(journal: Journal, axis: str, kind: str) -> None:
+    def keep(recorder: FlightRecorder, axis: str, kind: str) -> None:
         launches.append((axis, kind))
-        note(journal, axis, kind)
+        note(recorder, axis, kind)
 
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
         without(*removed),
         patch.dict(os.environ, place),
-        patch.object(Journal, "note", keep),
+        patch.object(FlightRecorder, "note", keep),
         _silent(),
         _folder() as folder,
     ):

@@ -41,7 +41,7 @@ def runs(
         traffic = Traffic()
         model = build(sizes, sequence_parallel=sequence_parallel, traffic=traffic, **whole)
         hide_communication(model, Overlap(), traffic)
-        model.recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).ledger)
+        model.recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).sent_bytes)
         torch.manual_seed(5)
         terms = model(batch)
         (terms.sums["lm"] + terms.aux + terms.z).backward()
@@ -101,7 +101,7 @@ def test_alone_the_closing_product_is_not_made_again() -> None:
     grads = []
     for choice in (None, Interval(3)):
         model = build(GPT)
-        model.recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").ledger)
+        model.recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").sent_bytes)
         torch.manual_seed(5)
         with torch.profiler.profile() as profile:
             model(batch).sums["lm"].backward()

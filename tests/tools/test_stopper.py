@@ -119,12 +119,12 @@ def test_who_insists_and_who_is_late_is_killed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("megapar.tools.stopper.signal_children", sent.append)
     stopper = Stopper(300.0, ended.append)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        stopper._hear(number)
+        stopper._on_signal(number)
     assert sent == [signal.SIGTERM]
-    stopper._hear(signal.SIGQUIT)
+    stopper._on_signal(signal.SIGQUIT)
     assert sent == [signal.SIGTERM, signal.SIGKILL]
     for _ in range(3):  # the time after which nothing has become of that
-        stopper._hear(0)
+        stopper._on_signal(0)
     assert (sent, ended) == ([signal.SIGTERM, *[signal.SIGKILL] * 3], [1])
 
 
@@ -177,9 +177,9 @@ def test_a_launcher_that_is_stuck_without_ranks_is_ended(monkeypatch: pytest.Mon
     stopper = Stopper(300.0, ended.append)
     monkeypatch.setattr("megapar.tools.stopper.children", lambda pid: [])
     with stopper.idle("waiting for nodes"):
-        stopper._hear(signal.SIGTERM)
+        stopper._on_signal(signal.SIGTERM)
         assert stopper._due is not None
-        stopper._hear(0)
+        stopper._on_signal(0)
     assert ended == [1]
     with pytest.raises(Stopped, match="SIGTERM while ranks were started"), stopper.starting():
         pass

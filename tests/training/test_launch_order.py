@@ -15,7 +15,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.core.grid import Grid
-from megapar.core.journal import Journal
+from megapar.core.journal import FlightRecorder
 from megapar.core.rounds import axis_ranks, axis_rounds
 from megapar.trainer import train
 from tests.support.ranks import run_ranks
@@ -28,14 +28,14 @@ MESSAGES = ("send", "receive")
 def launched(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> Launches:
     """All that a rank launches in a run of two steps and an evaluation."""
     found: Launches = []
-    note = Journal.note
+    note = FlightRecorder.note
 
-    def keep(journal: Journal, axis: str, kind: str) -> None:
+    def keep(recorder: FlightRecorder, axis: str, kind: str) -> None:
         found.append((axis, kind))
-        note(journal, axis, kind)
+        note(recorder, axis, kind)
 
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place), patch.object(Journal, "note", keep):
+    with patch.dict(os.environ, place), patch.object(FlightRecorder, "note", keep):
         train(parse("moe", list(flags), place), f"file://{rendezvous}")
     return found
 

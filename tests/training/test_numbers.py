@@ -164,10 +164,10 @@ def test_spikes_in_a_row_become_ordinary_at_the_limit() -> None:
     numbers = Numbers(2, Spikes(6.0), None)
     for _ in range(20):
         assert not numbers.is_spike(1, 3.0, 1.0, "0-7")
-        numbers.good()
+        numbers.end_streak()
     assert [numbers.is_spike(step, 9.0, 1.0, "0-7") for step in range(3)] == [True, True, False]
-    assert "taken as ordinary" in numbers.take_news()[-1]
-    assert numbers.take_news() == []
+    assert "taken as ordinary" in numbers.pop_messages()[-1]
+    assert numbers.pop_messages() == []
 
 
 @pytest.mark.parametrize("layout", [(1, ()), (2, ("--pp-degree", "2"))])
@@ -278,7 +278,7 @@ def test_limits_are_counted_in_a_row() -> None:
     numbers = Numbers(1, Spikes(0.0), None)
     for step in range(4):
         numbers.not_finite(step, float("nan"), "0-7", "first bad: x")
-        numbers.good()
+        numbers.end_streak()
     numbers.not_finite(5, float("inf"), "0-7", "first bad: x")
     with pytest.raises(TrainingError, match="2 steps in a row were bad, --bad-step-limit is 1"):
         numbers.not_finite(6, float("inf"), "0-7", "first bad: x")

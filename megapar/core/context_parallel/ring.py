@@ -18,7 +18,7 @@ from megapar.core.context_parallel.blockwise import Columns, Plan, See, SeeBack
 from megapar.core.context_parallel.layout import Layout
 from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
 from megapar.core.exchange import SendReceive
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 
 
 def ring_plan(layout: Layout, rank: int, sight: Sight) -> Plan:
@@ -50,7 +50,7 @@ class Ring:
     def backward(self, own: Columns, plan: Plan, see: SeeBack) -> Columns:
         """The same round; each block's gradients one step behind it."""
         flight, gradients = self._pass_on(own), own.zeros()
-        going: Flight | None = None
+        going: InFlight | None = None
         see(plan.early, own, gradients)
         for step, tiles in enumerate(plan.others, start=1):
             columns = Columns(self.traffic.land(flight))
@@ -66,6 +66,6 @@ class Ring:
         gradients.message.add_(self.traffic.land(going))
         return gradients
 
-    def _pass_on(self, columns: Columns) -> Flight:
+    def _pass_on(self, columns: Columns) -> InFlight:
         size, rank = self.axis.size, self.axis.rank
         return self.traffic.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), columns.message)

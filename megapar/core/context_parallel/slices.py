@@ -29,7 +29,7 @@ from megapar.core.context_parallel.layout import Layout
 from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
 from megapar.core.device.block import Block
 from megapar.core.exchange import AllGather, ReduceScatter, SendReceive
-from megapar.core.traffic import Flight, Traffic
+from megapar.core.traffic import InFlight, Traffic
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class RingSlices:
 
     def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
         """The own block's gradients come home under what is near."""
-        going: Flight | None = None
+        going: InFlight | None = None
         for step, tiles in enumerate(plan.others, start=1):
             see(tiles)
             theirs = _rows(gradients, self._source(plan, step)).clone()
@@ -138,7 +138,7 @@ class RingSlices:
     def _source(self, plan: SlicePlan, step: int) -> range:
         return plan.runs[(self.axis.rank - step) % self.axis.size]
 
-    def _pass_on(self, block: Tensor) -> Flight:
+    def _pass_on(self, block: Tensor) -> InFlight:
         size, rank = self.axis.size, self.axis.rank
         return self.traffic.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), block)
 

@@ -238,7 +238,7 @@ def _make_segments(
         shard, replica = _axes(spec)
         key = (place[spec.name], parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
         buckets.setdefault(key, []).append((spec, parameter))
-    pool = BufferPool(world.device.torch_device)
+    pool = BufferPool.for_messages(world.device.torch_device)
     grid, rank = world.grid, world.rank
     segments = []
     for members in buckets.values():

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
-from megapar.core.collectives import own_piece
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.exchange import own_piece
 from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
 from megapar.model.decoder.sizes import DecoderSizes

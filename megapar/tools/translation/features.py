@@ -299,7 +299,7 @@ unsupported | a rank that fails ends the run, which --load goes on from, on fewe
     inprocess-heartbeat-timeout inprocess-barrier-timeout inprocess-completion-timeout inprocess-last-call-wait
     inprocess-termination-grace-time inprocess-granularity inprocess-active-world-size inprocess-empty-cuda-cache
     enable-ft-package calc-ft-timeouts ft-num-warmup-iters adlr-autoresume adlr-autoresume-interval
-unsupported | hangs are named by --step-timeout-seconds and the journal of collectives, not by NCCL's recorder
+unsupported | hangs are named by --step-timeout-seconds and a flight recorder of collectives, not NCCL's
     flight-recorder-dump-path flight-recorder-trace-buffer-size no-flight-recorder-dump-on-timeout
     disable-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace no-flight-recorder-include-only-active
     disable-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.context_parallel.blockwise import Work, attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
@@ -73,8 +74,8 @@ def whole(causal, ends):
 def compare(rank, size, algorithm, causal, ends):
     """(worst error, launches and waits of forward and backward, bytes sent)."""
     layout = choose_layout(algorithm, size, causal=causal, length=LENGTH)
-    ledger, traffic = Ledger(), RecordedTraffic()
-    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)), ledger)
+    sent_bytes, traffic = CommBytes(), RecordedTraffic()
+    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)), sent_bytes)
     method = ContextParallel(axis, algorithm, layout, traffic)
     own = layout.positions(LENGTH, rank)
     q, k, v = (x[:, own].requires_grad_() for x in draw())
@@ -85,7 +86,7 @@ def compare(rank, size, algorithm, causal, ends):
     want, want_grads = whole(causal, ends)
     pairs = zip((y, *grads), (want, *want_grads), strict=True)
     error = max(float((a - b[:, own]).abs().max().detach()) for a, b in pairs)
-    return error, forward, traffic.order[len(forward) :], dict(ledger)
+    return error, forward, traffic.order[len(forward) :], dict(sent_bytes)
 
 
 @pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
 from megapar.core.device.base import Device
+from megapar.core.journal import FlightRecorder
 from megapar.core.meter import WaitMeter
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
@@ -115,11 +116,11 @@ class Scales:
 
 
 def run_schedule(rank: int, world_size: int, name: str, chunks: int) -> dict[str, Any]:
-    device, ledger, axes = Told(), Ledger(), {}
+    device, recorder, axes = Told(), FlightRecorder(), {}
     for ends in permutations(range(world_size), 2):
         group = dist.new_group(list(ends))
         if rank in ends:
-            axes[ends] = Axis("pp", 2, ends.index(rank), group, ends, ledger, queue="{}>{}".format(*ends))
+            axes[ends] = Axis("pp", 2, ends.index(rank), group, ends, recorder=recorder, queue="{}>{}".format(*ends))
     schedule = make_schedule(name, world_size, chunks, 2 * world_size)
     queues, work = Queues(rank, axes, device), Scales(device, schedule.num_chunks)
     Runner(schedule, queues, work, None, WaitMeter()).run()
@@ -132,8 +133,8 @@ def run_schedule(rank: int, world_size: int, name: str, chunks: int) -> dict[str
     hops = [chunk.index for chunk in stages.on(rank) if not chunk.first]
     assert len(device.launched) == receipts + len(hops)
     assert work.given <= device.adopted
-    launched = [(one.axis, one.kind) for one in ledger.journal.recent]
-    assert len(launched) < (ledger.journal.recent.maxlen or 0), "all of them"
+    launched = [(one.axis, one.kind) for one in recorder.recent]
+    assert len(launched) < (recorder.recent.maxlen or 0), "all of them"
     gradients = [None if weight.grad is None else float(weight.grad[0]) for weight in work.weights]
     return {"launched": launched, "results": work.results, "gradients": gradients}
 

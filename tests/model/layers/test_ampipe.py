@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis, Ledger
+from megapar.core.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.device.base import Device
 from megapar.core.overlap import Overlap
 from megapar.core.recompute import Interval, Recompute
@@ -241,7 +242,7 @@ def recomputed(rank, world_size, slicing, layers, ahead):
 def recomputed_on(rank, world_size, slicing, layers, device):
     diary = Unnumbered(slicing.degree, TWO.num_layers, device)
     model = build(TWO, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=diary, slicing=slicing)
-    model.recompute = Recompute(Interval(layers), diary, Ledger()) if layers else None
+    model.recompute = Recompute(Interval(layers), diary, CommBytes()) if layers else None
     loss = total(model, batch_for(TWO, seed=rank))
     diary.events = []
     loss.backward()

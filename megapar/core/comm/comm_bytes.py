@@ -1,0 +1,35 @@
+"""Bytes that this rank has sent, by axis and kind of collective."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CommBytes(Counter[tuple[str, str]]):
+    """(axis, kind of collective) -> bytes that this rank has sent; all axes of a world add to the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counting = True
+
+    def add(self, axis: str, kind: str, sent_bytes: float) -> None:
+        """Add what one collective sends, except inside ``uncounted``."""
+        if self._counting:
+            self[axis, kind] += round(sent_bytes)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Do not add what is sent inside, such as by a forward that is recomputed; may be nested."""
+        before, self._counting = self._counting, False
+        try:
+            yield
+        finally:
+            self._counting = before
+
+    def take(self) -> dict[str, int]:
+        """Return "axis/kind" -> bytes since the last call."""
+        sent = {f"{axis}/{kind}": amount for (axis, kind), amount in sorted(self.items()) if amount}
+        self.clear()
+        return sent
