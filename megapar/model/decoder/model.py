@@ -16,7 +16,7 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
-from megapar.core.device.packed import Documents
+from megapar.core.device.packed import PackedDocuments
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
@@ -298,10 +298,12 @@ class Decoder(nn.Module):
         shape = batch["tokens"].shape
         if not self.slicing.active:
             plan = self.cp.plan(*shape, causal=True, ends=ends)
-            documents = None if places is None or plan is not None else Documents.of(places, batch["tokens"].device)
+            documents = (
+                None if places is None or plan is not None else PackedDocuments.of(places, batch["tokens"].device)
+            )
             return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
         plans = self.cp.slice_plans(*shape, ends=ends)
-        documents = None if places is None or plans is not None else Documents.of(places, batch["tokens"].device)
+        documents = None if places is None or plans is not None else PackedDocuments.of(places, batch["tokens"].device)
         parts, ranks = self.mp.size if self.sequence_parallel else 1, self.cp.axis.size
         slices = self.slicing.cut(shape[1], parts)
         return Context(

@@ -31,7 +31,7 @@ from megapar.model.layers.context import Context
 
 
 @dataclass(frozen=True)
-class Rows(Context):
+class BranchContext(Context):
     """The context of a micro-batch whose samples run through two branches.
 
     understanding, generation: [rows] int64 which samples; back: [B] places in the two put together.
@@ -46,13 +46,13 @@ class Rows(Context):
     memory: int = 0
 
 
-def understand(block: ErnieBlock, x: Tensor, rows: Tensor, context: Rows) -> Tensor:
+def understand(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext) -> Tensor:
     """[B, S(/mp), H] of the rows, every position seeing all that is not padding."""
     valid = _of(context.valid, rows)
     return _run(block, x, context, "understanding", lambda q, k, v, p: _plain(block, q, k, v, p, valid))
 
 
-def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: Rows) -> Tensor:
+def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext) -> Tensor:
     """[B, S(/mp), H] of the rows, segment after segment."""
     valid, before = _of(context.text, rows), None
     done: list[Tensor] = []
@@ -68,7 +68,7 @@ def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: Rows) -> Tenso
 
 
 def _segment(
-    block: ErnieBlock, x: Tensor, memory: Tensor | None, seen: Tensor | None, context: Rows, number: int
+    block: ErnieBlock, x: Tensor, memory: Tensor | None, seen: Tensor | None, context: BranchContext, number: int
 ) -> Tensor:
     """[B, s(/mp), H]; memory: [B, M, H], seen: [B or 1, 1, s, M + s] bool, both of segments behind the first."""
     attention = block.attention
@@ -86,7 +86,7 @@ def _segment(
 def _run(
     block: ErnieBlock,
     x: Tensor,
-    context: Rows,
+    context: BranchContext,
     place: str,
     core: Callable[[Tensor, Tensor, Tensor, float], Tensor],
 ) -> Tensor:

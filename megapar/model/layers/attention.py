@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megapar.core.compiled import Run, counted, plain
-from megapar.core.context_parallel.blockwise import Work, attend_blockwise
+from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference, op
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         with own:
             if context.plan is not None:
                 y = attend_blockwise(
-                    heads[0], heads[1], heads[2], Work(self.cp.transport, context.plan, flash, dropout)
+                    heads[0], heads[1], heads[2], self.cp.transport, context.plan, flash=flash, dropout=dropout
                 )
             elif documents is not None:
                 packed = op("packed_attention", q) if flash else packed_attention_reference
