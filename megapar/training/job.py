@@ -46,8 +46,8 @@ from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
 from megapar.model.ernie3.model import Ernie3
 from megapar.model.initialize import fill, std_of
-from megapar.model.layers.attention import Attention
 from megapar.model.layers.mlp import Mlp
+from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
 from megapar.moe.experts import Experts
@@ -216,7 +216,7 @@ def _make_model(
     hide_communication(model, make_overlap(config, world, sizes), traffic)
     model.recompute = make_recompute(config, world, traffic)
     for module in model.modules():
-        if isinstance(module, Attention | Mlp | Experts):
+        if isinstance(module, SelfAttention | Mlp | Experts):
             module.selective = config.recompute.recompute_granularity == "selective"
     return model
 

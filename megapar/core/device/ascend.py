@@ -31,7 +31,7 @@ LANES = 8  # the kernel keeps its two statistics of a row eight times
 
 @lru_cache(maxsize=8)
 def causal_mask(device: torch.device) -> Tensor:
-    """The mask of 2048 x 2048 that stands for a causal one of any size; True is not seen."""
+    """The mask of 2048 x 2048 that represents a causal one of any size; True is not seen."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
 
 
@@ -134,7 +134,7 @@ def grouped_input_gradient_npu(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tens
 
 
 def grouped_weight_gradient_npu(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_weight_gradient_reference``: the groups lie along the summed dim."""
+    """``grouped_weight_gradient_reference``: the groups are along the summed dim."""
     return _grouped(dy_RO.t(), rows_RI, counts_E, along=2)
 
 
@@ -206,7 +206,7 @@ def _attend_unequal(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    # The kernel has no backward of its own.
+    # The kernel has no backward.
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)

@@ -32,7 +32,7 @@ from megapar.core.traffic import Traffic
 from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
-from megapar.model.layers.block import DecoderBlock
+from megapar.model.layers.block import DecoderBlock, decoder_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.layers.loss import check_piece, linear_cross_entropy
@@ -286,7 +286,9 @@ class Decoder(nn.Module):
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
         if sizes.position_embedding_type == "rope":
-            angles = rotary_angles(batch["positions"], sizes.head_dim, sizes.rope_theta, self.dtype)
+            angles = rotary_angles(
+                batch["positions"], decoder_attention(sizes).rotary_dim, sizes.rope_theta, self.dtype
+            )
         valid = batch.get("valid")
         if valid_tokens is None:
             if self.cp.active:
