@@ -281,7 +281,7 @@ COPIES: Mapping[str, str] = MappingProxyType(
     {
         "MicroBatch.to": "the micro-batch, out of page-locked memory",
         "arranged": "the same, put in the order of slices",
-        "Documents.of": "where documents begin, a few numbers",
+        "PackedDocuments.of": "where documents begin, a few numbers",
         "_reorder": "the order of a message's pieces, which the host makes of the counts",
         "Accelerator.host_copy": "counts and the log's sums, into page-locked memory behind an event",
         "Segment.publish": "offloaded masters, to where they are used",

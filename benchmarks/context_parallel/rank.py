@@ -19,9 +19,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the
 
 from benchmarks.support.contest import Figures, serve
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.blockwise import Work, attend_blockwise
+from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
-from megapar.core.context_parallel.layout import RING, Layout, choose_layout
+from megapar.core.context_parallel.layout import RING, SequenceLayout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.exchange import Exchange
 from megapar.core.traffic import InFlight, Traffic
@@ -64,7 +64,7 @@ class Attention:
             axis = Axis("cp", self.ranks, self.rank, group, tuple(range(self.ranks)))
             name = RING if algorithm == "in_order" else algorithm
             layout = choose_layout(name, self.ranks, causal=True, length=self.length)
-            layout = Layout(self.ranks) if algorithm == "in_order" else layout
+            layout = SequenceLayout(self.ranks) if algorithm == "in_order" else layout
             method = ContextParallel(axis, name, layout, traffic)
             places = torch.tensor(layout.positions(self.length, self.rank), device=self.device)
             own = [x[:, places].requires_grad_() for x in self.qkv]
@@ -96,7 +96,7 @@ def _shared(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     plan = method.plan(*q.shape[:2], causal=True)
     assert plan is not None
     heads = (x.transpose(1, 2) for x in (q, k, v))
-    return attend_blockwise(*heads, Work(method.transport, plan, flash=True, dropout=0.0)).transpose(1, 2)
+    return attend_blockwise(*heads, method.transport, plan, flash=True).transpose(1, 2)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.data.batches import LENGTHS, Collate, MicroBatch
 from megapar.data.samples import NO_LOSS
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 _BY_POSITION = ("tokens", "labels", "positions", "token_types", "task_types", "valid", "tokens_ahead", "labels_ahead")
 
 
-def own_positions(collate: Collate, layout: Layout, rank: int) -> Collate:
+def own_positions(collate: Collate, layout: SequenceLayout, rank: int) -> Collate:
     """``collate``, and of its tensors the positions of ``rank``; what the host knows stays that of the whole."""
     return collate if layout.size == 1 else lambda samples: _cut(collate(samples), layout, rank)
 
 
-def _cut(batch: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
+def _cut(batch: MicroBatch, layout: SequenceLayout, rank: int) -> MicroBatch:
     import numpy as np
     import torch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megapar.arguments import Config
-from megapar.core.context_parallel.layout import Layout, choose_layout
+from megapar.core.context_parallel.layout import SequenceLayout, choose_layout
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import wide
 from megapar.core.loss_scale import LossScale
@@ -88,7 +88,7 @@ def _task_data(config: Config) -> TaskData | None:
     )
 
 
-def make_layout(config: Config) -> Layout:
+def make_layout(config: Config) -> SequenceLayout:
     """How the ranks of cp share a sequence."""
     parallel, slicing = config.parallel, make_slicing(config)
     return choose_layout(

@@ -48,8 +48,8 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie3.model import Ernie3
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.initialize import fill, std_of
-from megapar.model.layers.attention import Attention
 from megapar.model.layers.mlp import Mlp
+from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import table_of
 from megapar.moe.experts import Experts
@@ -218,7 +218,7 @@ def _make_model(
     hide_communication(model, make_overlap(config, world, sizes), traffic)
     model.recompute = make_recompute(config, world, traffic)
     for module in model.modules():
-        if isinstance(module, Attention | Mlp | Experts):
+        if isinstance(module, SelfAttention | Mlp | Experts):
             module.selective = config.recompute.recompute_granularity == "selective"
     return model
 

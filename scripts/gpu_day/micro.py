@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar.core.axis import Axis
 from megapar.core.device.ops import OPS
-from megapar.core.device.packed import Documents
+from megapar.core.device.packed import PackedDocuments
 from megapar.model.layers.loss import linear_cross_entropy
 from megapar.moe.dispatch import sort_by_expert, unpermute
 from megapar.moe.message import fill
@@ -223,7 +223,7 @@ def _documents(day: Day, sizes: Sizes) -> dict[str, Any]:
     found = {}
     for number in (1, 4) if day.small else (1, 4, 16, 64):
         step = length // number
-        documents = Documents.of(list(range(step, length + 1, step)), day.place)
+        documents = PackedDocuments.of(list(range(step, length + 1, step)), day.place)
         work = _there_and_back(partial(form, q, k, v, documents=documents), [q, k, v])
         found[f"documents_{number}"] = day.seconds(work, 5)
     return found

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from megapar.core.device.block import Block, block_backward_reference, block_reference
+from megapar.core.device.block import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import OPS, attention_reference, attention_slice_reference
-from megapar.core.device.packed import Documents
+from megapar.core.device.packed import PackedDocuments
 from megapar.core.device.pick import pick
 from megapar.moe.dispatch import sort_by_expert
 from scripts.gpu_day.day import Answer, Day
@@ -139,10 +139,10 @@ def _attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
             yield Case(f"last {own} of {S}, 8/{groups} heads", (draw(2, 8, own, 64), *keys), {})
 
 
-def _documents(day: Day) -> Documents:
+def _documents(day: Day) -> PackedDocuments:
     """Short and long ones, of one place, and one that fills its sample."""
     S = _length(day)
-    return Documents.of([1, S // 3, S, 2 * S], day.place)
+    return PackedDocuments.of([1, S // 3, S, 2 * S], day.place)
 
 
 def _packed_attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
@@ -248,7 +248,7 @@ def blocks(day: Day, dtype: torch.dtype, causal: bool, groups: int) -> Answer:
         OPS[name].get(day.device, OPS[name]["reference"]) for name in ("attention_block", "attention_block_backward")
     )
     got, want = forward(q, k, v, causal=causal), block_reference(*wide, causal=causal)
-    merged = Block(want.out.to(dtype), want.lse.float(), got.drawn)
+    merged = AttentionBlock(want.out.to(dtype), want.lse.float(), got.drawn)
     got_grads = backward(grad, q, k, v, merged, causal=causal)
     want_grads = block_backward_reference(grad.double(), *wide, want, causal=causal)
     found = {"result": relative(got.out, want.out), "lse": relative(got.lse, want.lse)}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megapar.core.compiled import Compiled, run_functions
-from megapar.model.layers.attention import attend
 from megapar.model.layers.norm import rms_norm
+from megapar.model.layers.self_attention import attend
 from megapar.moe.experts import activate
 from megapar.moe.router import choose, score
 from megapar.moe.stats import router_sums

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.data.batches import collate_decoder, collate_ernie
 from megapar.data.own import ahead, own_positions
 from megapar.data.samples import NO_LOSS
 from megapar.model.decoder.mtp import following
 
-ZIGZAG = Layout(2, zigzag=True)
+ZIGZAG = SequenceLayout(2, zigzag=True)
 WHOLE = {"lm": 16, "mtp": 14, "sequences": 2}
 
 
@@ -45,7 +45,7 @@ def test_a_decoder_batch_in_zigzag() -> None:
 
 def test_masked_words_go_to_who_holds_them() -> None:
     samples = [ernie_sample(8, [1, 5]), ernie_sample(6, [0, 3])]
-    first, second = (own_positions(collate_ernie, Layout(2), rank)(samples) for rank in range(2))
+    first, second = (own_positions(collate_ernie, SequenceLayout(2), rank)(samples) for rank in range(2))
     assert first.tensors["masked_index"].tolist() == [1, 4, 7]
     assert first.tensors["masked_labels"].tolist() == [101, 100, 103]
     assert second.tensors["masked_index"].tolist() == [1]
@@ -57,7 +57,7 @@ def test_masked_words_go_to_who_holds_them() -> None:
 
 
 def test_one_rank_has_the_batch_as_it_is() -> None:
-    assert own_positions(collate_ernie, Layout(), 0) is collate_ernie
+    assert own_positions(collate_ernie, SequenceLayout(), 0) is collate_ernie
 
 
 def test_what_stands_ahead_is_what_the_model_takes_from_whole_sequences() -> None:

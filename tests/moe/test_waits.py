@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.share import Share
-from megapar.core.device.packed import Documents
+from megapar.core.device.packed import PackedDocuments
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
@@ -35,7 +35,7 @@ CASES = {
 def forward_and_backward(rank, world_size, sizes, shared, slicing):
     """(what the host would wait for, how often it waited for counts) in a second pass: the first one may prepare."""
     axis = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
-    layout = Layout(world_size, zigzag=True, slices=slicing.degree)
+    layout = SequenceLayout(world_size, zigzag=True, slices=slicing.degree)
     share = Share(cp=axis, layout=layout) if shared else None
     moe = MoeSizes(8, 16, 4, 2, min_capacity=1, capacity_factor=0.8, **sizes)
     layer = MoeLayer(moe, ep=axis, share=share, slicing=slicing, dtype=torch.float32)
@@ -93,6 +93,6 @@ def test_documents_are_copied_from_where_the_loader_put_them():
     """It puts them into memory that the device reads by itself; a tensor made from a list lies elsewhere."""
     ends = torch.tensor([3, 8])
     with HostTensors() as found:
-        documents = Documents.of(ends, torch.device("meta"))
+        documents = PackedDocuments.of(ends, torch.device("meta"))
     assert found.waits == {}
     assert (documents.ends, documents.starts.shape, documents.starts.dtype) == ((3, 8), (3,), torch.int32)

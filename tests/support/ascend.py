@@ -56,6 +56,7 @@ def npu_fusion_attention(
 ):  # fmt: skip
     assert not any(value is not None and value not in (0, 2147483647) for value in unused.values())
     assert keep_prob == 1.0
+    assert query.shape[-1] == key.shape[-1] >= value.shape[-1]
     if input_layout == "TND":
         assert all(x.is_contiguous() for x in (query, key, value))
         out, start, first = [], 0, 0
@@ -89,6 +90,7 @@ def npu_fusion_attention_grad(
     query, key, value, dy, head_num, input_layout, *, atten_mask=None, softmax_max=None, softmax_sum=None,
     attention_in=None, scale_value=1.0, keep_prob=1.0, sparse_mode=0, **unused,
 ):  # fmt: skip
+    assert query.shape[-1] == key.shape[-1] >= value.shape[-1] == dy.shape[-1] == attention_in.shape[-1]
     q, k, v, dy, out = (_head_first(x, input_layout) for x in (query, key, value, dy, attention_in))
     found = [[], [], []]
     for b in range(len(q)):

@@ -11,42 +11,45 @@ import torch
 from torch import Tensor
 
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.blockwise import Columns, Plan, See, SeeBack
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColumnsBackward, TilePlan
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, gathered_tiles, halves, own_tiles
 from megapar.core.exchange import AllGather, ReduceScatter
 from megapar.core.traffic import Traffic
 
 
-def gathered_plan(layout: Layout, rank: int, sight: Sight) -> Plan:
+def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
     """One arrival, of everything, in order of position."""
     own = own_tiles(layout, rank, sight)
     early, late = halves(own, len(layout.runs(sight.length, rank)[0]))
-    return Plan(tuple(own), tuple(early), tuple(late), (tuple(gathered_tiles(layout, rank, sight)),))
+    return TilePlan(tuple(own), tuple(early), tuple(late), (tuple(gathered_tiles(layout, rank, sight)),))
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All columns on every rank of cp, of more than one, for as long as a layer attends to them."""
+    """All columns on every rank of cp, for as long as a layer attends to them; at least two ranks.
+
+    axis: cp. layout: which rank holds which positions. traffic: takes part in what is launched.
+    """
 
     axis: Axis
-    layout: Layout
+    layout: SequenceLayout
     traffic: Traffic
 
-    def forward(self, own: Columns, plan: Plan, see: See) -> None:
+    def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
         """All-gather under the own tiles."""
         whole, mine = self._room(own)
         flight = self.traffic.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.own, mine)
-        see(plan.others[0], Columns(self._in_order(self.traffic.land(flight))))
+        see(plan.others[0], own.with_message(self._in_order(self.traffic.land(flight))))
 
-    def backward(self, own: Columns, plan: Plan, see: SeeBack) -> Columns:
+    def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
         """All-gather under the early tiles, reduce-scatter under the late ones."""
         whole, mine = self._room(own)
         gradients = own.zeros()
         flight = self.traffic.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.early, mine, gradients)
-        columns = Columns(self._in_order(self.traffic.land(flight)))
+        columns = own.with_message(self._in_order(self.traffic.land(flight)))
         theirs = columns.zeros()
         see(plan.others[0], columns, theirs)
         flight = self.traffic.launch(ReduceScatter(self.axis), self._by_rank(theirs.message))
@@ -55,22 +58,22 @@ class Gathered:
         return gradients
 
     def _room(self, own: Columns) -> tuple[Tensor, Columns]:
-        """(room for the columns of all ranks, this rank's rows of it, filled)."""
+        """Room for the columns of all ranks, and this rank's rows of it, filled."""
         length = own.message.shape[0]
         whole = own.message.new_empty((self.axis.size * length, *own.message.shape[1:]))
         mine = whole[self.axis.rank * length : (self.axis.rank + 1) * length]
         mine.copy_(own.message)
-        return whole, Columns(mine)
+        return whole, own.with_message(mine)
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """By rank to order of position: first runs rise with the rank, second ones fall."""
+        """From order of rank to order of position: first runs rise with the rank, second ones fall."""
         if not self.layout.zigzag:
             return x
         first, second = x.unflatten(0, (self.axis.size, 2, -1)).unbind(1)
         return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
     def _by_rank(self, x: Tensor) -> Tensor:
-        """``_in_order`` undone."""
+        """Undo ``_in_order``."""
         if not self.layout.zigzag:
             return x
         first, second = x.unflatten(0, (2, self.axis.size, -1)).unbind(0)

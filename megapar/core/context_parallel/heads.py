@@ -1,12 +1,12 @@
 """Every position of some heads in place of some positions of every head: one all-to-all in, one out.
 
-    q [B, S/cp, N, D], k and v [B, S/cp, G, D] -> all-to-all -> q [B, S, N/cp, D], k and v [B, S, G'/cp, D]
-    y [B, S, N/cp, D] -> all-to-all -> [B, S/cp, N, D]
+    q [B, S/cp, N, D], k [.., G, D], v [.., G, V] -> all-to-all -> q [B, S, N/cp, D], k [.., G'/cp, D], v [.., G'/cp, V]
+    y [B, S, N/cp, V] -> all-to-all -> [B, S/cp, N, V]
 
-Positions lie in order. Where cp does not divide the G key-value heads each is sent as often as its query heads are
+Positions are in order. Where cp does not divide the G key-value heads each is sent as often as its query heads are
 dealt to ranks (G' = G repeated), and its gradients are summed. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 
-Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size.
+Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from megapar.core.traffic import Traffic
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis, traffic: Traffic) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's positions of all heads to all positions of its heads."""
+    """Trade this rank's positions of all heads for all positions of its heads."""
     copies = cp.size // math.gcd(cp.size, k.shape[2])
     k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     dealt = [x.unflatten(2, (cp.size, -1)) for x in (q, k, v)]
-    message = torch.cat(dealt, dim=3).permute(2, 1, 0, 3, 4).flatten(0, 1)  # [cp * S/cp, B, heads, D]
+    # Heads of one size are joined head by head; else all features of a position are, which copies strided heads first.
+    equal = k.shape[-1] == v.shape[-1]
+    joined = torch.cat(dealt if equal else [x.flatten(3) for x in dealt], dim=3)
+    message = joined.transpose(0, 2).flatten(0, 1)  # [cp * S/cp, B, heads, D] or [.., features]
     received = wait(*start(AllToAll(cp), message, traffic)).transpose(0, 1)
-    q, k, v = received.split([x.shape[3] for x in dealt], dim=2)
+    parts = received.split([x.shape[3] if equal else x.shape[3:].numel() for x in dealt], dim=2)
+    q, k, v = parts if equal else (part.unflatten(2, x.shape[3:]) for part, x in zip(parts, dealt, strict=True))
     return q, k, v
 
 
 def to_positions(y: Tensor, cp: Axis, traffic: Traffic) -> Tensor:
-    """All positions of this rank's heads to its positions of all heads."""
-    # A copy in any case: what attention keeps for its backward does not travel.
+    """Trade all positions of this rank's heads for its positions of all heads."""
+    # Always a copy: the tensor that attention keeps for its backward does not travel.
     message = y.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     received = wait(*start(AllToAll(cp), message, traffic))
     mine: Tensor = received.unflatten(0, (cp.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)

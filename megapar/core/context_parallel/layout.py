@@ -1,8 +1,8 @@
-"""Which positions of a sequence each rank of cp holds. Standard library only.
+"""The positions of a sequence that each rank of cp holds. Standard library only.
 
 Every rank holds two runs of consecutive positions. In order, they are neighbours; in zig-zag the second one mirrors the
 first, so that under a causal mask every rank has the same number of keys to look at. Where the sequence is cut into
-slices that are worked on one after another (AMPipe), every rank holds a run of each slice, and in zig-zag every second
+slices that are computed one after another (AMPipe), every rank holds a run of each slice, and in zig-zag every second
 slice is mirrored: two slices in zig-zag are what zig-zag is anyway.
 
     cp 4                 position   0 ........................ S
@@ -25,11 +25,11 @@ RING, ULYSSES, GATHERED = "megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_a
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How ``size`` ranks share a sequence.
+class SequenceLayout:
+    """The order in which ``size`` ranks share a sequence.
 
-    slices: the sequence is cut into so many first, as ``cut_sequence`` does it, and every rank has a part of each.
-    balanced: as there. parts: ranks that share what one of these ranks holds.
+    slices: the sequence is cut into so many first, by ``cut_sequence``, and every rank has a part of each. balanced: as
+    ``cut_sequence`` takes it. parts: ranks that share what one of these ranks holds.
     """
 
     size: int = 1
@@ -65,14 +65,14 @@ class Layout:
         """All positions of a rank, in the order in which it holds them."""
         return [position for run in self.runs(length, rank) for position in run]
 
-    def places(self, length: int, parts: int = 1) -> tuple[Place, ...]:
-        """What every rank holds where each rank's positions are cut further into ``parts`` ranks, in order of position.
+    def places(self, length: int, parts: int = 1) -> tuple[HeldRun, ...]:
+        """The runs of all ranks in order of position, where each rank's positions are cut further into ``parts`` ranks.
 
-        Ranks are numbered rank * parts + part. Neighbouring runs of one rank are one place. Not for slices, whose ranks
-        cut each of them on its own.
+        Ranks are numbered rank * parts + part. Neighbouring runs of one rank are one run. Not for slices, whose ranks
+        cut each slice separately.
         """
         share = length // self.size
-        found: list[tuple[int, Place]] = []
+        found: list[tuple[int, HeldRun]] = []
         for rank in range(self.size):
             first, second = self.runs(length, rank)
             joined = [first, second] if first.stop != second.start else [range(first.start, second.stop)]
@@ -82,7 +82,7 @@ class Layout:
                 for run in joined:
                     start, stop = max(own.start, offset), min(own.stop, offset + len(run))
                     if start < stop:
-                        place = Place(rank * parts + part, start - own.start, stop - own.start)
+                        place = HeldRun(rank * parts + part, start - own.start, stop - own.start)
                         found.append((run.start + start - offset, place))
                     offset += len(run)
         return tuple(place for _, place in sorted(found))
@@ -93,8 +93,8 @@ class Layout:
         return range(place.start + number * share, place.start + (number + 1) * share)
 
 
-class Place(NamedTuple):
-    """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of what it holds."""
+class HeldRun(NamedTuple):
+    """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of those that it holds."""
 
     rank: int
     start: int
@@ -103,15 +103,15 @@ class Place(NamedTuple):
 
 def choose_layout(
     algorithm: str, size: int, *, causal: bool, length: int, slices: int = 1, balanced: bool = False, parts: int = 1
-) -> Layout:
+) -> SequenceLayout:
     """Zig-zag where it evens out the work: under a causal mask, unless heads are shared, which are alike.
 
     Gathered keys can do with any even cut, so a length that zig-zag does not divide stays in order. slices, balanced,
-    parts: as ``Layout`` has them; mirrored slices go with every length.
+    parts: as ``SequenceLayout`` has them; mirrored slices go with every length.
     """
     fits = algorithm == RING or slices > 1 or length % (2 * size) == 0
     zigzag = size > 1 and causal and algorithm != ULYSSES and fits
-    return Layout(size, zigzag, slices, balanced, parts) if size > 1 else Layout()
+    return SequenceLayout(size, zigzag, slices, balanced, parts) if size > 1 else SequenceLayout()
 
 
 def cut_sequence(length: int, parts: int, slices: int, *, balanced: bool) -> tuple[slice, ...]:
@@ -131,5 +131,5 @@ def cut_sequence(length: int, parts: int, slices: int, *, balanced: bool) -> tup
 
 
 def same(values: Sequence[object]) -> bool:
-    """Whether all are equal."""
+    """True where all are equal."""
     return all(value == values[0] for value in values)

@@ -1,4 +1,4 @@
-"""How the layers of a model attend across the ranks of cp."""
+"""The method by which the layers of a model attend across the ranks of cp: ring, heads or gathered keys."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.blockwise import Plan, Transport
+from megapar.core.context_parallel.blockwise import TilePlan, Transport
 from megapar.core.context_parallel.gathered import Gathered, gathered_plan
-from megapar.core.context_parallel.layout import RING, ULYSSES, Layout
+from megapar.core.context_parallel.layout import RING, ULYSSES, SequenceLayout
 from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
 from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
@@ -18,36 +18,37 @@ from megapar.core.traffic import Traffic
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """axis: the ranks that share a sequence. algorithm: ring, ulysses or gathered (``layout``); layout: who holds what.
+    """The ranks that share a sequence, and their algorithm.
 
-    traffic: takes part in what is launched.
+    axis: cp. algorithm: ring, ulysses or gathered (``layout``). layout: which rank holds which positions. traffic:
+    takes part in what is launched.
     """
 
     axis: Axis = field(default_factory=lambda: Axis.single("cp"))
     algorithm: str = RING
-    layout: Layout = field(default_factory=Layout)
+    layout: SequenceLayout = field(default_factory=SequenceLayout)
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def active(self) -> bool:
-        """Whether sequences are shared at all."""
+        """True where ranks share sequences."""
         return self.axis.size > 1
 
     @property
     def deals_heads(self) -> bool:
-        """Attention sees whole sequences, of some heads."""
+        """True where attention sees whole sequences, of some heads."""
         return self.active and self.algorithm == ULYSSES
 
     @property
     def transport(self) -> Transport:
-        """How keys and values come to the queries of other ranks."""
+        """The transport of keys and values to the queries of other ranks."""
         if self.algorithm == RING:
             return Ring(self.axis, self.traffic)
         return Gathered(self.axis, self.layout, self.traffic)
 
     @property
     def slice_transport(self) -> SliceTransport:
-        """The same where the sequence is attended to slice by slice."""
+        """The same where attention runs slice by slice."""
         return (RingSlices if self.algorithm == RING else GatheredSlices)(self.axis, self.traffic)
 
     def share(self, mp: Axis, *, sequence_parallel: bool) -> Share:
@@ -62,7 +63,7 @@ class ContextParallel:
         causal: bool,
         ends: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
-    ) -> Plan | None:
+    ) -> TilePlan | None:
         """The tiles of a micro-batch; None where attention sees whole sequences.
 
         own_length: positions of this rank. ends, lengths: documents or padding of the whole, see ``Sight``.

@@ -1,4 +1,4 @@
-"""Keys and values round a ring: each rank passes on what it has just received, while it computes with it.
+"""Keys and values round a ring: each rank passes on the block that has just arrived, while it computes with it.
 
     cp 4, rank 0        own      block of 3      block of 2      block of 1
     kv in flight       3 -> 0      2 -> 0          1 -> 0
@@ -6,7 +6,7 @@
     dkv in flight                              3's to rank 1    2's to rank 1    1's to rank 1, own from rank 3
 
 The gradients of a block follow it round the ring and come home while their owner computes its last own tiles.
-Source: ring attention, arXiv 2310.01889; the order of the backward, which leaves no message uncovered, is ours.
+Source: ring attention, arXiv 2310.01889; the order of the backward, which hides every message, is new here.
 """
 
 from __future__ import annotations
@@ -14,46 +14,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.blockwise import Columns, Plan, See, SeeBack
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColumnsBackward, TilePlan
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
 from megapar.core.exchange import SendReceive
 from megapar.core.traffic import InFlight, Traffic
 
 
-def ring_plan(layout: Layout, rank: int, sight: Sight) -> Plan:
+def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
     """Blocks arrive from the ranks before this one, the nearest first."""
     own = own_tiles(layout, rank, sight)
     sources = [(rank - step) % layout.size for step in range(1, layout.size)]
     others = (tuple(tiles_between(layout, rank, source, sight)) for source in sources)
     early, late = halves(own, len(layout.runs(sight.length, rank)[0]))
-    return Plan(tuple(own), tuple(early), tuple(late), tuple(others))
+    return TilePlan(tuple(own), tuple(early), tuple(late), tuple(others))
 
 
 @dataclass(frozen=True)
 class Ring:
-    """cp ranks in a ring; of more than one."""
+    """The ranks of cp as a ring; at least two.
+
+    axis: cp. traffic: takes part in what is launched.
+    """
 
     axis: Axis
     traffic: Traffic
 
-    def forward(self, own: Columns, plan: Plan, see: See) -> None:
+    def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
         """One block per step, the next one on its way."""
         flight = self._pass_on(own)
         see(plan.own, own)
         for step, tiles in enumerate(plan.others, start=1):
-            columns = Columns(self.traffic.land(flight))
+            columns = own.with_message(self.traffic.land(flight))
             if step < len(plan.others):
                 flight = self._pass_on(columns)
             see(tiles, columns)
 
-    def backward(self, own: Columns, plan: Plan, see: SeeBack) -> Columns:
-        """The same round; each block's gradients one step behind it."""
+    def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
+        """The same round; the gradients of each block follow it one step later."""
         flight, gradients = self._pass_on(own), own.zeros()
         going: InFlight | None = None
         see(plan.early, own, gradients)
         for step, tiles in enumerate(plan.others, start=1):
-            columns = Columns(self.traffic.land(flight))
+            columns = own.with_message(self.traffic.land(flight))
             if step < len(plan.others):
                 flight = self._pass_on(columns)
             theirs = columns.zeros()

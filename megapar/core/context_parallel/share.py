@@ -11,13 +11,15 @@ from torch import Tensor
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import gather
-from megapar.core.context_parallel.layout import Layout, Place
+from megapar.core.context_parallel.layout import HeldRun, SequenceLayout
 from megapar.core.index import Indices
 
 
 class Runs(NamedTuple):
-    """own: (number, positions) of this rank's runs. most: how many a rank has at most. order: where each run stands in
-    a list by rank in which every rank has ``most`` entries.
+    """The runs of consecutive positions that ranks hold, numbered in order of position.
+
+    own: (number, positions) of this rank's runs. most: how many a rank has at most. order: the place of each run in a
+    list by rank in which every rank has ``most`` entries.
     """
 
     own: tuple[tuple[int, int], ...]
@@ -34,11 +36,11 @@ class Share:
 
     cp: Axis = field(default_factory=lambda: Axis.single("cp"))
     mp: Axis = field(default_factory=lambda: Axis.single("mp"))
-    layout: Layout = field(default_factory=Layout)
+    layout: SequenceLayout = field(default_factory=SequenceLayout)
     _indices: Indices = field(default_factory=Indices, compare=False, repr=False)
 
     @classmethod
-    def of(cls, cp: Axis, layout: Layout, mp: Axis, *, sequence_parallel: bool) -> Share:
+    def of(cls, cp: Axis, layout: SequenceLayout, mp: Axis, *, sequence_parallel: bool) -> Share:
         """sequence_parallel: positions are cut over mp, too."""
         return cls(cp, mp if sequence_parallel else Axis.single("mp"), layout)
 
@@ -49,24 +51,24 @@ class Share:
 
     @property
     def rank(self) -> int:
-        """This one's number among them."""
+        """The number of this rank among them."""
         return self.cp.rank * self.mp.size + self.mp.rank
 
     def gather(self, x: Tensor) -> Tensor:
-        """[n, ..] to [size * n, ..], by rank; what follows must be the same on every rank."""
+        """[n, ..] to [size * n, ..], by rank; what is computed from it must be the same on every rank."""
         return gather(gather(x, self.mp, 0), self.cp, 0)
 
     def slice_order(self, number: int) -> list[int]:
         """The ranks in order of their positions in slice ``number`` of the sequence, of which each has one run."""
         return [rank * self.mp.size + part for rank in self.layout.order(number) for part in range(self.mp.size)]
 
-    def places(self, own_length: int, number: int | None = None) -> tuple[Place, ...]:
-        """Who holds what in order of position, where each rank holds ``own_length`` positions.
+    def places(self, own_length: int, number: int | None = None) -> tuple[HeldRun, ...]:
+        """The runs of all ranks in order of position, where each rank holds ``own_length`` positions.
 
         number: of the slice of the sequence that these are; without one they are all of them.
         """
         if number is not None:
-            return tuple(Place(rank, 0, own_length) for rank in self.slice_order(number))
+            return tuple(HeldRun(rank, 0, own_length) for rank in self.slice_order(number))
         return self.layout.places(own_length * self.size, self.mp.size)
 
     def runs(self, own_length: int) -> Runs:
@@ -98,7 +100,10 @@ class Share:
         return torch.cat([x[own] for own in rows]) if len(rows) > 1 else x
 
     def own(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
-        """[size * own_length * n, ..] in order of position to this rank's [own_length * n, ..]: ``in_order`` undone."""
+        """[size * own_length * n, ..] in order of position to this rank's [own_length * n, ..].
+
+        The inverse of ``in_order``.
+        """
         per_position = x.shape[0] // (self.size * own_length)
         mine, offset = [], 0
         for place in self.places(own_length, number):

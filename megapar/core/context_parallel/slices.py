@@ -8,7 +8,8 @@ by block, or all at once, and stay until the backward of the layer: later slices
 summed over the slices that saw it, in max(fp32, dtype), and goes home when its own slice's queries, the last in the
 backward, have added theirs.
 
-Shape letters: B batch, N query heads, G key-value heads, S sequence, s positions of this rank in a slice, D head size.
+Shape letters: B batch, N query heads, G key-value heads, S sequence, s positions of this rank in a slice, D head size
+of queries and keys, V of values and outputs.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.blocks import RowGradients, Rows
+from megapar.core.context_parallel.blocks import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.blockwise import Columns
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
-from megapar.core.device.block import Block
+from megapar.core.device.block import AttentionBlock
 from megapar.core.exchange import AllGather, ReduceScatter, SendReceive
 from megapar.core.traffic import InFlight, Traffic
 
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """What this rank computes of one slice. Columns of tiles are positions of the whole sequence.
+    """The tiles of one slice that this rank computes. Columns of tiles are positions of the whole sequence.
 
     runs: the positions that each rank has. near: tiles of earlier slices' and of own keys; others: of the keys of other
     ranks, one list for each arrival.
@@ -45,8 +46,8 @@ class SlicePlan:
     others: tuple[tuple[Tile, ...], ...]
 
 
-def slice_plans(layout: Layout, rank: int, sight: Sight, *, ring: bool) -> tuple[SlicePlan, ...]:
-    """Of every slice of ``layout``. ring: others' keys arrive from the ranks before this one, the nearest first."""
+def slice_plans(layout: SequenceLayout, rank: int, sight: Sight, *, ring: bool) -> tuple[SlicePlan, ...]:
+    """Plan every slice of ``layout``. ring: keys arrive from the ranks before this one, the nearest first."""
     plans, start = [], 0
     for runs in zip(*(layout.runs(sight.length, other) for other in range(layout.size)), strict=True):
         own = runs[rank]
@@ -61,19 +62,19 @@ def slice_plans(layout: Layout, rank: int, sight: Sight, *, ring: bool) -> tuple
     return tuple(plans)
 
 
-# What attends to tiles, and for a backward adds to the gradients of their columns.
-See = Callable[[Iterable[Tile]], None]
+# Attends to tiles; in a backward it also adds to the gradients of their columns.
+SeeTiles = Callable[[Iterable[Tile]], None]
 
 
 class SliceTransport(Protocol):
-    """How the keys and values of a slice come to the other ranks, and their gradients home."""
+    """Brings the keys and values of a slice to the other ranks, and their gradients home."""
 
-    def fetch(self, columns: Tensor, plan: SlicePlan, see: See) -> None:
+    def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
         """See all tiles; the slice's columns [S, ..] of other ranks are filled in."""
         ...
 
-    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
-        """See all tiles; what the other ranks add to gradients [S, ..] of this rank's columns [s, ..]."""
+    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
+        """See all tiles; return what other ranks add to the gradients [S, ..] of this rank's columns, [s, ..]."""
         ...
 
 
@@ -84,7 +85,7 @@ class GatheredSlices:
     axis: Axis
     traffic: Traffic
 
-    def fetch(self, columns: Tensor, plan: SlicePlan, see: See) -> None:
+    def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
         """All-gather under what is near."""
         flight = self.traffic.launch(AllGather(self.axis), _rows(columns, plan.runs[self.axis.rank]).clone())
         see(plan.near)
@@ -94,7 +95,7 @@ class GatheredSlices:
                 _rows(columns, run).copy_(pieces[rank])
         see(plan.others[0])
 
-    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
+    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
         """Reduce-scatter under what is near."""
         see(plan.others[0])
         message = torch.cat([_rows(gradients, run) for run in plan.runs])
@@ -111,7 +112,7 @@ class RingSlices:
     axis: Axis
     traffic: Traffic
 
-    def fetch(self, columns: Tensor, plan: SlicePlan, see: See) -> None:
+    def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
         """The first block arrives under what is near."""
         flight = self._pass_on(_rows(columns, plan.runs[self.axis.rank]).clone())
         see(plan.near)
@@ -122,7 +123,7 @@ class RingSlices:
             _rows(columns, self._source(plan, step)).copy_(block)
             see(tiles)
 
-    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: See) -> Tensor:
+    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
         """The own block's gradients come home under what is near."""
         going: InFlight | None = None
         for step, tiles in enumerate(plan.others, start=1):
@@ -144,9 +145,10 @@ class RingSlices:
 
 
 class SharedSlices:
-    """Attention of one layer over one micro-batch whose slices ranks share; ``attend`` for every slice in order.
+    """Attention of one layer over one micro-batch whose slices ranks share; ``attend`` is called slice after slice.
 
-    flash: fused kernels where the device has them.
+    flash: fused kernels where the device has them. columns: those of all slices so far, and gradients: theirs, while
+    the backward runs.
     """
 
     def __init__(self, axis: Axis, transport: SliceTransport, plans: Sequence[SlicePlan], *, flash: bool) -> None:
@@ -156,7 +158,7 @@ class SharedSlices:
         self._token: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float) -> Tensor:
-        """q [B, N, s, D], k and v [B, G, s, D] of slice ``number`` on this rank to [B, N, s, D]."""
+        """q [B, N, s, D], k [B, G, s, D], v [B, G, s, V] of slice ``number`` on this rank to [B, N, s, V]."""
         out: Tensor
         out, self._token = _Attend.apply(q, k, v, self._token, _Call(self, number, dropout))
         return out
@@ -166,14 +168,14 @@ class SharedSlices:
         own = Columns.of(k, v)
         if self.columns is None:
             length = sum(len(part) for plan in self.plans for part in plan.runs)
-            self.columns = Columns(own.message.new_empty((length, *own.message.shape[1:])))
+            self.columns = own.with_message(own.message.new_empty((length, *own.message.shape[1:])))
         _rows(self.columns.message, run).copy_(own.message)
         return self.columns
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One slice's part. No pytree."""
+    """The arguments of one slice that are not tensors."""
 
     shared: SharedSlices
     number: int
@@ -195,7 +197,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
         shared = call.shared
         columns = shared.put(k, v, call.own)
-        rows = Rows(q, flash=shared.flash, dropout=call.dropout)
+        rows = OnlineSoftmax(q, v.shape[-1], flash=shared.flash, dropout=call.dropout)
         shared.transport.fetch(columns.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v))
         result = rows.result()
         ctx.call, ctx.drawn, ctx.first = call, rows.drawn, token is None
@@ -214,11 +216,13 @@ class _Attend(torch.autograd.Function):
         sums, near = shared.gradients, len(call.plan.near)
         # The forward saw what is near first.
         drawn = itertools.chain(ctx.drawn[near:], ctx.drawn[:near])
-        rows = RowGradients(grads[0], q, Block(out, lse), drawn, flash=shared.flash, dropout=call.dropout)
+        rows = OnlineSoftmaxBackward(
+            grads[0], q, AttentionBlock(out, lse), drawn, flash=shared.flash, dropout=call.dropout
+        )
         landed = shared.transport.bring_home(
             sums.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v, sums.k, sums.v)
         )
-        own = Columns(_rows(sums.message, call.own) + landed)
+        own = columns.with_message(_rows(sums.message, call.own) + landed)
         if ctx.first:
             shared.gradients = None
         token = None if ctx.first else grads[1]

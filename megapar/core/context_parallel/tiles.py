@@ -1,4 +1,4 @@
-"""What of the attention matrix a rank computes, as rectangles: tiles. Standard library only.
+"""Tiles: the rectangles of the attention matrix that a rank computes. Standard library only.
 
 A tile is wholly seen, or causal (square, on the diagonal), so that kernels need no mask. Zig-zag, cp 2, rank 0's rows
 and columns in the order in which the ranks hold them (runs 0, 3 | 1, 2; # seen):
@@ -17,11 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megapar.core.context_parallel.layout import Layout, same
+from megapar.core.context_parallel.layout import SequenceLayout, same
 
 
 class Tile(NamedTuple):
-    """Rows that see columns, in places of what ranks hold. samples: None is all of the micro-batch."""
+    """Rows that see columns, both as places among those that ranks hold.
+
+    sample: of the micro-batch; None: all of them. causal: square and on the diagonal; else all pairs are seen.
+    """
 
     sample: int | None
     queries: range
@@ -37,10 +40,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """What attention may connect in a micro-batch of ``samples`` sequences of ``length`` positions.
+    """The pairs that attention may connect in a micro-batch of ``samples`` sequences of ``length`` positions.
 
-    causal: a position sees itself and what stands before it, in its document where ``ends`` are given: per sample, the
-    place behind each document, the last one ``length``. Otherwise every position sees the first ``lengths`` of its
+    causal: a position sees itself and what comes before it, in its document where ``ends`` are given: per sample, the
+    place after each document, the last one ``length``. Otherwise every position sees the first ``lengths`` of its
     sample (what follows is padding), by default all.
     """
 
@@ -78,7 +81,7 @@ class Sight:
         return [(sample, *both) for sample, both in enumerate(zip(ends, lengths, strict=True))]
 
 
-def own_tiles(layout: Layout, rank: int, sight: Sight) -> list[Tile]:
+def own_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
     """A rank's rows against its own columns."""
     first, second = layout.runs(sight.length, rank)
     held = len(first) + len(second)
@@ -89,26 +92,26 @@ def own_tiles(layout: Layout, rank: int, sight: Sight) -> list[Tile]:
             tiles += [Tile(sample, range(held), keys)] if keys else []
             continue
         start = 0
-        for end in ends:  # a document lies in one piece here: the end of one run and the head of the next
+        for end in ends:  # a document is contiguous here: the end of one run and the head of the next
             own = range(_held(first, second, start), _held(first, second, end))
             tiles += [Tile(sample, own, own, causal=True)] if own else []
             start = end
     return tiles
 
 
-def tiles_between(layout: Layout, rank: int, source: int, sight: Sight) -> list[Tile]:
+def tiles_between(layout: SequenceLayout, rank: int, source: int, sight: Sight) -> list[Tile]:
     """A rank's rows against the columns of another one."""
     return _tiles(layout.runs(sight.length, rank), layout.runs(sight.length, source), sight)
 
 
-def gathered_tiles(layout: Layout, rank: int, sight: Sight) -> list[Tile]:
-    """A rank's rows against the columns of all others, which stand in order of position."""
+def gathered_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
+    """A rank's rows against the columns of all others, which are in order of position."""
     own = layout.runs(sight.length, rank)
     return _tiles(own, _gaps(own, sight.length), sight, in_order=True)
 
 
 def tiles_before(own: range, keys: range, sight: Sight) -> list[Tile]:
-    """Rows of consecutive positions against columns that stand before them, both named by position in the columns."""
+    """Rows of consecutive positions against columns before them, both named by position in the columns."""
     return _tiles([own], [keys], sight, in_order=True)
 
 
@@ -127,8 +130,8 @@ def diagonal_tiles(own: range, sight: Sight) -> list[Tile]:
 def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
     """A rank's own tiles as two parts of about the same work. middle: rows of its first run.
 
-    What one part computes covers the arrival of other ranks' columns, and the other the way home of what was computed
-    from the rank's own columns elsewhere.
+    One part hides the arrival of other ranks' columns, the other the return of gradients that other ranks computed for
+    this rank's columns.
     """
     early: list[Tile] = []
     late: list[Tile] = []
@@ -148,7 +151,7 @@ def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
 
 
 def _tiles(rows: Sequence[range], columns: Sequence[range], sight: Sight, *, in_order: bool = False) -> list[Tile]:
-    """Rows against columns of other ranks: each run of columns stands wholly before or behind each run of rows."""
+    """Rows against columns of other ranks: each run of columns is wholly before or after each run of rows."""
     found = []
     row_offsets, column_offsets = _offsets(rows), [run.start for run in columns] if in_order else _offsets(columns)
     for sample, ends, seen in sight.groups():
@@ -172,7 +175,7 @@ def _tiles(rows: Sequence[range], columns: Sequence[range], sight: Sight, *, in_
 
 
 def _joined(tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles that make one larger rectangle together are one."""
+    """Join tiles that make one larger rectangle."""
     by_keys: list[Tile] = []
     for tile in tiles:
         if by_keys and by_keys[-1].queries == tile.queries and by_keys[-1].keys.stop == tile.keys.start:
@@ -189,19 +192,19 @@ def _joined(tiles: Sequence[Tile]) -> list[Tile]:
 
 
 def _gaps(own: Sequence[range], length: int) -> list[range]:
-    """What is not in two runs of a sequence."""
+    """The positions of a sequence outside two runs."""
     first, second = own
     gaps = (range(first.start), range(first.stop, second.start), range(second.stop, length))
     return [gap for gap in gaps if gap]
 
 
 def _visible(runs: Sequence[range], seen: int) -> range:
-    """Places of a rank's columns that are not padding, which stands behind the rest."""
+    """Places of a rank's columns that are not padding, which comes after the rest."""
     return range(sum(len(range(run.start, min(run.stop, seen))) for run in runs))
 
 
 def _held(first: range, second: range, position: int) -> int:
-    """How many of a rank's rows stand before a position."""
+    """Count the rows of a rank that are before a position."""
     return sum(min(max(position - run.start, 0), len(run)) for run in (first, second))
 
 

@@ -2,8 +2,11 @@
 
 Tensors outside are [B, N, S, D] as everywhere; they come as views of [B, S, N, D], which is what the kernels are given.
 
-Shape letters: B batch, S positions of q, L of k and v, N query heads, G key-value heads, D head size, T = B S, R rows,
-I and O features in and out, E experts, k choices.
+The attention kernel takes values of another head size than keys, as long as it is not larger (torch_npu's page of
+npu_fusion_attention: Dq = Dk and Dk >= Dv); queries and keys are padded with zeros where it is.
+
+Shape letters: B batch, S positions of q, L of k and v, N query heads, G key-value heads, D head size of q and k, V of v
+and the output, T = B S, R rows, I and O features in and out, E experts, k choices.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.device.block import Block, BlockGradients
-from megapar.core.device.packed import Documents, Piece
+from megapar.core.device.block import AttentionBlock, BlockGradients
+from megapar.core.device.head_dims import cut_features, pad_features
+from megapar.core.device.packed import DocumentPiece, PackedDocuments
 
 # npu_fusion_attention's names for what a mask means; all but the first want the compressed causal mask.
 WHOLE_MASK, LOWER_RIGHT = 0, 3
@@ -27,7 +31,7 @@ LANES = 8  # the kernel keeps its two statistics of a row eight times
 
 @lru_cache(maxsize=8)
 def causal_mask(device: torch.device) -> Tensor:
-    """The mask of 2048 x 2048 that stands for a causal one of any size; True is not seen."""
+    """The mask of 2048 x 2048 that represents a causal one of any size; True is not seen."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
 
 
@@ -46,7 +50,9 @@ def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0
     return _attend(q, k, v, True, dropout).out
 
 
-def packed_attention_npu(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0) -> Tensor:
+def packed_attention_npu(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
+) -> Tensor:
     """``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout)
@@ -54,9 +60,9 @@ def packed_attention_npu(q: Tensor, k: Tensor, v: Tensor, *, documents: Document
 
 
 def packed_attention_slice_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[Piece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_slice_reference`` in one call: queries as they lie, with the keys of each one's document."""
+    """``packed_attention_slice_reference`` in one call: all queries in order, with the keys of each one's document."""
     before, keys, ends_q, ends_k = k.shape[2] - q.shape[2], [], [0], [0]
     for sample, queries, first in pieces:
         keys.append((sample, slice(first, before + queries.stop)))
@@ -67,20 +73,20 @@ def packed_attention_slice_npu(
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 
-def block_npu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
+def block_npu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
     """``block_reference``; ``drawn`` is the kernel's random state, three numbers."""
     found = _attend(q, k, v, causal, dropout)
-    return Block(found.out, found.peak[..., 0] + found.total[..., 0].log(), found.drawn)
+    return AttentionBlock(found.out, found.peak[..., 0] + found.total[..., 0].log(), found.drawn)
 
 
 def block_backward_npu(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
     """``block_backward_reference``: rows whose largest score is called their log-sum-exp have a sum of one."""
     peak = block.lse.unsqueeze(-1).expand(*block.lse.shape, LANES).contiguous()
     seed, offset, numels = block.drawn
     dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
-        *(x.transpose(1, 2) for x in (q, k, v, grad)),
+        *(x.transpose(1, 2) for x in (*_at_least(v, q, k), v, grad)),
         q.shape[1],
         "BSND",
         softmax_max=peak,
@@ -93,6 +99,7 @@ def block_backward_npu(
         numels=numels,
         **(_causal(q) if causal else {}),
     )
+    dq, dk = (cut_features(x, q.shape[-1]) for x in (dq, dk))
     return BlockGradients(*(x.transpose(1, 2) for x in (dq, dk, dv)))
 
 
@@ -103,7 +110,7 @@ def rms_norm_npu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def swiglu_npu(gate_up: Tensor) -> Tensor:
-    """``swiglu_reference`` by npu_swiglu, which takes gate and up one behind the other."""
+    """``swiglu_reference`` by npu_swiglu, which takes gate followed by up."""
     y: Tensor = torch.ops.npu.npu_swiglu(gate_up.flatten(-2), -1)
     return y
 
@@ -127,7 +134,7 @@ def grouped_input_gradient_npu(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tens
 
 
 def grouped_weight_gradient_npu(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_weight_gradient_reference``: the groups lie along the summed dim."""
+    """``grouped_weight_gradient_reference``: the groups are along the summed dim."""
     return _grouped(dy_RO.t(), rows_RI, counts_E, along=2)
 
 
@@ -150,8 +157,17 @@ def _causal(q: Tensor) -> dict[str, Any]:
     return {"atten_mask": causal_mask(q.device), "sparse_mode": LOWER_RIGHT}
 
 
+def _at_least(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries or keys [.., D], padded with zeros to the head size of v where that is larger."""
+    return tuple(pad_features(x, max(x.shape[-1], v.shape[-1])) for x in tensors)
+
+
 class _Attended(NamedTuple):
-    """out [B, N, S, D]; peak, total: the largest score of each row and the sum of exponents above it, [B, N, S, 8]."""
+    """Outputs of one call of the kernel.
+
+    out: [B, N, S, V]. peak, total: the largest score of each row and the sum of exponents above it, [B, N, S, 8].
+    drawn: the kernel's random state.
+    """
 
     out: Tensor
     peak: Tensor
@@ -160,9 +176,9 @@ class _Attended(NamedTuple):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mask: Any) -> _Attended:
-    """One call of the kernel."""
+    """Call the kernel once."""
     out, peak, total, _, *drawn = torch.ops.npu.npu_fusion_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(x.transpose(1, 2) for x in (*_at_least(v, q, k), v)),
         q.shape[1],
         "BSND",
         scale=q.shape[-1] ** -0.5,
@@ -175,9 +191,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mas
 def _attend_unequal(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Sequence[int], ends_k: Sequence[int], dropout: float
 ) -> Tensor:
-    """Causal attention of sequences one behind the other: q [T, N, D], k and v [R, G, D] to [T, N, D]."""
+    """Causal attention of sequences one after the other: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
     y: Tensor = torch.ops.npu.npu_fusion_attention(
-        *(x.contiguous() for x in (q, k, v)),
+        *(x.contiguous() for x in (*_at_least(v, q, k), v)),
         q.shape[1],
         "TND",
         scale=q.shape[-1] ** -0.5,
@@ -190,7 +206,7 @@ def _attend_unequal(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    # The kernel has no backward of its own.
+    # The kernel has no backward.
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)

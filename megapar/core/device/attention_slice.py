@@ -1,10 +1,11 @@
 """Causal attention of one slice of the sequence: its positions see all keys up to their own (lower-right alignment).
 
-    k, v   | keys of earlier slices: all are seen | own keys: causal |     q stands above the last block
+    k, v   | keys of earlier slices: all are seen | own keys: causal |     q is above the last block
 
 The packed forms stay inside documents; a slice has the ends of some, the middle of others.
 
-Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, D head size.
+Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, D head size of q and k, V of v
+and the output.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megapar.core.device.dtypes import wide
+from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.merged import MergedAttention
-from megapar.core.device.packed import Piece
+from megapar.core.device.packed import DocumentPiece
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """Causal attention of the last S of L positions: position i sees 0..L - S + i (lower-right alignment).
 
-    q: [B, N, S, D]. k, v: [B, G, L, D]. dropout: probability, on the weights. Returns [B, N, S, D].
+    q: [B, N, S, D]. k: [B, G, L, D]. v: [B, G, L, V]. dropout: probability, on the weights. Returns [B, N, S, V].
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
@@ -34,7 +36,7 @@ def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float
 
 
 def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """``attention_slice_reference`` by the CPU's fused kernel, which knows no dropout."""
+    """``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout > 0.0:
         return attention_slice_reference(q, k, v, dropout=dropout)
     return MergedAttention.apply(q, k, v)  # type: ignore[no-any-return]
@@ -43,15 +45,16 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """``attention_slice_reference`` by torch's fused kernels, whose mask is an alignment and never held."""
     bias = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
+    q, k, v, scale = equal_head_dims(q, k, v)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    return cut_features(y, size)
 
 
 def packed_attention_slice_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[Piece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
-    """``attention_slice_reference`` inside documents. pieces: what they have of the slice (``Documents.cut``)."""
+    """``attention_slice_reference`` inside documents. pieces: their parts of the slice (``PackedDocuments.cut``)."""
     before = k.shape[2] - q.shape[2]
     seen = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
     for sample, queries, first in pieces:
@@ -64,23 +67,23 @@ def packed_attention_slice_reference(
 
 
 def packed_attention_slice_merged(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[Piece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
     """``packed_attention_slice_reference`` by ``attention_slice_merged``, document by document."""
     return _by_document(attention_slice_merged, q, k, v, pieces, dropout)
 
 
 def packed_attention_slice_fused(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[Piece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
     """``packed_attention_slice_reference`` by ``attention_slice_fused``, document by document."""
     return _by_document(attention_slice_fused, q, k, v, pieces, dropout)
 
 
 def _by_document(
-    form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], dropout: float
+    form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[DocumentPiece], dropout: float
 ) -> Tensor:
-    """A call for the part that each document has of the slice, with all keys of the document so far."""
+    """Call ``form`` for the part that each document has of the slice, with all keys of the document so far."""
     before, samples = k.shape[2] - q.shape[2], list(zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True))
     done: list[list[Tensor]] = [[] for _ in samples]
     for sample, queries, first in pieces:

@@ -3,16 +3,20 @@
 Blocks of one row of the attention matrix are merged by their log-sum-exps, and so are their gradients: a block's
 backward with the merged output and log-sum-exp gives exactly that block's share (ring attention, arXiv 2310.01889).
 
-Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D head size. A causal block is square.
+Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D head size of queries and keys, V of
+values and outputs. A causal block is square.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megapar.core.device.head_dims import EqualHeads, cut_features, equal_head_dims, pad_features
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -20,9 +24,12 @@ _cuda_forward = torch.ops.aten._scaled_dot_product_flash_attention
 _cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
-class Block(NamedTuple):
-    """out [B, N, S, D] in q's dtype; lse [B, N, S] in max(fp32, dtype); drawn: what repeats the dropout, tensors
-    or the numbers of a kernel's random state."""
+class AttentionBlock(NamedTuple):
+    """Attention of some queries to some keys: what merges it with other keys, and what its backward needs.
+
+    out: [B, N, S, V] in q's dtype. lse: [B, N, S], the log-sum-exp of each row's scores, in max(fp32, dtype).
+    drawn: what repeats the dropout, tensors or the numbers of a kernel's random state.
+    """
 
     out: Tensor
     lse: Tensor
@@ -30,32 +37,32 @@ class Block(NamedTuple):
 
 
 class BlockGradients(NamedTuple):
-    """Of q [B, N, S, D], of k and v [B, G, L, D]."""
+    """Gradients of q [B, N, S, D], of k [B, G, L, D] and of v [B, G, L, V]."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
 
 
-def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
-    """softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k and v [B, G, L, D]; the scores are held whole.
+def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
+    """softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k [B, G, L, D], v [B, G, L, V].
 
-    dropout: probability, on the weights; the log-sum-exp does not know of it.
+    The scores are held whole. dropout: probability, on the weights; the log-sum-exp is that of all weights.
     """
     k, v = (_repeated(x, q) for x in (k, v))
     scores = _scores(q, k, causal=causal)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().to(q.dtype)
     if not dropout:
-        return Block(weights @ v, lse)
+        return AttentionBlock(weights @ v, lse)
     kept = F.dropout(torch.ones_like(weights), dropout)
-    return Block((weights * kept) @ v, lse, (kept,))
+    return AttentionBlock((weights * kept) @ v, lse, (kept,))
 
 
 def block_backward_reference(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
-    """The block's share of the gradients. block: merged over the whole row, ``drawn`` as the forward gave it."""
+    """Return the block's share of the gradients. block: merged over the whole row, ``drawn`` that of the forward."""
     k_N, v_N = (_repeated(x, q) for x in (k, v))
     exact = block.lse.dtype
     weights = (_scores(q, k_N, causal=causal) - block.lse.unsqueeze(-1)).exp()
@@ -69,44 +76,64 @@ def block_backward_reference(
     return BlockGradients(grad_scores @ k_N, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-def block_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
-    """``block_reference`` by the CPU's fused kernel, which knows no dropout."""
+def block_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
+    """``block_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout:
         return block_reference(q, k, v, causal=causal, dropout=dropout)
-    return Block(*_cpu_forward(q, k, v, 0.0, causal))
+    heads = equal_head_dims(q, k, v)
+    out, lse = _cpu_forward(*heads[:3], 0.0, causal, scale=heads.scale)
+    return AttentionBlock(cut_features(out, v.shape[-1]), lse)
 
 
 def block_backward_cpu(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
     """``block_backward_reference`` by the same kernel's backward."""
     if dropout:
         return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
-    return BlockGradients(*_cpu_backward(grad, q, k, v, block.out, block.lse, 0.0, causal))
+    heads = equal_head_dims(q, k, v)
+    grad, out = _padded_outputs(heads, grad, block.out)
+    return _cut_gradients(_cpu_backward(grad, *heads[:3], out, block.lse, 0.0, causal, scale=heads.scale), q, v)
 
 
-def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> Block:
-    """``block_reference`` by FlashAttention, which knows bf16, fp16 and head sizes that 8 divides."""
-    if not _flash_takes(q):
+def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
+    """``block_reference`` by FlashAttention, which takes bf16, fp16 and head sizes that 8 divides."""
+    heads = equal_head_dims(q, k, v)
+    if not _flash_takes(heads.q):
         return block_reference(q, k, v, causal=causal, dropout=dropout)
-    out, lse, *_, seed, offset, _ = _cuda_forward(q, k, v, dropout, causal)
-    return Block(out, lse, (seed, offset))
+    out, lse, *_, seed, offset, _ = _cuda_forward(*heads[:3], dropout, causal, scale=heads.scale)
+    return AttentionBlock(cut_features(out, v.shape[-1]), lse, (seed, offset))
 
 
 def block_backward_cuda(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, *, causal: bool, dropout: float = 0.0
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
     """``block_backward_reference`` by FlashAttention's backward; ``drawn`` is its random state."""
-    if not _flash_takes(q):
+    heads = equal_head_dims(q, k, v)
+    if not _flash_takes(heads.q):
         return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
+    grad, out = _padded_outputs(heads, grad, block.out)
     # Without starts of sequences (they are for uneven lengths) the kernel reads the lengths from the shapes.
     lengths = (None, None, q.shape[2], k.shape[2])
-    merged = (block.out, block.lse, *lengths, dropout, causal, *block.drawn)
-    return BlockGradients(*_cuda_backward(grad, q, k, v, *merged))
+    merged = (out, block.lse, *lengths, dropout, causal, *block.drawn)
+    return _cut_gradients(_cuda_backward(grad, *heads[:3], *merged, scale=heads.scale), q, v)
 
 
 def _flash_takes(q: Tensor) -> bool:
     return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _padded_outputs(heads: EqualHeads, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and its gradient [B, N, S, V] as a kernel of one head size has them."""
+    size = heads.v.shape[-1]
+    return pad_features(grad, size), pad_features(out, size)
+
+
+def _cut_gradients(padded: Sequence[Tensor], q: Tensor, v: Tensor) -> BlockGradients:
+    """The gradients of q, k and v without the features that a kernel of one head size needed."""
+    dq, dk, dv = padded
+    size = q.shape[-1]
+    return BlockGradients(cut_features(dq, size), cut_features(dk, size), cut_features(dv, v.shape[-1]))
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 ``op`` picks by the device and dtype of a tensor; what the table does not know, and every fp64 tensor, takes the
 reference. One test per entry compares it with its reference.
 
-Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size, F features.
+Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values and
+outputs, F features.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from megapar.core.device.grouped import (
     permute_reference,
     unpermute_reference,
 )
+from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.packed import (
     packed_attention_by_document,
     packed_attention_reference,
@@ -65,10 +67,10 @@ def attention_reference(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v by plain products; the scores are held whole.
 
-    q: [B, N, S, D]. k, v: [B, G, S, D], each key-value head serves N / G consecutive query heads.
+    q: [B, N, S, D]. k: [B, G, S, D]. v: [B, G, S, V]. Each key-value head serves N / G consecutive query heads.
     causal: position i sees 0..i. valid: [B, S] bool, False where a key is padding; not used together with causal
-    (padding stands behind the text, where no position of the text looks). dropout: probability, on the weights.
-    Returns [B, N, S, D].
+    (padding comes after the text, where no position of the text looks). dropout: probability, on the weights.
+    Returns [B, N, S, V].
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
@@ -88,9 +90,12 @@ def attention_fused(
     """``attention_reference`` by torch's fused kernels; the scores are never held."""
     mask = None if causal or valid is None else valid[:, None, None, :]
     grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbols where this is compiled
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    size = v.shape[-1]
+    q, k, v, scale = equal_head_dims(q, k, v)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+    return cut_features(y, size)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Causal attention inside the documents of packed samples: block-diagonal, and no S x S mask but in the reference.
 
-Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size.
+Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size of queries and keys, V of
+values and outputs.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.torch_names import varlen_attention
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Where the documents of a micro-batch lie in its T = B S places; none reaches over the end of a sample.
+class PackedDocuments:
+    """The documents that a micro-batch of T = B S places is packed with; none crosses the end of a sample.
 
-    ends: the place behind each, ascending, the last one T; on the host. starts: [documents + 1] int32, 0 and the same
+    ends: the place after each, ascending, the last one T; on the host. starts: [documents + 1] int32, 0 and the same
     ends, on the device of the activations, for kernels.
     """
 
@@ -28,8 +30,8 @@ class Documents:
     starts: Tensor
 
     @classmethod
-    def of(cls, ends: Sequence[int] | Tensor, device: torch.device) -> Documents:
-        """From the host's list of ends; the host does not wait where that is a tensor in pinned memory."""
+    def of(cls, ends: Sequence[int] | Tensor, device: torch.device) -> PackedDocuments:
+        """Build from the host's list of ends; the host does not wait where that is a tensor in pinned memory."""
         ends_D = torch.as_tensor(ends)
         starts = F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32)
         return cls(tuple(ends_D.tolist()), starts)
@@ -39,19 +41,21 @@ class Documents:
         """Places of each document."""
         return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
-    def cut(self, place: slice, samples: int) -> tuple[Piece, ...]:
-        """What documents have in positions ``place`` of each of ``samples`` samples, in order; none is empty."""
+    def cut(self, place: slice, samples: int) -> tuple[DocumentPiece, ...]:
+        """The parts of documents in positions ``place`` of each of ``samples`` samples, in order; none is empty."""
         length, pieces = self.ends[-1] // samples, []
         for start, end in zip((0, *self.ends), self.ends, strict=False):
             sample = start // length
             first, last = start - sample * length, end - sample * length
             queries = slice(max(first, place.start), min(last, place.stop))
             if queries.start < queries.stop:
-                pieces.append(Piece(sample, slice(queries.start - place.start, queries.stop - place.start), first))
+                pieces.append(
+                    DocumentPiece(sample, slice(queries.start - place.start, queries.stop - place.start), first)
+                )
         return tuple(pieces)
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """The part of a document that is in a slice of the sequence.
 
     queries: of the slice, [start, stop) counted from its own start. first: where the document begins in its sample.
@@ -63,12 +67,12 @@ class Piece(NamedTuple):
 
 
 def packed_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v where a place sees itself and what stands before it in its document.
+    """softmax(q k^T / sqrt(D)) v where a place sees itself and what comes before it in its document.
 
-    q: [B, N, S, D]. k, v: [B, G, S, D], each key-value head serves N / G consecutive query heads. dropout: probability,
-    on the weights. Returns [B, N, S, D]. The scores are held whole.
+    q: [B, N, S, D]. k: [B, G, S, D]. v: [B, G, S, V]. Each key-value head serves N / G consecutive query heads.
+    dropout: probability, on the weights. Returns [B, N, S, V]. The scores are held whole.
     """
     batch, _, length, size = q.shape
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -80,19 +84,24 @@ def packed_attention_reference(
 
 
 def packed_attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
     """``packed_attention_reference`` by one fused causal call per document."""
-    grouped = k.shape[1] != q.shape[1]
+    grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
+    q, k, v, scale = equal_head_dims(q, k, v)
     done = []
     for one in zip(*(_flat(x).split(documents.lengths) for x in (q, k, v)), strict=True):
         q_own, k_own, v_own = (x.transpose(0, 1)[None] for x in one)
-        y = F.scaled_dot_product_attention(q_own, k_own, v_own, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-        done.append(y[0].transpose(0, 1))
+        y = F.scaled_dot_product_attention(
+            q_own, k_own, v_own, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        done.append(cut_features(y[0], size).transpose(0, 1))
     return _unflat(torch.cat(done), q)
 
 
-def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, dropout: float = 0.0) -> Tensor:
+def packed_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
+) -> Tensor:
     """``packed_attention_reference`` by torch's kernel for sequences of unequal lengths, where it can: on CUDA in bf16
     and fp16 without dropout. Elsewhere one call per document.
     """
@@ -101,14 +110,16 @@ def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, documents: Docum
     return by_kernel(q, k, v, documents)
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """The call of torch's kernel."""
-    longest = max(documents.lengths)
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
+    """Call torch's kernel, which takes one head size."""
+    longest, size = max(documents.lengths), v.shape[-1]
+    q, k, v, scale = equal_head_dims(q, k, v)
+    scaled = {} if scale is None else {"scale": scale}
     query, key, value = (_flat(x).contiguous() for x in (q, k, v))
     starts = documents.starts
-    y = varlen_attention(query, key, value, starts, starts, longest, longest, window_size=(-1, 0))
+    y = varlen_attention(query, key, value, starts, starts, longest, longest, window_size=(-1, 0), **scaled)
     assert isinstance(y, Tensor)
-    return _unflat(y, q)
+    return _unflat(cut_features(y, size), q)
 
 
 def _flat(x: Tensor) -> Tensor:

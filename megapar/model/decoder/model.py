@@ -16,7 +16,7 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
-from megapar.core.device.packed import Documents
+from megapar.core.device.packed import PackedDocuments
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
@@ -33,7 +33,7 @@ from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
-from megapar.model.layers.block import DecoderBlock
+from megapar.model.layers.block import DecoderBlock, decoder_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.layers.loss import check_piece, linear_cross_entropy
@@ -286,7 +286,9 @@ class Decoder(nn.Module):
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
         if sizes.position_embedding_type == "rope":
-            angles = rotary_angles(batch["positions"], sizes.head_dim, sizes.rope_theta, self.dtype)
+            angles = rotary_angles(
+                batch["positions"], decoder_attention(sizes).rotary_dim, sizes.rope_theta, self.dtype
+            )
         valid = batch.get("valid")
         if valid_tokens is None:
             if self.cp.active:
@@ -298,10 +300,12 @@ class Decoder(nn.Module):
         shape = batch["tokens"].shape
         if not self.slicing.active:
             plan = self.cp.plan(*shape, causal=True, ends=ends)
-            documents = None if places is None or plan is not None else Documents.of(places, batch["tokens"].device)
+            documents = (
+                None if places is None or plan is not None else PackedDocuments.of(places, batch["tokens"].device)
+            )
             return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
         plans = self.cp.slice_plans(*shape, ends=ends)
-        documents = None if places is None or plans is not None else Documents.of(places, batch["tokens"].device)
+        documents = None if places is None or plans is not None else PackedDocuments.of(places, batch["tokens"].device)
         parts, ranks = self.mp.size if self.sequence_parallel else 1, self.cp.axis.size
         slices = self.slicing.cut(shape[1], parts)
         return Context(

@@ -30,12 +30,12 @@ from megapar.core.tensor_parallel import (
     vocabulary_range,
 )
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.layers.attention import Attention
 from megapar.model.layers.block import ErnieBlock, HiddenDropout
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
 from megapar.model.layers.loss import check_piece, linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
+from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
 
@@ -207,7 +207,7 @@ class Ernie(nn.Module):
         for module in self.modules():
             if isinstance(module, HiddenDropout | ErnieEmbedding):
                 module.share = share
-            elif isinstance(module, Attention):
+            elif isinstance(module, SelfAttention):
                 module.dropout = module.sizes.dropout * share
 
     def width_into(self, chunk: Chunk) -> int:

@@ -28,7 +28,7 @@ from megapar.core.device.dtypes import wide
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
-from megapar.model.ernie3.recurrence import Rows, generate, understand
+from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.tasks import CLASSES, GENERATION, accuracy_of
 from megapar.model.layers.arrangement import Arrangement
@@ -48,7 +48,7 @@ class UniversalBlock(ErnieBlock):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
-        assert isinstance(context, Rows)
+        assert isinstance(context, BranchContext)
         done = []
         for rows, run in ((context.understanding, understand), (context.generation, generate)):
             if rows is not None and len(rows):
@@ -76,7 +76,7 @@ class BranchLayer(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H or h] to [B, S(/mp), h]; no statistics."""
-        assert isinstance(context, Rows)
+        assert isinstance(context, BranchContext)
         done: list[Tensor] = []
         idle: list[Tensor] = []
         branches = (
@@ -189,12 +189,12 @@ class Ernie3(Ernie):
         assert isinstance(y, Tensor)
         return y
 
-    def _rows(self, batch: dict[str, Tensor]) -> Rows:
+    def _rows(self, batch: dict[str, Tensor]) -> BranchContext:
         length, parts = batch["tokens"].shape[1], self.mp.size if self.sequence_parallel else 1
         slices = self.segments.cut(length, parts)
         valid = batch.get("valid")
         understanding, generation = batch["understanding"], batch["generation"]
-        return Rows(
+        return BranchContext(
             None if valid is None else self._arrange(valid),
             None,
             batch["tokens"].numel(),
@@ -223,7 +223,7 @@ class Ernie3(Ernie):
         return sums
 
 
-def _together(done: list[Tensor], context: Rows) -> Tensor:
+def _together(done: list[Tensor], context: BranchContext) -> Tensor:
     """What both kinds of samples became, in the order of the samples."""
     assert context.back is not None
     return torch.cat(done).index_select(0, context.back)

@@ -13,7 +13,6 @@ is cut over the tensor parallel axis (positions only under sequence parallelism)
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +22,18 @@ from torch import Tensor
 from megapar.core.collectives import gather
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.selective import again
-from megapar.core.tensor_parallel import SEQUENCE_DIM, local
-from megapar.core.weight_gradients import linear
-from megapar.model.layers.attention import Attention
+from megapar.core.tensor_parallel import SEQUENCE_DIM
 from megapar.model.layers.block import ErnieBlock
 from megapar.model.layers.context import Context
 
 
 @dataclass(frozen=True)
-class Rows(Context):
+class BranchContext(Context):
     """The context of a micro-batch whose samples run through two branches.
 
     understanding, generation: [rows] int64 which samples; back: [B] places in the two put together.
     text: ``valid`` in the order of the positions. memory: M.
-    The slices are the segments; positions lie so that each rank of mp has its part of every one.
+    The slices are the segments; positions are ordered so that each rank of mp has its part of every one.
     """
 
     understanding: Tensor | None = None
@@ -46,13 +43,13 @@ class Rows(Context):
     memory: int = 0
 
 
-def understand(block: ErnieBlock, x: Tensor, rows: Tensor, context: Rows) -> Tensor:
+def understand(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext) -> Tensor:
     """[B, S(/mp), H] of the rows, every position seeing all that is not padding."""
     valid = _of(context.valid, rows)
     return _run(block, x, context, "understanding", lambda q, k, v, p: _plain(block, q, k, v, p, valid))
 
 
-def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: Rows) -> Tensor:
+def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext) -> Tensor:
     """[B, S(/mp), H] of the rows, segment after segment."""
     valid, before = _of(context.text, rows), None
     done: list[Tensor] = []
@@ -68,15 +65,15 @@ def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: Rows) -> Tenso
 
 
 def _segment(
-    block: ErnieBlock, x: Tensor, memory: Tensor | None, seen: Tensor | None, context: Rows, number: int
+    block: ErnieBlock, x: Tensor, memory: Tensor | None, seen: Tensor | None, context: BranchContext, number: int
 ) -> Tensor:
-    """[B, s(/mp), H]; memory: [B, M, H], seen: [B or 1, 1, s, M + s] bool, both of segments behind the first."""
+    """[B, s(/mp), H]; memory: [B, M, H], seen: [B or 1, 1, s, M + s] bool, both of segments after the first."""
     attention = block.attention
 
     def core(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         if memory is None:
             return _plain(block, q, k, v, dropout, None, causal=True)
-        k_memory, v_memory = (t.transpose(1, 2) for t in _remembered(attention, memory))
+        k_memory, v_memory = (t.transpose(1, 2) for t in attention.project_memory(memory))
         k, v = torch.cat((k_memory, k), dim=2), torch.cat((v_memory, v), dim=2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)
 
@@ -86,22 +83,20 @@ def _segment(
 def _run(
     block: ErnieBlock,
     x: Tensor,
-    context: Rows,
+    context: BranchContext,
     place: str,
     core: Callable[[Tensor, Tensor, Tensor, float], Tensor],
 ) -> Tensor:
-    """The block with another attention; ``place``: where its dropouts draw."""
+    """Run the block with another core in its attention. place: names the random numbers of its dropouts."""
     attention = block.attention
-    dropout = attention.dropout if attention.training else 0.0
 
     def attend(*heads: Tensor) -> Tensor:
-        own = context.streams.drawing(x.device, f"{attention.place}.{place}", attention.mp.rank)
-        with own if dropout else nullcontext():
+        with attention.drawing(context, f"{attention.place}.{place}", x.device) as dropout:
             q, k, v = (t.transpose(1, 2) for t in heads)
-            return core(q, k, v, dropout).transpose(1, 2).flatten(2)
+            return core(q, k, v, dropout).transpose(1, 2)
 
-    heads = attention.heads(x, None)
-    y = attention.proj(again(attend, *heads) if attention.selective else attend(*heads))
+    heads = attention.project(x, None)
+    y = attention.output(again(attend, *heads) if attention.selective else attend(*heads))
     x = block.attention_norm(x + block.drop(y, context, f"attention.{place}"))
     out: Tensor = block.mlp_norm(x + block.drop(block.mlp(x), context, f"mlp.{place}"))
     return out
@@ -119,18 +114,6 @@ def _plain(
     return form(q, k, v, causal=causal, valid=valid, dropout=dropout)
 
 
-def _remembered(attention: Attention, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, M, N/mp, D] of a memory [B, M, H] that is whole on every rank and needs no gradient."""
-    qkv = attention.qkv
-    # A product that waits for its turn (zero-bubble) is that of a whole weight, queries' part and all.
-    later = None if qkv.weight_gradients is None else qkv.weight_gradients.of(qkv.weight)
-    first = 1 if later is None else 0
-    weight = local(qkv.weight)[:, first:]
-    bias = None if qkv.bias is None else local(qkv.bias)[:, first:].flatten()
-    both = linear(memory, weight.flatten(0, -2), bias, later).unflatten(-1, weight.shape[:-1])
-    return both[..., -2, :], both[..., -1, :]
-
-
 def _mask(memory: int, place: slice, valid: Tensor | None, device: torch.device) -> Tensor:
     """[B or 1, 1, s, M + s] bool: which keys a position of a segment sees; itself always."""
     length = place.stop - place.start
@@ -138,6 +121,6 @@ def _mask(memory: int, place: slice, valid: Tensor | None, device: torch.device)
     seen = torch.cat((own.new_ones(length, memory), own), dim=1)[None, None]
     if valid is None:
         return seen
-    # Padding stands behind the text: what a position of the text sees of its own segment is text.
+    # Padding comes after the text, so in its segment a position of the text sees text only.
     before = valid[:, place.start - memory : place.start]
     return seen & torch.cat((before, before.new_ones(len(before), length)), dim=1)[:, None, None, :]

@@ -1,13 +1,13 @@
 """Attention slice by slice of the sequence: slice c sees the keys and values of slices 0..c (AMPipe).
 
 Shape letters: B samples, s positions of a slice, S sequence (each on this rank), H hidden, N query heads, G key-value
-heads, D head size.
+heads, D head size of queries and keys, V of values and outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +23,19 @@ from megapar.core.tensor_parallel import Started
 from megapar.model.layers.context import Context
 
 if TYPE_CHECKING:
-    from megapar.model.layers.attention import Attention
+    from megapar.model.layers.self_attention import SelfAttention
 
 
 class CausalSlices:
     """Attention of one layer over one micro-batch, slice after slice: enter, project, attend, leave, finish.
 
     prepare: heads of all slices by one product, where the whole input is there; else each slice makes its own. Where
-    ranks share slices, their keys come to each other (``core.context_parallel.slices``), or whole slices of some heads.
-    hides: the all-gathers of mp fly from ``enter`` to ``project``, and the sums over it from ``leave`` to ``finish``;
-    but for the first one and the last one, which nothing else could hide: they fly under parts of their own product.
+    ranks share slices, they exchange their keys (``core.context_parallel.slices``), or have whole slices of some heads.
+    hides: the all-gathers of mp are in flight from ``enter`` to ``project``, and the sums over it from ``leave`` to
+    ``finish``; but for the first one and the last one, which only parts of their own product can hide.
     """
 
-    def __init__(self, attention: Attention, context: Context, *, hides: bool = False) -> None:
+    def __init__(self, attention: SelfAttention, context: Context, *, hides: bool = False) -> None:
         self._attention, self._context = attention, context
         self.hides = hides and attention.mp.size > 1 and len(context.slices) > 1
         self.prepared = False
@@ -51,35 +51,34 @@ class CausalSlices:
             self._shared = SharedSlices(cp.axis, cp.slice_transport, context.slice_plans, flash=attention.sizes.flash)
 
     def prepare(self, x_BSH: Tensor) -> None:
-        """Queries, keys and values of every slice."""
+        """Make queries, keys and values of every slice."""
         self.prepared = True
-        q, k, v = self._attention.heads(x_BSH, self._context.angles)
+        q, k, v = self._attention.project(x_BSH, self._context.angles)
         pieces = (split_slices(x, self._context.slices) for x in (q, k, v))
         self._heads = dict(enumerate(zip(*pieces, strict=True)))
         if not self._attention.cp.active:
             self._keys, self._values = Growing(k.data), Growing(v.data)
 
     def enter(self, x_BsH: Tensor | None) -> None:
-        """[B, s, H] of the next slice; None where all are prepared."""
+        """Take [B, s, H] of the next slice; None where all are prepared."""
         number, self._entered = self._entered, self._entered + 1
         if x_BsH is not None:
             hidden = self.hides and number > 0
-            self._entering[number] = self._attention.qkv.start(x_BsH) if hidden else Started(x_BsH)
+            self._entering[number] = self._attention.start_project(x_BsH) if hidden else Started(x_BsH)
 
     def project(self, number: int) -> None:
-        """Queries, keys and values of slice ``number``."""
+        """Make queries, keys and values of slice ``number``."""
         if self.prepared:
             return
         angles, place = self._context.angles, self._context.slices[number]
         here = None if angles is None else (angles[0][:, place], angles[1][:, place])
-        qkv = self._attention.qkv.finish(self._entering.pop(number))
-        self._heads[number] = self._attention.parted(qkv, here)
+        self._heads[number] = self._attention.finish_project(self._entering.pop(number), here)
 
     def attend(self, number: int) -> None:
-        """Slice ``number`` looks at all keys up to its own."""
+        """Let slice ``number`` attend to all keys up to its own."""
         attention, context = self._attention, self._context
         q, k, v = self._heads.pop(number)
-        if self._shared is not None:  # what came from other ranks is kept; to compute again would be to send again
+        if self._shared is not None:  # keys of other ranks are kept; computing again would send them again
             self._attended[number] = self._attend_shared(self._shared, q, k, v, number)
             return
         if attention.cp.deals_heads:
@@ -89,23 +88,23 @@ class CausalSlices:
         y = again(self._attend, *heads) if attention.selective else self._attend(*heads)
         if attention.cp.deals_heads:
             y = to_positions(y, attention.cp.axis, attention.cp.traffic)
-        self._attended[number] = y.flatten(2)
+        self._attended[number] = y
 
     def leave(self, number: int) -> None:
-        """The projection of slice ``number``."""
-        y, proj = self._attended.pop(number), self._attention.proj
+        """Turn the heads of slice ``number`` into hidden features."""
+        y, attention = self._attended.pop(number), self._attention
         if self.hides and number < len(self._context.slices) - 1:
-            self._leaving[number] = proj.start(y)
+            self._leaving[number] = attention.start_output(y)
         else:
-            self._attended[number] = proj(y)
+            self._attended[number] = attention.output(y)
 
     def finish(self, number: int) -> Tensor:
-        """[B, s, H]: what attention makes of slice ``number``."""
+        """Return the output of slice ``number``, [B, s, H]."""
         started = self._leaving.pop(number, None)
-        return self._attended.pop(number) if started is None else self._attention.proj.finish(started)
+        return self._attended.pop(number) if started is None else self._attention.finish_output(started)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-        """q [B, s, N, D], k and v [B, end of the slice, G, D] to [B, s, N, D]."""
+        """q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V] to [B, s, N, V]."""
         context, documents = self._context, self._context.documents
         flash, heads = self._attention.sizes.flash, tuple(x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
@@ -118,26 +117,22 @@ class CausalSlices:
         return y.transpose(1, 2)
 
     def _attend_shared(self, shared: SharedSlices, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-        """q [B, s, N, D], k and v [B, s, G, D] to [B, s, N D]."""
+        """q [B, s, N, D], k [B, s, G, D], v [B, s, G, V] to [B, s, N, V]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            return shared.attend(q, k, v, number, dropout).transpose(1, 2).flatten(2)
+            return shared.attend(q, k, v, number, dropout).transpose(1, 2)
 
-    @contextmanager
-    def _drawing(self, q: Tensor, number: int) -> Iterator[float]:
-        """Dropout's probability, and inside it the slice's own random numbers."""
-        attention, context = self._attention, self._context
-        dropout = attention.dropout if attention.training else 0.0
-        place = context.place(attention.place, number)
-        with context.streams.drawing(q.device, place, attention.stream) if dropout else nullcontext():
-            yield dropout
+    def _drawing(self, q: Tensor, number: int) -> AbstractContextManager[float]:
+        """Dropout's probability on the weights of slice ``number``, and inside it the slice's random numbers."""
+        place = self._context.place(self._attention.place, number)
+        return self._attention.drawing(self._context, place, q.device)
 
 
 class Growing:
     """Keys, or values, to which slices are added: each slice sees its own and all before it, in one buffer.
 
-    whole: all of them, where they are there from the start. The gradient of a slice comes from all that saw it; it is
-    summed in max(fp32, dtype) and rounded once.
+    whole: those of all slices, where they are known from the start. The gradient of a slice comes from all slices that
+    saw it; it is summed in max(fp32, dtype) and rounded once.
     """
 
     def __init__(self, whole: Tensor | None = None) -> None:
@@ -146,7 +141,7 @@ class Growing:
         self._sum = _SeenSum()
 
     def add(self, piece: Tensor, place: slice, total: int) -> Tensor:
-        """[B, s, G, D] of the next slice to [B, end of the slice, G, D]; total: positions of all slices."""
+        """[B, s, G, any] of the next slice to [B, end of the slice, G, any]; total: positions of all slices."""
         if self._buffer is None:
             self._buffer = piece.new_empty((piece.shape[0], total, *piece.shape[2:]))
         if not self._filled:
@@ -163,7 +158,7 @@ class _SeenSum:
         self._total: Tensor | None = None
 
     def take(self, grad: Tensor, place: slice) -> Tensor:
-        """Add what slice ``place`` saw; its own part is complete then."""
+        """Add the gradient of what slice ``place`` saw; return the slice's gradient, which is complete then."""
         if self._total is None:
             self._total = grad.to(wide(grad.dtype), copy=True)
         else:
@@ -182,7 +177,7 @@ class _See(torch.autograd.Function):
         ctx: Any, token: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _SeenSum
     ) -> tuple[Tensor, Tensor]:
         ctx.place, ctx.total, ctx.first = place, total, token is None
-        # ``data`` has a version counter of its own: what earlier slices have saved of the buffer is not touched.
+        # ``data`` has a separate version counter, so autograd still accepts what earlier slices saved of the buffer.
         return buffer.data[:, : place.stop], piece.new_zeros(1)
 
     @staticmethod

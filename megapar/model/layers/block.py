@@ -16,7 +16,8 @@ from megapar.core.traffic import Traffic
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
-from megapar.model.layers.attention import Attention, AttentionSizes
+from megapar.model.layers.attention_kinds import make_attention
+from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import LayerNorm, make_norm
@@ -70,7 +71,7 @@ class DecoderBlock(nn.Module):
         self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
-        self.attention = Attention(
+        self.attention = make_attention(
             decoder_attention(sizes),
             layer,
             cp=cp,
@@ -140,7 +141,7 @@ class ErnieBlock(nn.Module):
         share = cp.share(mp, sequence_parallel=sequence_parallel)
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
-        self.attention = Attention(
+        self.attention = make_attention(
             ernie_attention(sizes),
             layer,
             cp=cp,
@@ -166,10 +167,12 @@ class ErnieBlock(nn.Module):
 def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
     """The attention of a decoder layer."""
     return AttentionSizes(
+        kind="grouped_query",
         hidden_size=sizes.hidden_size,
         num_groups=sizes.num_query_groups,
         queries_per_group=sizes.queries_per_group,
-        head_dim=sizes.head_dim,
+        key_dim=sizes.head_dim,
+        value_dim=sizes.head_dim,
         causal=True,
         bias=sizes.add_bias_linear,
         qk_norm=sizes.qk_norm,
@@ -180,12 +183,14 @@ def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
 
 
 def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
-    """The attention of an ERNIE layer: every head has keys and values of its own."""
+    """The attention of an ERNIE layer: multi-head, so that every query head has its key-value head."""
     return AttentionSizes(
+        kind="grouped_query",
         hidden_size=sizes.hidden_size,
         num_groups=sizes.num_attention_heads,
         queries_per_group=1,
-        head_dim=sizes.head_dim,
+        key_dim=sizes.head_dim,
+        value_dim=sizes.head_dim,
         causal=False,
         bias=True,
         qk_norm=False,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megapar.core.context_parallel.blockwise import Plan
+from megapar.core.context_parallel.blockwise import TilePlan
 from megapar.core.context_parallel.slices import SlicePlan
-from megapar.core.device.packed import Documents
+from megapar.core.device.packed import PackedDocuments
 from megapar.core.random import Streams
 from megapar.core.replay import Replay
 
@@ -34,8 +34,8 @@ class Context:
     valid_tokens: int
     angles: tuple[Tensor, Tensor] | None = None
     streams: Streams = field(default_factory=Streams.current)
-    documents: Documents | None = None
-    plan: Plan | None = None
+    documents: PackedDocuments | None = None
+    plan: TilePlan | None = None
     slices: tuple[slice, ...] = ()
     own_slices: tuple[slice, ...] = ()
     whole_slices: tuple[slice, ...] = ()

@@ -6,23 +6,25 @@ import pytest
 import torch
 
 from megapar.core.context_parallel.blocks import merge
-from megapar.core.context_parallel.blockwise import Columns, Work, attend_blockwise
+from megapar.core.context_parallel.blockwise import Columns, attend_blockwise
 from megapar.core.context_parallel.gathered import gathered_plan
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
 from megapar.core.context_parallel.tiles import Sight
 from megapar.core.device.block import block_reference
 from megapar.core.device.ops import attention_reference
-from megapar.core.device.packed import Documents, packed_attention_reference
+from megapar.core.device.packed import PackedDocuments, packed_attention_reference
 
-LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8
+LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8  # SIZE: features of queries and keys
 ENDS, LENGTHS = [5, 17, 24, 24 + 1, 24 + 13, 48], [24, 7]
 
 
-def draw(dtype):
+def draw(dtype, value_dim=SIZE):
     generator = torch.Generator().manual_seed(3)
-    heads = (HEADS, GROUPS, GROUPS)
-    return [torch.randn(SAMPLES, n, LENGTH, SIZE, generator=generator, dtype=torch.float64).to(dtype) for n in heads]
+    heads = ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, value_dim))
+    return [
+        torch.randn(SAMPLES, n, LENGTH, size, generator=generator, dtype=torch.float64).to(dtype) for n, size in heads
+    ]
 
 
 class Neighbours:
@@ -35,7 +37,7 @@ class Neighbours:
         if not self.gathered:
             size = len(of)
             return [of[(self.rank - step) % size] for step in range(1, size)]
-        return [Columns(torch.cat([columns.message for columns in of])[self.gathered])]
+        return [of[0].with_message(torch.cat([columns.message for columns in of])[self.gathered])]
 
     def forward(self, own, plan, see):
         see(plan.own, own)
@@ -73,7 +75,8 @@ def shared(tensors, layout, sight, *, gathered, flash, dropout=0.0):
     outs = []
     for rank, piece in enumerate(pieces):
         plan = (gathered_plan if gathered else ring_plan)(layout, rank, sight)
-        outs.append(attend_blockwise(*piece, Work(Neighbours(rank, columns, left, order), plan, flash, dropout)))
+        transport = Neighbours(rank, columns, left, order)
+        outs.append(attend_blockwise(*piece, transport, plan, flash=flash, dropout=dropout))
     order = torch.tensor(sorted(range(LENGTH), key=held.__getitem__))
     y = torch.cat(outs, dim=2)[:, :, order]
     grads = list(torch.autograd.grad(y.square().sum(), (q, k, v)))
@@ -86,7 +89,7 @@ def whole(tensors, sight):
     """The same by one call of the reference."""
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     if sight.ends is not None:
-        y = packed_attention_reference(q, k, v, documents=Documents.of(ENDS, torch.device("cpu")))
+        y = packed_attention_reference(q, k, v, documents=PackedDocuments.of(ENDS, torch.device("cpu")))
     else:
         valid = None if sight.lengths is None else torch.arange(LENGTH) < torch.tensor(sight.lengths)[:, None]
         y = attention_reference(q, k, v, causal=sight.causal, valid=valid)
@@ -101,17 +104,19 @@ SIGHTS = {
 }
 
 
+@pytest.mark.parametrize("value_dim", [SIZE, 4, 24])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SIGHTS)
-def test_shared_attention_is_that_of_one_process(name, size, gathered):
-    sight, layout = SIGHTS[name], Layout(size, zigzag=SIGHTS[name].causal)
+def test_shared_attention_is_that_of_one_process(name, size, gathered, value_dim):
+    sight, layout = SIGHTS[name], SequenceLayout(size, zigzag=SIGHTS[name].causal)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        tensors = draw(dtype)
+        tensors = draw(dtype, value_dim)
         got = shared(tensors, layout, sight, gathered=gathered, flash=dtype != torch.float64)
         want = whole([x.double() for x in tensors], sight)
         for a, b in zip(got, want, strict=True):
             assert a.dtype == dtype or a.dtype == torch.float32
+            assert a.shape == b.shape
             assert float((a - b).detach().norm() / b.detach().norm()) < tolerance
 
 
@@ -134,7 +139,7 @@ def test_dropout_keeps_the_mean_and_repeats_in_the_backward(gathered):
     """v's gradient of a sum is the sum of the weights that were not dropped, which the output tells, too."""
     q, k, _ = draw(torch.float64)
     v = torch.ones_like(k)
-    layout, sight = Layout(2, zigzag=True), SIGHTS["causal"]
+    layout, sight = SequenceLayout(2, zigzag=True), SIGHTS["causal"]
     totals = []
     for seed in range(30):
         torch.manual_seed(seed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapar.core.axis import Axis
-from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, Layout, Place, choose_layout
+from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, HeldRun, SequenceLayout, choose_layout
 from megapar.core.context_parallel.share import Share
 
 
@@ -17,30 +17,30 @@ def drawing(layout, length):
 
 
 def test_the_drawings():
-    assert drawing(Layout(4), 8) == "00112233"
-    assert drawing(Layout(4, zigzag=True), 8) == "01233210"
-    assert drawing(Layout(2, zigzag=True), 8) == "00111100"
-    assert drawing(Layout(3), 9) == "000111222"
-    assert drawing(Layout(), 5) == "00000"
-    assert drawing(Layout(2, zigzag=True, slices=2), 8) == drawing(Layout(2, zigzag=True), 8)
-    assert drawing(Layout(2, zigzag=True, slices=3), 12) == "001111000011"
-    assert drawing(Layout(2, slices=2), 8) == "00110011"
-    assert drawing(Layout(2, zigzag=True, slices=2, balanced=True, parts=2), 16) == "0000001111111100"
+    assert drawing(SequenceLayout(4), 8) == "00112233"
+    assert drawing(SequenceLayout(4, zigzag=True), 8) == "01233210"
+    assert drawing(SequenceLayout(2, zigzag=True), 8) == "00111100"
+    assert drawing(SequenceLayout(3), 9) == "000111222"
+    assert drawing(SequenceLayout(), 5) == "00000"
+    assert drawing(SequenceLayout(2, zigzag=True, slices=2), 8) == drawing(SequenceLayout(2, zigzag=True), 8)
+    assert drawing(SequenceLayout(2, zigzag=True, slices=3), 12) == "001111000011"
+    assert drawing(SequenceLayout(2, slices=2), 8) == "00110011"
+    assert drawing(SequenceLayout(2, zigzag=True, slices=2, balanced=True, parts=2), 16) == "0000001111111100"
 
 
 def test_zigzag_evens_out_causal_work():
     length = 48
     for size in (2, 3, 4):
-        work = [sum(at + 1 for at in Layout(size, zigzag=True).positions(length, rank)) for rank in range(size)]
+        work = [sum(at + 1 for at in SequenceLayout(size, zigzag=True).positions(length, rank)) for rank in range(size)]
         assert len(set(work)) == 1
-        uneven = [sum(at + 1 for at in Layout(size).positions(length, rank)) for rank in range(size)]
+        uneven = [sum(at + 1 for at in SequenceLayout(size).positions(length, rank)) for rank in range(size)]
         assert max(uneven) > 1.4 * min(uneven)
 
 
 def test_what_cannot_be_shared_is_refused():
     with pytest.raises(ValueError, match="6 positions cannot be shared by 2 ranks in 4 equal pieces"):
-        Layout(2, zigzag=True).runs(6, 0)
-    assert Layout(2).positions(6, 1) == [3, 4, 5]
+        SequenceLayout(2, zigzag=True).runs(6, 0)
+    assert SequenceLayout(2).positions(6, 1) == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -55,23 +55,23 @@ def test_what_cannot_be_shared_is_refused():
     ],
 )
 def test_zigzag_is_for_causal_masks(algorithm, causal, length, zigzag):
-    assert choose_layout(algorithm, 2, causal=causal, length=length) == Layout(2, zigzag=zigzag)
+    assert choose_layout(algorithm, 2, causal=causal, length=length) == SequenceLayout(2, zigzag=zigzag)
 
 
 def test_places_of_a_cut_that_sequence_parallelism_cuts_further():
     """cp 2 in zig-zag, 12 positions a rank in two runs of 6, mp cuts them in 3: the middle part has a bit of both."""
-    places = Layout(2, zigzag=True).places(24, parts=3)
+    places = SequenceLayout(2, zigzag=True).places(24, parts=3)
     first, middle, last = 0, 1, 2
-    assert places[:3] == (Place(first, 0, 4), Place(middle, 0, 2), Place(3 + first, 0, 4))
-    assert places[-2:] == (Place(middle, 2, 4), Place(last, 0, 4))
-    assert Layout().places(6, parts=2) == (Place(0, 0, 3), Place(1, 0, 3))
+    assert places[:3] == (HeldRun(first, 0, 4), HeldRun(middle, 0, 2), HeldRun(3 + first, 0, 4))
+    assert places[-2:] == (HeldRun(middle, 2, 4), HeldRun(last, 0, 4))
+    assert SequenceLayout().places(6, parts=2) == (HeldRun(0, 0, 3), HeldRun(1, 0, 3))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rows_by_rank_to_order_of_position_and_back(size, zigzag, parts):
-    layout, length = Layout(size, zigzag=zigzag and size > 1), 24 * size
+    layout, length = SequenceLayout(size, zigzag=zigzag and size > 1), 24 * size
     held = [at for rank in range(size) for at in layout.positions(length, rank)]
     own = 24 // parts
     axes = [
@@ -90,7 +90,7 @@ def test_rows_by_rank_to_order_of_position_and_back(size, zigzag, parts):
 
 def test_a_slice_is_put_in_order_though_it_could_not_be_cut_again():
     """Of one position per rank; every second slice is mirrored."""
-    layout = Layout(2, zigzag=True, slices=4)
+    layout = SequenceLayout(2, zigzag=True, slices=4)
     shares = [Share(cp=Axis("cp", 2, rank, None, (0, 1)), layout=layout) for rank in range(2)]
     rows = torch.arange(4).view(4, 1)  # two rows of the position of rank 0, then of rank 1's
     assert shares[0].in_order(rows, 1, number=0).flatten().tolist() == [0, 1, 2, 3]

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from megapar.core.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
-from megapar.core.context_parallel.blockwise import Work, attend_blockwise
+from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference
-from megapar.core.device.packed import Documents, packed_attention_reference
+from megapar.core.device.packed import PackedDocuments, packed_attention_reference
 from megapar.core.traffic import Traffic
 from tests.support.ranks import run_ranks
 
@@ -39,15 +39,15 @@ class RecordedTraffic(Traffic):
         return super().land(flight, metered)
 
 
-def draw():
+def draw(value_dim=SIZE):
     generator = torch.Generator().manual_seed(5)
-    heads = (HEADS, GROUPS, GROUPS)
-    return [torch.randn(SAMPLES, LENGTH, n, SIZE, generator=generator, dtype=torch.float64) for n in heads]
+    heads = ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, value_dim))
+    return [torch.randn(SAMPLES, LENGTH, n, size, generator=generator, dtype=torch.float64) for n, size in heads]
 
 
 def attend(method, q, k, v, causal, ends):
     """q, k, v [B, S/cp, heads, D] of this rank to y of the same."""
-    documents = None if ends is None else Documents.of(ends, torch.device("cpu"))
+    documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
     if method.deals_heads:
         q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, method.axis, method.traffic))
         if documents is None:
@@ -57,33 +57,33 @@ def attend(method, q, k, v, causal, ends):
         return to_positions(y.transpose(1, 2), method.axis, method.traffic)
     plan = method.plan(*q.shape[:2], causal=causal, ends=ends)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    return attend_blockwise(*heads, Work(method.transport, plan, flash=False, dropout=0.0)).transpose(1, 2)
+    return attend_blockwise(*heads, method.transport, plan, flash=False).transpose(1, 2)
 
 
-def whole(causal, ends):
-    q, k, v = (x.requires_grad_() for x in draw())
+def whole(causal, ends, value_dim=SIZE):
+    q, k, v = (x.requires_grad_() for x in draw(value_dim))
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     if ends is not None:
-        y = packed_attention_reference(*heads, documents=Documents.of(ends, torch.device("cpu")))
+        y = packed_attention_reference(*heads, documents=PackedDocuments.of(ends, torch.device("cpu")))
     else:
         y = attention_reference(*heads, causal=causal)
     y = y.transpose(1, 2)
     return y, torch.autograd.grad(y.square().sum(), (q, k, v))
 
 
-def compare(rank, size, algorithm, causal, ends):
+def compare(rank, size, algorithm, causal, ends, value_dim=SIZE):
     """(worst error, launches and waits of forward and backward, bytes sent)."""
     layout = choose_layout(algorithm, size, causal=causal, length=LENGTH)
     sent_bytes, traffic = CommBytes(), RecordedTraffic()
     axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)), sent_bytes)
     method = ContextParallel(axis, algorithm, layout, traffic)
     own = layout.positions(LENGTH, rank)
-    q, k, v = (x[:, own].requires_grad_() for x in draw())
+    q, k, v = (x[:, own].requires_grad_() for x in draw(value_dim))
     y = attend(method, q, k, v, causal, ends)
     forward = list(traffic.order)
     grads = torch.autograd.grad(y.square().sum(), (q, k, v))
     traffic.check_settled()
-    want, want_grads = whole(causal, ends)
+    want, want_grads = whole(causal, ends, value_dim)
     pairs = zip((y, *grads), (want, *want_grads), strict=True)
     error = max(float((a - b[:, own]).abs().max().detach()) for a, b in pairs)
     return error, forward, traffic.order[len(forward) :], dict(sent_bytes)
@@ -94,6 +94,25 @@ def compare(rank, size, algorithm, causal, ends):
 def test_shared_attention_is_that_of_one_process(algorithm, size, causal, ends):
     for error, *_ in run_ranks(size, compare, algorithm, causal, ends, backend="late"):
         assert error < 1e-12
+
+
+@pytest.mark.parametrize("value_dim", [4, 12])
+@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
+def test_values_of_another_head_size_travel_in_the_same_messages(algorithm, value_dim):
+    """One message carries keys of 8 features and values of fewer or more; ranks of 4 share 2 key-value heads."""
+    for error, forward, backward, sent in run_ranks(4, compare, algorithm, True, ENDS, value_dim, backend="late"):
+        assert error < 1e-12
+        launches = [event for event in (*forward, *backward) if event.endswith("^")]
+        assert len(launches) == {RING: 9, ULYSSES: 4, GATHERED: 3}[algorithm]
+        rows, element = SAMPLES * LENGTH // 4, 8
+        column = GROUPS * (SIZE + value_dim) * element
+        if algorithm == RING:
+            assert sent == {("cp", "send"): 9 * rows * column}
+        elif algorithm == GATHERED:
+            assert sent == {("cp", "all_gather"): 2 * 3 * rows * column, ("cp", "reduce_scatter"): 3 * rows * column}
+        else:  # two key-value heads are sent to two ranks each
+            features = (HEADS + 2 * GROUPS) * SIZE + (HEADS + 2 * GROUPS) * value_dim
+            assert sent == {("cp", "all_to_all"): 2 * rows * features * element * 3 // 4}
 
 
 def test_a_ring_passes_a_block_on_before_it_is_used():

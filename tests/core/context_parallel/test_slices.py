@@ -11,7 +11,7 @@ from megapar.core.context_parallel.layout import GATHERED, RING, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.traffic import Traffic
-from tests.core.context_parallel.test_method import ENDS, LENGTH, RecordedTraffic, draw, whole
+from tests.core.context_parallel.test_method import ENDS, LENGTH, SIZE, RecordedTraffic, draw, whole
 from tests.support.ranks import run_ranks
 
 
@@ -32,17 +32,17 @@ def attend(method, q, k, v, ends, dropout=0.0):
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def compare(rank, size, algorithm, slices, ends):
+def compare(rank, size, algorithm, slices, ends, value_dim=SIZE):
     """(worst error, launches and waits of forward and backward)."""
     traffic = RecordedTraffic()
     method = make(rank, size, algorithm, slices, traffic)
     own = method.layout.positions(LENGTH, rank)
-    q, k, v = (x[:, own].requires_grad_() for x in draw())
+    q, k, v = (x[:, own].requires_grad_() for x in draw(value_dim))
     y = attend(method, q, k, v, ends)
     forward = list(traffic.order)
     grads = torch.autograd.grad(y.square().sum(), (q, k, v))
     traffic.check_settled()
-    want, want_grads = whole(True, ends)
+    want, want_grads = whole(True, ends, value_dim)
     pairs = zip((y, *grads), (want, *want_grads), strict=True)
     error = max(float((a - b[:, own]).abs().max().detach()) for a, b in pairs)
     return error, forward, traffic.order[len(forward) :]
@@ -52,6 +52,13 @@ def compare(rank, size, algorithm, slices, ends):
 @pytest.mark.parametrize(("size", "slices", "ends"), [(2, 2, None), (2, 3, ENDS), (4, 4, ENDS), (4, 2, None)])
 def test_shared_slices_are_attention_of_one_process(algorithm, size, slices, ends):
     for error, *_ in run_ranks(size, compare, algorithm, slices, ends, backend="late"):
+        assert error < 1e-12
+
+
+@pytest.mark.parametrize("value_dim", [4, 12])
+@pytest.mark.parametrize("algorithm", [RING, GATHERED])
+def test_values_of_another_head_size(algorithm, value_dim):
+    for error, *_ in run_ranks(2, compare, algorithm, 3, ENDS, value_dim, backend="late"):
         assert error < 1e-12
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megapar.core.context_parallel.layout import Layout
+from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, Tile, gathered_tiles, halves, own_tiles, tiles_between
 
 LENGTH = 16
@@ -18,7 +18,7 @@ SIGHTS = {
     "both ways": Sight.of(2, LENGTH, causal=False),
     "padding": Sight.of(3, LENGTH, causal=False, lengths=[16, 9, 1]),
 }
-LAYOUTS = [Layout(size, zigzag=zigzag) for size in (2, 4) for zigzag in (False, True)]
+LAYOUTS = [SequenceLayout(size, zigzag=zigzag) for size in (2, 4) for zigzag in (False, True)]
 
 
 def mask(sight):
@@ -75,7 +75,7 @@ def test_gathered_keys_cover_the_mask_once(name, layout):
 
 
 def test_causal_tiles_are_as_drawn():
-    layout, sight = Layout(2, zigzag=True), SIGHTS["causal"]
+    layout, sight = SequenceLayout(2, zigzag=True), SIGHTS["causal"]
     own = own_tiles(layout, 0, sight)
     assert own == [Tile(None, range(8), range(8), causal=True)]
     early, late = halves(own, 4)
@@ -87,7 +87,7 @@ def test_causal_tiles_are_as_drawn():
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_every_step_of_a_causal_ring_is_equal_work(size):
-    layout, sight = Layout(size, zigzag=True), Sight.of(1, 4 * size, causal=True)
+    layout, sight = SequenceLayout(size, zigzag=True), Sight.of(1, 4 * size, causal=True)
     ranks = itertools.permutations(range(size), 2)
     areas = {sum(tile.area for tile in tiles_between(layout, rank, source, sight)) for rank, source in ranks}
     assert areas == {8.0}  # half of 4 x 4
@@ -96,7 +96,7 @@ def test_every_step_of_a_causal_ring_is_equal_work(size):
 
 def test_what_covers_arrival_and_way_home_is_even():
     for name in ("causal", "both ways", "documents"):
-        early, late = halves(own_tiles(Layout(2, zigzag=name != "both ways"), 0, SIGHTS[name]), 4)
+        early, late = halves(own_tiles(SequenceLayout(2, zigzag=name != "both ways"), 0, SIGHTS[name]), 4)
         areas = [sum(tile.area for tile in part) for part in (early, late)]
         assert min(areas) > 0
         assert max(areas) <= 2.5 * min(areas), name
@@ -104,7 +104,7 @@ def test_what_covers_arrival_and_way_home_is_even():
 
 def test_rows_meet_gathered_columns_in_few_calls():
     """Both runs see what lies before the first; the second also what lies between them."""
-    tiles = gathered_tiles(Layout(4, zigzag=True), 1, Sight.of(1, 64, causal=True))
+    tiles = gathered_tiles(SequenceLayout(4, zigzag=True), 1, Sight.of(1, 64, causal=True))
     assert tiles == [Tile(None, range(16), range(8)), Tile(None, range(8, 16), range(16, 48))]
-    both_ways = gathered_tiles(Layout(4), 1, Sight.of(1, 64, causal=False))
+    both_ways = gathered_tiles(SequenceLayout(4), 1, Sight.of(1, 64, causal=False))
     assert both_ways == [Tile(None, range(16), range(16)), Tile(None, range(16), range(32, 64))]

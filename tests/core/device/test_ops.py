@@ -18,7 +18,7 @@ from megapar.core.device.attention_slice import (
 from megapar.core.device.dtypes import wide
 from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference
 from megapar.core.device.packed import (
-    Documents,
+    PackedDocuments,
     by_kernel,
     packed_attention_by_document,
     packed_attention_reference,
@@ -62,13 +62,13 @@ def cases(name, dtype):
     if name in ("permute", "unpermute"):
         return permutations(name, dtype)
     if name == "packed_attention":
-        documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+        documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
         return [
             (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents}) for one in shapes
         ]
     if name == "packed_attention_slice":
-        documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+        documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
         return [
             (
                 tuple(draw(i, 2, n, s, 16, dtype=dtype) for i, (n, s) in enumerate(((4, stop - start), *keys))),
@@ -113,19 +113,33 @@ def widened(arguments):
     return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
 
 
+def compare(name, device, dtype, tensors, arguments):
+    """Hold one form against its reference in fp64, values and gradients."""
+    exact = tuple(t.detach().double().requires_grad_() for t in tensors)
+    actual = OPS[name][device](*tensors, **arguments)
+    expected = OPS[name]["reference"](*exact, **widened(arguments))
+    actual_grads = torch.autograd.grad(actual.square().sum(), tensors)
+    expected_grads = torch.autograd.grad(expected.square().sum(), exact)
+    for a, b in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
+        assert (a.dtype, a.shape) == (dtype, b.shape)
+        assert float((a - b).norm() / b.norm()) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("name", "device"), ENTRIES)
 def test_entry_equals_its_reference(name, device, dtype):
     """The forms are torch functions that run on the CPU too, so each is compared here; Ascend's by stand-ins."""
-    form, reference = OPS[name][device], OPS[name]["reference"]
     for tensors, arguments in cases(name, dtype):
-        exact = tuple(t.detach().double().requires_grad_() for t in tensors)
-        actual, expected = form(*tensors, **arguments), reference(*exact, **widened(arguments))
-        actual_grads = torch.autograd.grad(actual.square().sum(), tensors)
-        expected_grads = torch.autograd.grad(expected.square().sum(), exact)
-        for a, b in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
-            assert a.dtype == dtype
-            assert float((a - b).norm() / b.norm()) < TOLERANCE[dtype]
+        compare(name, device, dtype, tensors, arguments)
+
+
+@pytest.mark.parametrize("value_dim", [8, 24])
+@pytest.mark.parametrize(("name", "device"), [entry for entry in ENTRIES if "attention" in entry[0]])
+def test_attention_takes_values_of_another_head_size(name, device, value_dim):
+    """Queries and keys have 16 features; values, and what comes out, fewer or more."""
+    for (q, k, v), arguments in cases(name, torch.float32):
+        other = draw(7, *v.shape[:-1], value_dim, dtype=torch.float32)
+        compare(name, device, torch.float32, (q, k, other), arguments)
 
 
 def test_every_form_has_a_case():
@@ -197,7 +211,7 @@ def test_rotation_keeps_lengths_and_depends_on_distances_only():
 
 
 def test_packed_attention_is_attention_of_each_document_alone():
-    documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
     packed = packed_attention_reference(q, k, v, documents=documents)
     for sample, start, end in ((0, 0, 3), (0, 3, 8), (1, 0, 1), (1, 1, 2), (1, 2, 8)):
@@ -207,7 +221,7 @@ def test_packed_attention_is_attention_of_each_document_alone():
 
 def test_packed_attention_never_holds_a_square():
     """One call per document: the largest tensor made is no larger than the scores of the longest document."""
-    documents = Documents.of(list(range(16, 2049, 16)), torch.device("cpu"))
+    documents = PackedDocuments.of(list(range(16, 2049, 16)), torch.device("cpu"))
     q = torch.randn(1, 2, 2048, 8)
     sizes = []
 
@@ -235,11 +249,12 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
         given = signature.bind(*args, **kwargs).arguments
         q, k, v, starts = (given[name] for name in ("query", "key", "value", "cu_seq_q"))
         assert (starts.dtype, given["max_q"], given["window_size"]) == (torch.int32, 6, (-1, 0))
-        assert all(x.is_contiguous() for x in (q, k, v))
+        assert all(x.is_contiguous() and x.shape[-1] == q.shape[-1] for x in (q, k, v))
         parts = [
             F.scaled_dot_product_attention(
                 *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)),
                 is_causal=True,
+                scale=given.get("scale"),
                 enable_gqa=given.get("enable_gqa", version == "2.11"),
             )[0].transpose(0, 1)
             for a, b in itertools.pairwise(starts.tolist())
@@ -248,14 +263,16 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
 
     stand_in.__signature__ = signature
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
-    documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
-    tensors = [draw(i, 2, n, 8, 16, dtype=torch.float32) for i, n in enumerate((4, 2, 2))]
-    expected = packed_attention_reference(*tensors, documents=documents)
-    assert torch.allclose(by_kernel(*tensors, documents), expected, atol=1e-5)
+    documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    for value_dim in (16, 8, 24):
+        shapes = ((4, 16), (2, 16), (2, value_dim))
+        tensors = [draw(i, 2, n, 8, size, dtype=torch.float32) for i, (n, size) in enumerate(shapes)]
+        expected = packed_attention_reference(*tensors, documents=documents)
+        assert torch.allclose(by_kernel(*tensors, documents), expected, atol=1e-5)
 
 
 def test_slices_inside_documents_are_the_whole_cut():
-    documents = Documents.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
     whole = packed_attention_reference(q, k, v, documents=documents)
     for place in (slice(0, 3), slice(3, 4), slice(4, 8)):

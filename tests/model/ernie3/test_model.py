@@ -16,7 +16,7 @@ from megapar.data.store import Split
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
-from megapar.model.ernie3.recurrence import Rows, generate
+from megapar.model.ernie3.recurrence import BranchContext, generate
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.tasks import TASKS
 from megapar.model.spec import parameter_counts, table_of
@@ -134,7 +134,7 @@ def test_memory_is_the_same_layers_last_segment_without_gradient() -> None:
     valid[1, 6:] = False
     rows = torch.arange(2)
     slices = (slice(0, 8), slice(8, 16))
-    context = Rows(valid, None, 32, slices=slices, own_slices=slices, text=valid, memory=4)
+    context = BranchContext(valid, None, 32, slices=slices, own_slices=slices, text=valid, memory=4)
     first, second = x[:, :8].clone().requires_grad_(), x[:, 8:].clone().requires_grad_()
     y = generate(block, torch.cat((first, second), dim=1), rows, context)
 

@@ -1,0 +1,141 @@
+"""Self-attention: what all kinds of it share, and the methods by which a kind is defined.
+
+    x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
+
+A kind is one subclass of ``SelfAttention``, registered in ``attention_kinds``: it owns the weights, makes queries, keys
+and values of the positions on this rank (``project``) and turns heads back into hidden features (``output``). The core
+is the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
+(``attention_slices``), over ranks that share the sequence (``core.context_parallel``), kept or computed again. A kind
+whose scores have another scale multiplies its queries by the difference.
+
+Shape letters: B batch, S sequence (under context parallelism, this rank's share of it), H hidden, N query heads and G
+key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks what is cut over the
+tensor parallel axis.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megapar.core.compiled import Run, counted, plain
+from megapar.core.context_parallel.blockwise import attend_blockwise
+from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.ops import attention_reference, op
+from megapar.core.device.packed import packed_attention_reference
+from megapar.core.selective import again
+from megapar.core.tensor_parallel import LayerOptions, Started
+from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.layers.context import Context
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Angles = tuple[Tensor, Tensor]  # cos and sin of rope, [B, S, rotary_dim / 2] each
+
+
+class SelfAttention(nn.Module, ABC):
+    """Attention over the whole sequence of each sample, heads cut over mp; the base of every kind.
+
+    x [B, S(/mp), H] -> project -> q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] -> core: softmax(q k^T) v
+      -> [B, S, N, V] -> output -> y [B, S(/mp), H]
+    Under context parallelism the core reaches all positions, by the method of ``cp``.
+
+    sizes: numbers of the layer. mp, cp: the axes that share its heads and its positions.
+    stream: the number of this rank's random numbers: each rank of mp has other heads, each of cp other positions or
+    heads. place: the name of the weights' dropout. dropout: its probability, which training may change.
+    selective: compute the core again in the backward instead of keeping what it keeps. run: runs pure functions.
+    """
+
+    def __init__(
+        self, sizes: AttentionSizes, layer: int, *, cp: ContextParallel | None = None, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__()
+        self.sizes, self.mp, self.cp = sizes, options["mp"], cp or ContextParallel()
+        self.stream = self.cp.axis.rank * self.mp.size + self.mp.rank
+        self.place = f"layers.{layer}.attention.weights"
+        self.dropout = sizes.dropout
+        self.selective = False
+        self.run: Run = plain
+
+    @abstractmethod
+    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S(/mp), H] to q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V]. angles: of these positions, for rope."""
+
+    @abstractmethod
+    def output(self, y: Tensor) -> Tensor:
+        """[B, S, N, V], heads of the output, to [B, S(/mp), H]."""
+
+    def start_project(self, x: Tensor) -> Started:
+        """Launch what ``project`` needs from other ranks of mp; a kind that launches nothing leaves this as it is."""
+        return Started(x)
+
+    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the result of ``project`` once what ``start_project`` launched is here."""
+        return self.project(started.x, angles)
+
+    def start_output(self, y: Tensor) -> Started:
+        """Launch the sum over mp in ``output``; a kind that launches nothing leaves this as it is."""
+        return Started(self.output(y))
+
+    def finish_output(self, started: Started) -> Tensor:
+        """Return the result of ``output`` once what ``start_output`` launched is here."""
+        return started.x
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, M, G, D] and values [B, M, G, V] of earlier positions [B, M, H] (ERNIE 3.0's recurrence).
+
+        memory: without gradient, whole on every rank of mp. Raises NotImplementedError for kinds without a memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no memory of earlier segments: define project_memory")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[B, S(/mp), H] to [B, S(/mp), H]."""
+        return self.output(self.core(*self.project(x, context.angles), context))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, S, N, V]."""
+        if self.cp.deals_heads:
+            q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.traffic)
+        # Blocks of keys that other ranks send are not kept anyway; computing again would send them again.
+        selective = self.selective and context.plan is None
+        y = again(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
+        return to_positions(y, self.cp.axis, self.cp.traffic) if self.cp.deals_heads else y
+
+    @contextmanager
+    def drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:
+        """Draw from the random numbers of ``place``; yields the weights' dropout probability, 0 outside training."""
+        dropout = self.dropout if self.training else 0.0
+        with context.streams.drawing(device, place, self.stream) if dropout else nullcontext():
+            yield dropout
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """The core on this rank's heads or blocks: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, S, N, V]."""
+        flash, documents = self.sizes.flash, context.documents
+        q_heads, k_heads, v_heads = heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        with self.drawing(context, self.place, q.device) as dropout:
+            if context.plan is not None:
+                transport, plan = self.cp.transport, context.plan
+                y = attend_blockwise(q_heads, k_heads, v_heads, transport, plan, flash=flash, dropout=dropout)
+            elif documents is not None:
+                packed = op("packed_attention", q) if flash else packed_attention_reference
+                y = packed(*heads, documents=documents, dropout=dropout)
+            elif dropout:
+                attention = op("attention", q) if flash else attention_reference
+                y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
+            else:
+                y = self.run(attend, q, k, v, context.valid, self.sizes.causal, flash)
+        return y.transpose(1, 2)
+
+
+@counted(2, 2, 2, 2)
+def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, flash: bool) -> Tensor:
+    """Attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V]."""
+    attention = op("attention", q) if flash else attention_reference
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, valid=valid)
