@@ -35,7 +35,7 @@ from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 from scripts.trace_table import counted
 
-READ = "ExpertParallelDispatcher.read"
+READ = "TokenDispatcher.read"
 
 
 class Watch(Tally):

@@ -1,4 +1,4 @@
-"""Who is kept when an expert has room for C pairs: the drop policies of deepspeed_moe.
+"""Token dropping: which pairs are kept when an expert has room for C of them, by the policies of deepspeed_moe.
 
 Every expert has a queue of the (token, choice) pairs that chose it, and the first C of them are kept.
 The policies differ only in the order of the queue, drawn here for three tokens a, b, c and two choices:
@@ -8,8 +8,8 @@ The policies differ only in the order of the queue, drawn here for three tokens 
     probs    highest probability first, ties in token order (DeepSpeed's top-k)
 
 Tokens must come in their order in the micro-batch: original position, then sample. A piece of the
-micro-batch (a slice, a rank's chunk) places its pairs behind those of all lower-numbered pieces, by
-``queue_starts``; ``probs`` cannot be cut into pieces.
+micro-batch (a slice, a rank's chunk) places its pairs after those of all lower-numbered pieces, by
+``queue_starts``; for ``probs`` there is no such order of pieces.
 
 Shape letters: T tokens of this piece, k choices per token, E experts, C capacity.
 """
@@ -31,11 +31,11 @@ def capacity_on_device(sizes: MoeSizes, tokens: Tensor) -> Tensor:
 
 
 def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
-    """[k, E] int64: the pairs that stand before this piece's c-th choices in each expert's queue.
+    """[k, E] int64: the pairs that come before this piece's c-th choices in each expert's queue.
 
     counts_PkE: pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
     ``choice`` needs all pieces; ``token`` reads only those before ``piece``, so a running count will do.
-    Raises ValueError for ``probs``, whose order no counts can tell.
+    Raises ValueError for ``probs``, whose order does not follow from counts.
     """
     before_kE = counts_PkE[:piece].sum(0)
     if policy == "token":
@@ -56,7 +56,7 @@ def keep_by_order(
     """
     num_experts = starts_kE.shape[1]
     choice_k = torch.arange(experts_Tk.shape[1], device=experts_Tk.device)
-    # Under ``choice`` each (choice, expert) has a queue of its own, behind those of the earlier choices.
+    # Under ``choice`` each (choice, expert) has a separate queue, after those of the earlier choices.
     queue_Tk = experts_Tk + choice_k * num_experts if policy == "choice" else experts_Tk
     if valid_T is not None:
         queue_Tk = torch.where(valid_T[:, None], queue_Tk, starts_kE.numel())
@@ -114,7 +114,7 @@ def _keep_by_score(
 
 
 def _places(queue: Tensor, num_queues: int) -> Tensor:
-    """Each pair's place in its queue, from 0, where pairs stand in the order given. queue: [N] 0..num_queues."""
+    """Each pair's place in its queue, from 0; pairs are queued in the order given. queue: [N] 0..num_queues."""
     order = torch.sort(queue, stable=True).indices
     lengths = queue.new_zeros(num_queues + 1).scatter_add_(0, queue, torch.ones_like(queue))
     first = lengths.cumsum(0) - lengths

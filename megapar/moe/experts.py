@@ -32,11 +32,20 @@ class Experts(nn.Module):
         gate_up [E, 2, F, H] (swiglu: gate at 0, up at 1) or up [E, F, H] (gelu)
         down [E, H, F]; with ``add_bias``: gate_up_bias [E, 2, F] or up_bias [E, F], down_bias [E, H]
         forward   grouped product, activation, grouped product; no collective
-        dgrad     grouped products with the weights as they lie; no collective
+        dgrad     grouped products with the weights in their layout; no collective
         wgrad     one [out, in] product per expert over its rows, whole on its rank
     Where F is cut over emp, the result is a partial sum over emp and so is dgrad; down_bias [E, H] is then whole on
     every rank of emp, enters the sum on the first (``adds_down_bias``) and has the whole gradient on all.
     Parameters are created uninitialised.
+
+    Attributes:
+        gated: gate and up projection, instead of up alone.
+        has_bias: experts have biases.
+        selective: compute the activation again in the backward instead of keeping it.
+        adds_down_bias: this rank adds ``down_bias`` to the sum over emp.
+        run: calls the activation, as it is or compiled.
+        up_name: of the first weight, ``gate_up`` or ``up``.
+        weight_gradients: takes the products of weight gradients, to make them later; None: they are made at once.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gated = gated
         self.has_bias = add_bias
-        self.selective = False  # compute the activation again instead of keeping it
+        self.selective = False
         self.adds_down_bias = adds_down_bias
         self.run: Run = plain
 
@@ -69,13 +78,14 @@ class Experts(nn.Module):
         self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
         self.weight_gradients: WeightGradients | None = None
 
-    def forward(self, job: Callable[..., T], *entering: Any) -> T:
-        """``job(self, *entering)``: all that a pass asks of these experts, in one call.
+    def forward(self, function: Callable[..., T], *entering: Any) -> T:
+        """``function(self, *entering)``: everything that a passage computes with these experts, in one call.
 
-        Where sharding cuts the weights they are gathered when it begins and their gradients reduced when those of
-        ``entering`` have been made, so the tensors that bring rows must stand in it, and what leaves in the result.
+        Under FSDP the call of the module gathers the weights; their gradients are reduced when the gradients of
+        ``entering`` have been computed. So the tensors that bring rows must be in ``entering``, and the tensors that
+        leave in the result. Several slices, which call ``compute`` several times, gather once.
         """
-        return job(self, *entering)
+        return function(self, *entering)
 
     def compute(self, rows_RH: Tensor, counts_E: Tensor, sizes_E: tuple[int, ...] | None = None) -> Tensor:
         """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R.
@@ -100,7 +110,7 @@ class Experts(nn.Module):
     def apart(self) -> list[Callable[[Tensor], Tensor]]:
         """A function of every expert here, [R, H] of its rows to [R, H], to be called any number of times.
 
-        What the calls of a pass add to an expert's weights is summed by itself, and put together once.
+        The weight gradients of its calls are summed per expert, and joined with those of the other experts once.
         """
         up, down = (self._pieces(name) for name in (self.up_name, "down"))
         up_bias = self._pieces(f"{self.up_name}_bias") if self.has_bias else [None] * len(up)
@@ -122,7 +132,7 @@ class Experts(nn.Module):
         return [make(e) for e in range(len(up))]
 
     def _pieces(self, name: str) -> list[Callable[[], Tensor]]:
-        """What each expert has of a parameter, for one use after another."""
+        """Each expert's part of a parameter, as a function to call for each use."""
         parts = local(getattr(self, name)).unbind(0)
         return [partial(WideSum().use, part) if part.dtype.itemsize < 4 else partial(_itself, part) for part in parts]
 

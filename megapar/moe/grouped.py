@@ -1,6 +1,6 @@
 """Linear layers of many experts at once, over rows that are sorted by expert.
 
-By the device's own grouped product, or with the rows of each expert as the host knows them where the device has none.
+They use the device's grouped product, or products per expert where it has none and the host knows each one's rows.
 
 Shape letters: R rows, I input features, O output features, E experts on this rank.
 """
@@ -28,9 +28,9 @@ def grouped_linear(
     """[R, O]: each row times the transposed weight of its expert.
 
     rows_RI: the rows of expert 0, then those of expert 1, and so on. counts_E: int64, rows of each expert,
-    some perhaps 0; they must sum to R, because what lies beyond is not computed. later: gets the product of the
-    weight's gradient (``core.weight_gradients``). sizes_E: the counts as the host knows them; they are given where the
-    device's product would ask for them each time.
+    some perhaps 0; they must sum to R, because rows beyond are not computed. later: gets the product of the
+    weight's gradient (``core.weight_gradients``). sizes_E: the counts on the host, given where the device's product
+    would read them from the device each time.
     """
     if later is not None:
         return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later, sizes_E)  # type: ignore[no-any-return]

@@ -22,12 +22,13 @@ SMALLEST_TOTAL = 1e-12  # below it renormalisation would divide by nothing; the 
 
 
 class Routing(NamedTuple):
-    """The router's answer for T tokens; padding is routed like the rest here and masked by who uses it.
+    """The router's choices for T tokens; padding is routed like the rest here, and masked later.
 
-    probs: [T, E] full scores (of sigmoid: not normalised), max(fp32, dtype), differentiable.
-    experts: [T, k] int64, best choice first.
-    sums: sums over the non-padding tokens, see ``stats.RouterSums``. orthogonal: scalar, see
-    ``Router.orthogonal_loss``; None where it is not asked for.
+    Attributes:
+        probs: [T, E] full scores (of sigmoid: not normalised), max(fp32, dtype), differentiable.
+        experts: [T, k] int64, best choice first.
+        sums: sums over the non-padding tokens.
+        orthogonal: scalar, see ``Router.orthogonal_loss``; None where that loss is not used.
     """
 
     probs: Tensor
@@ -66,7 +67,7 @@ class Router(nn.Module):
         experts_Tk = self.choose(probs_TE)
         by_sample = samples if self.sizes.sequence_aux else 0
         sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample, self.sizes.loss_choices)
-        # Here and not behind the forward, where sharding may have let the weight go.
+        # In the forward and not after it, when sharding may have freed the gathered weight.
         orthogonal = self.orthogonal_loss() if self.sizes.orthogonal else None
         return Routing(probs_TE, experts_Tk, sums, orthogonal)
 

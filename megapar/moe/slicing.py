@@ -1,4 +1,4 @@
-"""How the sequence is cut into slices that are pipelined from attention to experts. Standard library only, no torch."""
+"""The slices of a sequence, which are pipelined from attention to experts. Standard library only, no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ CAPACITIES = ("global", "slice")
 class Slicing:
     """The options of AMPipe and pipe-experts for one model.
 
-    degree: slices (d). balanced: their lengths make causal attention work even, instead of being equal.
-    capacity: ``global``, an expert's capacity is that of the micro-batch, whose earlier slices come first; ``slice``,
-    every slice has one of its own. cross_layer: slices go on into the next layer one by one. overlap_mp: collectives of
-    the experts over their mp axis fly under other slices' experts. expert_pieces: pieces that each expert's rows of a
-    slice are sent in; 0, all experts' rows of a slice travel as one message. chained: a piece leaves when the experts'
-    mp collective before it has been launched, for links that ep and mp must not use at once (``Traffic.chained``).
+    Attributes:
+        degree: slices (d).
+        balanced: slices have equal work in causal attention, instead of equal lengths.
+        capacity: ``global``, an expert's capacity is that of the micro-batch, whose earlier slices come first;
+            ``slice``, every slice has a separate capacity.
+        cross_layer: slices go on into the next layer one by one.
+        overlap_mp: collectives of the experts over their mp axis are hidden under other slices' experts.
+        expert_pieces: pieces that each expert's rows of a slice are sent in; 0: all experts' rows of a slice are one
+            message.
+        chained: a piece is sent when the experts' mp collective before it has been launched, for links that ep and mp
+            must not use at once (``Traffic.chained``).
     """
 
     degree: int = 1
@@ -39,18 +44,18 @@ class Slicing:
 
     @property
     def active(self) -> bool:
-        """Whether layers run slice by slice at all."""
+        """Layers run slice by slice: there are several slices, or pieces of them."""
         return self.degree > 1 or self.expert_pieces > 0
 
     def cut(self, length: int, parts: int = 1) -> tuple[slice, ...]:
         """The slices of a sequence of ``length`` positions, each a multiple of ``parts`` (ranks that share it).
 
-        As ``cut_sequence`` does it.
+        The rule and its errors are those of ``cut_sequence``.
         """
         return cut_sequence(length, parts, self.degree, balanced=self.balanced)
 
     def order(self, length: int, parts: int) -> list[int]:
-        """Where each position of the data comes from, so that a rank's chunk holds its part of every slice.
+        """The source of each position of the data, such that a rank's chunk holds its part of every slice.
 
         With parts ranks of sequence parallelism, rank r's chunk is the r-th parts-th of slice 0, then of slice 1, ...
         """

@@ -1,8 +1,8 @@
-"""What one MoE layer reports about its routing beside its output.
+"""The statistics of one MoE layer's routing: load balancing loss, z loss, load and drops.
 
 Every statistic is made in two steps: sums over tokens, which add up over slices and over ranks, and one
-finishing function that divides by the tokens of the micro-batch. So a layout that cuts the micro-batch
-merges the sums first and gets the number of the whole, not a mean of means.
+finishing function that divides by the tokens of the micro-batch. So where a layout divides the micro-batch,
+the sums are merged first and the result is the number of the whole, not a mean of means.
 
 Shape letters: T tokens, k choices per token, E experts.
 """
@@ -22,12 +22,13 @@ from megapar.core.context_parallel.share import Share
 class MoeStats(NamedTuple):
     """Statistics of one layer over one micro-batch. Padding is in none of them.
 
-    aux: scalar, load-balance loss without its coefficient, differentiable.
-    z: scalar, mean squared log-sum-exp of the router logits without its coefficient, differentiable.
-    sequence: scalar, sum over the samples of each one's own load-balance loss; 0 where nobody asks for it.
-    orthogonal: scalar, of the router's weight alone, whatever the tokens; 0 where nobody asks for it.
-    load: [E] int64, (token, choice) pairs routed to each expert, before drops.
-    dropped: int64 scalar, (token, choice) pairs that no expert had room for.
+    Attributes:
+        aux: scalar, the load balancing loss (auxiliary loss) without its coefficient, differentiable.
+        z: scalar, mean squared log-sum-exp of the router logits without its coefficient, differentiable.
+        sequence: scalar, sum over the samples of the load balancing loss of each; 0 where it is not used.
+        orthogonal: scalar, of the router's weight alone, whatever the tokens; 0 where it is not used.
+        load: [E] int64, (token, choice) pairs routed to each expert, before drops.
+        dropped: int64 scalar, (token, choice) pairs that no expert had room for.
     """
 
     aux: Tensor
@@ -41,13 +42,14 @@ class MoeStats(NamedTuple):
 class RouterSums(NamedTuple):
     """Sums over the non-padding tokens of one piece of a micro-batch.
 
-    probs: [E] sum of the full scores, before bias and renormalisation, differentiable.
-    z: scalar sum of squared log-sum-exps, differentiable.
-    counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
-    by_sample: [B, 2, E] per sample the sum of the scores, differentiable, and how many tokens score each expert among
-    their best k; B is 0 where nobody asks for them.
-    best: [E] int64, tokens that score each expert among their best, where biases or groups may have chosen others;
-    empty where the choices are the best, so that ``counts`` says it.
+    Attributes:
+        probs: [E] sum of the full scores, before bias and renormalisation, differentiable.
+        z: scalar sum of squared log-sum-exps, differentiable.
+        counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
+        by_sample: [B, 2, E] per sample the sum of the scores, differentiable, and the number of tokens that score each
+            expert among their best k; B is 0 where they are not used.
+        best: [E] int64, tokens that score each expert among their best, where biases or groups may have chosen others;
+            empty where the choices are the best ones, which ``counts`` counts.
     """
 
     probs: Tensor
@@ -80,8 +82,9 @@ def router_sums(
 ) -> RouterSums:
     """Sum what the losses and the load need over the tokens; ``valid_T`` False is padding, None is no padding.
 
-    probs_TE: shares of a token, which sum to 1. samples: to sum by, where the losses of each are asked for. best: of a
-    token's experts in order of score, how many the losses count, where ``experts_Tk`` may be others; 0: they are not.
+    probs_TE: shares of a token, which sum to 1. samples: to sum by, where the losses of each are used; 0: they are not.
+    best: the number of a token's experts, in order of score, that the losses count, where ``experts_Tk`` may be others;
+    0: ``experts_Tk`` are the best.
     """
     num_experts = probs_TE.shape[1]
     z_T = torch.logsumexp(logits_TE, dim=1).square()
@@ -126,14 +129,14 @@ def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None
     pairs = torch.cat([counts.flatten(), sums.best])
     own = torch.cat([sums.probs, sums.z[None], pairs.to(sums.probs.dtype), by_sample])
     sizes = [len(sums.probs), 1, counts.numel(), len(sums.best), by_sample.numel()]
-    probs, z, told, best, by_sample = share.gather(own[None]).split(sizes, dim=1)
-    counts_PkE = told.detach().long().unflatten(1, counts.shape).flatten(0, 1)
+    probs, z, pairs, best, by_sample = share.gather(own[None]).split(sizes, dim=1)
+    counts_PkE = pairs.detach().long().unflatten(1, counts.shape).flatten(0, 1)
     whole = by_sample.sum(0).view_as(sums.by_sample)
     return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0), whole, best.detach().long().sum(0)), counts_PkE
 
 
 def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:
-    """Finish (aux, z) from the sums over a whole micro-batch of ``valid_tokens`` non-padding tokens.
+    """Load balancing loss and z loss, from the sums over a whole micro-batch of ``valid_tokens`` non-padding tokens.
 
     aux = E/k · Σ_e mean(p_e) · mean(count_e), where count_e is 1 for a token's best k experts by score, whatever biases
     and groups made of the choice; it is 1 when the load is even. With ``first_choices_only`` (drop policy ``choice``,
@@ -152,7 +155,7 @@ def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bo
 
 
 def sequence_loss(sums: RouterSums) -> Tensor:
-    """Sum over samples of E/k · Σ_e mean(p_e) · mean(count_e), means over the sample's own tokens.
+    """Load balancing loss per sample: the sum over samples of E/k · Σ_e mean(p_e) · mean(count_e) over its tokens.
 
     count_e as in ``router_losses``: of a token's best k experts by score.
     A sample without tokens adds 0. Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.

@@ -35,7 +35,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.samples import Sample
 from megapar.moe import pieces
-from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
+from megapar.moe.expert_parallel import RowCounts, TokenDispatcher
 from megapar.moe.layer import MoeLayer
 from megapar.tools.fake import RememberingMode
 from megapar.trainer import Trainer
@@ -78,8 +78,8 @@ def pretend(
             stack.enter_context(patch.object(job, "_make_model", _make_model))
             stack.enter_context(patch.object(fsdp, "fully_shard", _fully_shard))
             stack.enter_context(patch.object(overlap, "_multiply", _multiply_one))
-            stack.enter_context(patch.object(ExpertParallelDispatcher, "announce", _announce_balanced))
-            stack.enter_context(patch.object(ExpertParallelDispatcher, "read", _read))
+            stack.enter_context(patch.object(TokenDispatcher, "announce", _announce_balanced))
+            stack.enter_context(patch.object(TokenDispatcher, "read", _read))
             stack.enter_context(patch.object(MoeLayer, "read_sizes", _read_sizes))
             stack.enter_context(patch.object(pieces, "_cut", _cut_numbers))
             stack.enter_context(patch.object(World, "mesh", _real_mesh))
@@ -113,8 +113,8 @@ def _values(x: Tensor) -> list[float]:
     return [0.0] * len(x)
 
 
-def _read(_: ExpertParallelDispatcher, told: Announced) -> Tensor:
-    return told.numbers
+def _read(_: TokenDispatcher, row_counts: RowCounts) -> Tensor:
+    return row_counts.numbers
 
 
 def _read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def _cut_numbers(counts: Any, piece: int, count: int) -> Any:
         return _cut(torch.from_numpy(counts), piece, count).numpy()
 
 
-_announce, _mesh = ExpertParallelDispatcher.announce, World.mesh
+_announce, _mesh = TokenDispatcher.announce, World.mesh
 _model, _multiply = job._make_model, overlap._multiply
 _cut = pieces._cut
 
@@ -164,14 +164,14 @@ def _real_mesh(world: World, *names: str) -> DeviceMesh:
 
 
 def _announce_balanced(
-    dispatcher: ExpertParallelDispatcher, experts_Tk: Tensor, kept_Tk: Tensor | None, **options: Any
-) -> Announced:
+    dispatcher: TokenDispatcher, experts_Tk: Tensor, kept_Tk: Tensor | None, **options: Any
+) -> RowCounts:
     """The counts of a balanced load in place of those that the host would read: [2 (+ emp), ep, L]."""
-    told = _announce(dispatcher, experts_Tk, kept_Tk, **options)
+    row_counts = _announce(dispatcher, experts_Tk, kept_Tk, **options)
     share, rest = divmod(experts_Tk.numel(), dispatcher.num_experts)
     own = np.full(dispatcher.num_experts, share)
     own[:rest] += 1
-    counts = own.reshape(tuple(told.counts.shape))
+    counts = own.reshape(tuple(row_counts.counts.shape))
     arriving = np.broadcast_to(counts[dispatcher.ep.rank], counts.shape)
     rows = [counts, arriving, *([arriving] * dispatcher.emp.size if dispatcher.gathers else [])]
-    return told._replace(numbers=np.stack(rows))  # type: ignore[arg-type]
+    return row_counts._replace(numbers=np.stack(rows))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megapar.moe.expert_parallel import Announced, ExpertParallelDispatcher
+from megapar.moe.expert_parallel import RowCounts, TokenDispatcher
 from megapar.moe.layer import MoeLayer
 from megapar.tools import pretend
 from megapar.tools.kernels import kernels_of
@@ -200,9 +200,9 @@ def asked(tally: Tally) -> Iterator[None]:
         tally.wait()
         return [0.0] * len(x)
 
-    def read(_: ExpertParallelDispatcher, told: Announced) -> Tensor:
-        tally.wait("ExpertParallelDispatcher.read")
-        return told.numbers
+    def read(_: TokenDispatcher, row_counts: RowCounts) -> Tensor:
+        tally.wait("TokenDispatcher.read")
+        return row_counts.numbers
 
     def read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]:
         tally.wait("MoeLayer.read_sizes")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.model.layers import block
-from megapar.moe.layer import MoeLayer
+from megapar.moe import layer
+from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Routing
-from megapar.moe.stats import MoeStats, RouterSums
+from megapar.moe.stats import MoeStats
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep
@@ -39,17 +39,16 @@ def trace_by_parts(
     replay: Choices | None = None,
 ) -> Trace | None:
     """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
-    with patch.object(block, "MoeLayer", _layer_of(parts)):
+    with patch.object(layer, "MicroBatchRouting", _routing_by(parts)):
         return trace(rank, world_size, rendezvous, kind, flags, steps, replay)
 
 
-def _layer_of(parts: Parts) -> type[MoeLayer]:
-    class LayerByParts(MoeLayer):
+def _routing_by(parts: Parts) -> type[MicroBatchRouting]:
+    class RoutingByParts(MicroBatchRouting):
         """Decides apart for each run of positions who is kept, makes room for every pair, counts drops one by one."""
 
-        def kept(
-            self, routing: Routing, counts: Tensor, valid: Tensor | None, batch: int, *capacity: Any, **runs: Any
-        ) -> Tensor:
+        def keep(self, routing: Routing, valid: Tensor | None, batch: int, length: int) -> Tensor:
+            super().keep(routing, valid, batch, length)
             probs, experts = (x.detach().unflatten(0, (batch, -1)).tolist() for x in (routing.probs, routing.experts))
             text = torch.ones(len(routing.probs), dtype=torch.bool) if valid is None else valid.flatten()
             is_text = text.unflatten(0, (batch, -1)).tolist()
@@ -68,14 +67,13 @@ def _layer_of(parts: Parts) -> type[MoeLayer]:
             self.num_kept = int(kept.sum())
             return kept.flatten(0, 1)
 
-        def _room(self, positions: int, *args: Any, **options: Any) -> tuple[int, bool]:
+        def room(self, positions: int, **options: Any) -> tuple[int, bool]:
             return positions * self.sizes.topk, False
 
-        def stats(self, sums: RouterSums, counts: Tensor, tokens: int, *more: Any) -> MoeStats:
-            dropped = torch.tensor(tokens * self.sizes.topk - self.num_kept)
-            return super().stats(sums, counts, tokens, *more)._replace(dropped=dropped)
+        def stats(self) -> MoeStats:
+            return super().stats()._replace(dropped=torch.tensor(self.tokens * self.sizes.topk - self.num_kept))
 
-    return LayerByParts
+    return RoutingByParts
 
 
 def _capacity(sizes: MoeSizes, tokens: int) -> int:

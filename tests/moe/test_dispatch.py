@@ -3,7 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar.moe.dispatch import LocalDispatcher, permute, sort_by_expert, spread_by_expert, unpermute
+from megapar.core.axis import Axis
+from megapar.core.traffic import Traffic
+from megapar.moe.dispatch import permute, sort_by_expert, spread_by_expert, unpermute, weigh
+from megapar.moe.expert_parallel import TokenDispatcher
 from megapar.moe.stats import count_pairs
 
 WIDTH = 4
@@ -93,18 +96,24 @@ def test_permute_and_unpermute_are_adjoint_and_so_are_their_gradients(sending):
     torch.testing.assert_close(torch.autograd.grad(back, other, x.detach())[0], there.detach())
 
 
+def local(num_experts):
+    """A dispatcher with all experts on this rank."""
+    return TokenDispatcher(num_experts, Axis.single("ep"), Axis.single("emp"), False, False, Traffic())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_combine_adds_up_in_fp32(dtype):
     """1 + 255 small numbers: adding in bf16 or fp16 one by one would lose them."""
     topk = 256
-    experts = torch.arange(topk)[None]
-    sent = LocalDispatcher(topk).dispatch(
-        torch.ones(1, WIDTH, dtype=dtype), torch.ones(1, topk), experts, None, topk, True
-    )
+    plan = local(topk).plan(torch.arange(topk)[None], None, topk, True)
+    _, weights = local(topk).dispatch(torch.ones(1, WIDTH, dtype=dtype), torch.ones(1, topk), plan)
     rows = torch.full((topk, WIDTH), 2.0**-12, dtype=dtype)
     rows[0] = 1.0
     torch.testing.assert_close(
-        LocalDispatcher(topk).combine(rows, sent).float(), torch.full((1, WIDTH), 1 + 255 * 2.0**-12), rtol=4e-3, atol=0
+        unpermute(weigh(rows, weights), plan.send_order).float(),
+        torch.full((1, WIDTH), 1 + 255 * 2.0**-12),
+        rtol=4e-3,
+        atol=0,
     )
 
 
@@ -112,10 +121,11 @@ def test_weights_travel_with_their_rows():
     experts = torch.tensor([[2, 0], [0, 1], [2, 1]])
     weights = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.0]], requires_grad=True)
     kept = torch.tensor([[True, True], [True, True], [True, False]])
-    sent = LocalDispatcher(3).dispatch(torch.zeros(3, WIDTH), weights, experts, kept, 6, False)
-    torch.testing.assert_close(sent.weights, torch.tensor([0.2, 0.3, 0.4, 0.1, 0.5, 0.0]))
-    assert sent.counts.tolist() == [2, 1, 3]
-    sent.weights.sum().backward()
+    plan = local(3).plan(experts, kept, 6, False)
+    _, sent = local(3).dispatch(torch.zeros(3, WIDTH), weights, plan)
+    torch.testing.assert_close(sent, torch.tensor([0.2, 0.3, 0.4, 0.1, 0.5, 0.0]))
+    assert plan.counts.tolist() == [2, 1, 3]
+    sent.sum().backward()
     torch.testing.assert_close(weights.grad, torch.ones(3, 2))
 
 

@@ -27,7 +27,7 @@ from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.decoder.table import decoder_table
 from megapar.model.layers.mlp import Mlp
-from megapar.moe.expert_parallel import ExpertParallelDispatcher, order_by_expert
+from megapar.moe.expert_parallel import TokenDispatcher, order_by_expert
 from megapar.moe.layer import MoeLayer
 from tests.model.small import MOE
 from tests.support import late
@@ -221,19 +221,19 @@ def announced(rank, world_size, rendezvous):
         grid = Grid(sharding=2, mp=2, ep=2, emp=2)
         world = World.start(grid, Device(), timedelta(seconds=60), f"file://{rendezvous}")
     traffic = Traffic(device=world.device)
-    dispatcher = ExpertParallelDispatcher(4, world.axis("ep"), world.axis("emp"), cut=True, even=False, traffic=traffic)
+    dispatcher = TokenDispatcher(4, world.axis("ep"), world.axis("emp"), True, False, traffic)
     experts_Tk = torch.randint(0, 4, (9, 2), generator=torch.Generator().manual_seed(rank))
     launched = []
     with patch.object(Axis, "note", lambda axis, kind: launched.append(axis.name)):
-        told = dispatcher.announce(experts_Tk, None)
-    everyone = [torch.empty_like(told.counts) for _ in range(world_size)]
-    dist.all_gather(everyone, told.counts)
+        row_counts = dispatcher.announce(experts_Tk, None)
+    everyone = [torch.empty_like(row_counts.counts) for _ in range(world_size)]
+    dist.all_gather(everyone, row_counts.counts)
     ep, emp = world.axis("ep"), world.axis("emp")
     # emp is innermost: who shares experts with a rank stands beside it.
     senders = [[place - emp.rank + sharer for place in ep.ranks] for sharer in range(emp.size)]
     wanted = torch.stack([torch.stack([everyone[sender][ep.rank] for sender in row]) for row in senders])
     world.close()
-    return launched, torch.equal(told.gathered, wanted), torch.equal(told.arriving, wanted[emp.rank])
+    return launched, torch.equal(row_counts.gathered, wanted), torch.equal(row_counts.arriving, wanted[emp.rank])
 
 
 def test_counts_of_cut_tokens_go_over_emp_before_they_queue_over_ep():

@@ -9,7 +9,7 @@ keys and values are shared: slice c sees those of slices 0..c. Program order of 
 With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer's slices are put
 together: ``C0v attn0 D0^  C1v attn1 D1^``. What flies between two layers is passed as tokens (``core.tickets``), which
 stand bare in the output, because hooks of sharding must see what autograd sees. A recomputed unit waits for what enters
-it once, in its forward, and keeps what arrived (``Entering``).
+it once, in its forward, and keeps what arrived (``IncomingSlices``).
 Under ``overlap_mp`` what attention needs of the other ranks of mp flies as well (g all-gather before the heads, r
 reduce-scatter behind the projection, q the product that makes queries, keys and values):
 
@@ -31,7 +31,7 @@ from megapar.core.replay import Replay
 from megapar.core.wide_sum import wide_sums
 from megapar.model.layers.attention_slices import CausalSlices, split_slices
 from megapar.model.layers.context import Context
-from megapar.moe.sliced import Arriving, Passage
+from megapar.moe.sliced import Passage, PendingCombines
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Sliced(NamedTuple):
     residuals: tuple[Tensor, ...]
     tokens: tuple[tuple[Tensor, ...], ...] = ()
     shared: tuple[Tensor, ...] = ()
-    arriving: Arriving | None = None
+    arriving: PendingCombines | None = None
     drop: HiddenDropout | None = None
     entered: Replay | None = None
 
@@ -70,7 +70,7 @@ class Sliced(NamedTuple):
         return out
 
 
-class Entering:
+class IncomingSlices:
     """Slices on their way into a recomputed unit: the unit keeps what arrives of them, not what it is made of."""
 
     def __init__(self, sliced: Sliced, unit: Replay) -> None:
@@ -165,6 +165,6 @@ class _Layer:
         if self._passage is not None:
             arriving, tokens, shared = self._passage.work()
             stats = self._passage.stats()
-            beside = tuple(y for y in shared if y is not None)
-            out = Sliced(tuple(self._residuals), tuple(tokens), beside, arriving, self.block.drop)
+            added = tuple(y for y in shared if y is not None)
+            out = Sliced(tuple(self._residuals), tuple(tokens), added, arriving, self.block.drop)
         return (out if self.block.slicing.cross_layer else join(out, self.context)), stats

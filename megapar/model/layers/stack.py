@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megapar.core.recompute import Recompute
 from megapar.core.replay import Replay
-from megapar.model.layers.ampipe import Entering, Sliced
+from megapar.model.layers.ampipe import IncomingSlices, Sliced
 from megapar.model.layers.context import Context
 from megapar.moe.stats import MoeStats
 
@@ -36,7 +36,7 @@ def run_layers(
         unit = partial(_run, layers[span.start : span.stop])
         if span.recomputed:
             replay = Replay()
-            entering = Entering(x, replay) if isinstance(x, Sliced) else x
+            entering = IncomingSlices(x, replay) if isinstance(x, Sliced) else x
             x, found = forward.run(unit, entering, replace(context, replay=replay), replay=replay)
         else:
             x, found = unit(x, context)
@@ -45,10 +45,10 @@ def run_layers(
 
 
 def _run(
-    layers: Sequence[nn.Module], entering: Tensor | Sliced | Entering, context: Context
+    layers: Sequence[nn.Module], entering: Tensor | Sliced | IncomingSlices, context: Context
 ) -> tuple[Tensor | Sliced, list[MoeStats]]:
     stats = []
-    x = entering.take() if isinstance(entering, Entering) else entering
+    x = entering.take() if isinstance(entering, IncomingSlices) else entering
     for number, layer in enumerate(layers, 1):
         x, found = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
         if found is not None:

@@ -1,0 +1,236 @@
+"""The routing of one micro-batch as a whole: who is kept, how many rows that is, and the statistics.
+
+A micro-batch may be divided twice: among ranks, and on each rank into slices of the sequence. Which of its pairs an
+expert keeps depends on neither, so a slice needs the counts of the tokens before it, on all ranks:
+
+    one slice      the counts are gathered with the router's sums, in one all-gather for both
+    many slices    the counts of each slice are gathered when it is routed, the sums once, after the last slice
+
+Shape letters: B samples, S positions of a slice on this rank, T = B·S tokens, E experts, k choices per token, P pieces
+of a micro-batch, R runs of consecutive positions on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapar.core.context_parallel.share import Share
+from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.capacity import (
+    capacity_on_device,
+    keep_by_order,
+    keep_by_probability,
+    keep_by_probability_over,
+    queue_starts,
+)
+from megapar.moe.router import Routing
+from megapar.moe.slicing import Slicing
+from megapar.moe.stats import MoeStats, RouterSums, add_sums, count_pairs, gather_sums, router_losses, sequence_loss
+
+Totals = tuple[RouterSums, Tensor]  # sums of the micro-batch, and [P, k, E] counts of the pieces that add up to it
+
+
+class QueuePlace(NamedTuple):
+    """The place of a rank's tokens in the experts' queues.
+
+    Attributes:
+        counts: [P, k, E] pairs of the pieces that share a capacity, in token order.
+        runs: (number, positions) of the pieces that these tokens are.
+        capacity: pairs that an expert keeps; a tensor where the host does not know it.
+        slice_number: of the slice that these tokens are; None where they are the whole sequence.
+    """
+
+    counts: Tensor
+    runs: tuple[tuple[int, int], ...]
+    capacity: int | Tensor
+    slice_number: int | None = None
+
+
+class MicroBatchRouting:
+    """Decides which pairs of a micro-batch are kept, slice by slice in order, and sums its statistics.
+
+    Attributes:
+        sizes: of the layer.
+        share: the ranks that have positions of the micro-batch.
+        shares_batch: there is more than one such rank.
+        local_capacity: this rank alone decides which of its pairs are kept.
+        slicing: how the sequence is divided into slices.
+        tokens: non-padding tokens of the micro-batch, on all ranks, known on the host.
+        capacity: pairs that an expert keeps of all slices.
+    """
+
+    def __init__(
+        self,
+        sizes: MoeSizes,
+        share: Share,
+        slicing: Slicing,
+        *,
+        local_capacity: bool,
+        tokens: int,
+        capacity: int | Tensor,
+    ) -> None:
+        self.sizes, self.share, self.slicing = sizes, share, slicing
+        self.shares_batch, self.local_capacity = share.size > 1, local_capacity
+        self.tokens, self.capacity = tokens, capacity
+        self._sums: list[RouterSums] = []
+        self._totals: Totals | None = None
+        self._orthogonal: Tensor | None = None
+        self._before_kE: Tensor | None = None
+
+    def keep(self, routing: Routing, valid_T: Tensor | None, batch: int, length: int) -> Tensor | None:
+        """[T, k] bool: pairs of the next slice that reach an expert; None: all of them.
+
+        batch, length: samples, and positions of the slice on this rank. All ranks that share the micro-batch call this
+        together.
+        """
+        self._orthogonal = routing.orthogonal  # the same for every slice
+        if self.slicing.active:
+            place = self._place_of_slice(routing, length) if self.sizes.has_capacity else None
+            self._sums.append(routing.sums)
+        else:
+            place = self._place_of_all(routing, valid_T, batch, length)
+        if place is None or not self.sizes.has_capacity:
+            return None if valid_T is None else valid_T[:, None].expand_as(routing.experts)
+        return self._within_capacity(routing, place, valid_T, batch)
+
+    def room(self, positions: int, *, even_splits: bool, padded: bool) -> tuple[int, bool]:
+        """(rows to make room for where no counts are exchanged, whether all of them are needed) for the next slice.
+
+        positions: of the slice on this rank, in all samples, padding too. padded: some of them may be padding.
+        """
+        sizes = self.sizes
+        if even_splits:
+            # Padding may differ between the ranks of ep, the rows that they send each other may not.
+            return sizes.num_experts * sizes.capacity(positions), False
+        host_knows = not (self.slicing.active or self.shares_batch)
+        pairs = (self.tokens if host_knows else positions) * sizes.topk
+        if sizes.has_capacity and not self.slicing.active:
+            pairs = min(pairs, sizes.num_experts * sizes.capacity(self.tokens))
+        return pairs, not sizes.has_capacity and (host_knows or not padded)
+
+    def stats(self) -> MoeStats:
+        """The statistics of the micro-batch, from sums over all ranks and slices; call it after the last slice."""
+        sizes = self.sizes
+        sums, counts_PkE = self._sum_slices() if self._totals is None else self._totals
+        first_only = sizes.has_capacity and sizes.drop_policy == "choice"
+        aux, z = router_losses(sums, self.tokens, first_choices_only=first_only)
+        sequence = sequence_loss(sums)
+        orthogonal = torch.zeros_like(z) if self._orthogonal is None else self._orthogonal
+        load_E = sums.counts.sum(0)
+        if not sizes.has_capacity:
+            return MoeStats(aux, z, sequence, orthogonal, load_E, load_E.new_zeros(()))
+        # Every expert is as full as it can be, whatever the policy.
+        over = load_E - sizes.capacity(self.tokens)
+        if self.shares_batch and self.local_capacity:
+            over = counts_PkE.sum(1) - capacity_on_device(sizes, counts_PkE[:, 0].sum(1))[:, None]
+        stats = MoeStats(aux, z, sequence, orthogonal, load_E, over.clamp(min=0).sum())
+        if self.slicing.active and self.slicing.capacity == "slice":
+            return stats._replace(dropped=self._dropped_by_slice())
+        return stats
+
+    def _sum_slices(self) -> Totals:
+        sums = add_sums(self._sums)
+        return gather_sums(sums, self.share) if self.shares_batch else (sums, sums.counts[None])
+
+    def _dropped_by_slice(self) -> Tensor:
+        """Pairs that were dropped where every slice has a capacity."""
+        counts_PdkE = torch.stack([sums.counts for sums in self._sums])[None]
+        if self.shares_batch:
+            counts_PdkE = self.share.gather(counts_PdkE)
+        if not (self.shares_batch and self.local_capacity):
+            counts_PdkE = counts_PdkE.sum(0, keepdim=True)
+        capacity_Pd = capacity_on_device(self.sizes, counts_PdkE[:, :, 0].sum(2))
+        over_PdE = counts_PdkE.sum(2) - capacity_Pd[:, :, None]
+        return over_PdE.clamp(min=0).sum()
+
+    def _place_of_all(self, routing: Routing, valid_T: Tensor | None, batch: int, length: int) -> QueuePlace:
+        """Of the only slice; the sums of all ranks come with the counts."""
+        own_PkE, capacity = routing.sums.counts[None], self.capacity
+        runs: tuple[tuple[int, int], ...] = ((0, length),)
+        if not self.shares_batch:
+            self._totals = routing.sums, own_PkE
+        elif self.local_capacity or not self.sizes.has_capacity:
+            self._totals = gather_sums(routing.sums, self.share)
+            if self.local_capacity:
+                capacity = capacity_on_device(self.sizes, own_PkE[0, 0].sum())
+        else:
+            runs, most, order = self.share.runs(length)
+            counts_RkE = self._counts_by_run(routing, valid_T, batch, [positions for _, positions in runs], most)
+            self._totals = gather_sums(routing.sums, self.share, counts_RkE)
+            own_PkE = self.share.sort(self._totals[1], order)
+        return QueuePlace(own_PkE, runs, capacity)
+
+    def _place_of_slice(self, routing: Routing, length: int) -> QueuePlace:
+        """Of the next of many slices."""
+        sizes, number = self.sizes, len(self._sums)
+        counts_PkE, piece = routing.sums.counts[None], 0
+        if not self.local_capacity:  # ranks are in order of position in this slice
+            order = self.share.slice_order(number)
+            counts_PkE, piece = self.share.sort(self.share.gather(counts_PkE), order), order.index(self.share.rank)
+        if self.slicing.capacity == "slice":
+            capacity = capacity_on_device(sizes, counts_PkE[:, 0].sum())
+            return QueuePlace(counts_PkE, ((piece, length),), capacity, number)
+        if self._before_kE is None:
+            self._before_kE = torch.zeros_like(counts_PkE[0])
+        before_kE, self._before_kE = self._before_kE, self._before_kE + counts_PkE.sum(0)
+        counts_PkE = torch.cat([before_kE[None], counts_PkE])
+        return QueuePlace(counts_PkE, ((piece + 1, length),), self.capacity)
+
+    def _within_capacity(self, routing: Routing, place: QueuePlace, valid_T: Tensor | None, batch: int) -> Tensor:
+        """[T, k] bool: pairs that their expert has room for."""
+        policy, capacity = self.sizes.drop_policy, place.capacity
+        # Queues are in token order: position, then sample. Tokens are by sample, then position.
+        experts_Tk = _by_position(routing.experts, batch)
+        valid_by_position = None if valid_T is None else _by_position(valid_T, batch)
+        if policy == "probs":
+            probs_TE = _by_position(routing.probs, batch)
+            if self.local_capacity:
+                kept_Tk = keep_by_probability(experts_Tk, valid_by_position, probs_TE, capacity=capacity)
+            else:
+                length = len(experts_Tk) // batch
+                kept_Tk = keep_by_probability_over(
+                    self.share,
+                    length,
+                    experts_Tk,
+                    valid_by_position,
+                    probs_TE,
+                    capacity=capacity,
+                    number=place.slice_number,
+                )
+            return _by_sample(kept_Tk, batch)
+        kept, start = [], 0
+        for number, positions in place.runs:
+            rows = slice(start * batch, (start + positions) * batch)
+            starts_kE = queue_starts(place.counts, number, policy)
+            valid_rows = None if valid_by_position is None else valid_by_position[rows]
+            kept.append(keep_by_order(experts_Tk[rows], valid_rows, starts_kE, capacity=capacity, policy=policy))
+            start += positions
+        return _by_sample(kept[0] if len(kept) == 1 else torch.cat(kept), batch)
+
+    def _counts_by_run(
+        self, routing: Routing, valid_T: Tensor | None, batch: int, positions: Sequence[int], most: int
+    ) -> Tensor:
+        """[most, k, E] pairs of each run of this rank's positions, zeros after the last one."""
+        if most == 1:
+            return routing.sums.counts[None]
+        rows = [n * batch for n in positions]
+        experts = _by_position(routing.experts, batch).split(rows)
+        valid = [None] * len(rows) if valid_T is None else _by_position(valid_T[:, None], batch).split(rows)
+        counts = [count_pairs(e, v, self.sizes.num_experts) for e, v in zip(experts, valid, strict=True)]
+        return torch.stack(counts + [torch.zeros_like(counts[0])] * (most - len(counts)))
+
+
+def _by_position(x: Tensor, batch: int) -> Tensor:
+    """[B·S, ...] -> [S·B, ...]."""
+    y: Tensor = x.unflatten(0, (batch, -1)).transpose(0, 1).flatten(0, 1)
+    return y
+
+
+def _by_sample(x: Tensor, batch: int) -> Tensor:
+    """[S·B, ...] -> [B·S, ...]."""
+    y: Tensor = x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(0, 1)
+    return y
