@@ -50,7 +50,7 @@ def test_a_model_that_fits_no_rank_is_cut_by_the_first_layout() -> None:
 def test_the_100_b_model_fits_its_64_gpus_and_not_the_32_of_the_examples() -> None:
     config = load("ernie-100b", 64)
     plan = Plan(config, V100)
-    assert sum(row.numel for row in plan.layout.table) == pytest.approx(98.2e9, rel=0.01)
+    assert sum(row.numel for row in plan.run.table) == pytest.approx(98.2e9, rel=0.01)
     assert config.training.dtype == "fp16"
     assert (config.grid.mp, config.grid.sharding, config.sharding.sharding_stage) == (8, 8, 3)
     assert plan.fits, plan.advice()

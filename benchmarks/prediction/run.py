@@ -52,7 +52,7 @@ def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
 
 def mfu(plan: Plan, basis: str) -> float:
     """Percent, on a publication's basis."""
-    share = attention_flops(plan.work) / plan.speed.flops if basis == "full" else 0.0
+    share = attention_flops(plan.run) / plan.speed.flops if basis == "full" else 0.0
     return 100 * plan.speed.mfu * (1 + share)
 
 
@@ -63,7 +63,7 @@ def rows() -> list[Row]:
         flags = entry.get("flags", "")
         plan = plan_of(entry["config"], *flags.split())
         predicted = mfu(plan, entry["basis"])
-        unstated, techniques = entry.get("unstated", ""), bool(plan.layout.assumed.said)
+        unstated, techniques = entry.get("unstated", ""), bool(plan.run.assumed.said)
         name = f"{entry['config']} {flags}".strip()
         found.append(Row(name, entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
     return found

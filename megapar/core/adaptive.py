@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
-from megapar.core.recompute import Span
+from megapar.core.recompute_choice import Span
 from megapar.core.units import GIBIBYTE, MEGABYTE
 from megapar.errors import TrainingError
 

@@ -13,9 +13,9 @@ Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -23,47 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.kept import Keeper, KeptUnit
 from megapar.core.memory import MemoryTracker
+from megapar.core.recompute_choice import Choice
 from megapar.core.replay import Replay
 from megapar.core.traffic import Traffic
 
 T = TypeVar("T")
-
-
-class Span(NamedTuple):
-    """Consecutive layers [start, stop) of this rank that run together; recomputed: as one unit."""
-
-    start: int
-    stop: int
-    recomputed: bool
-
-
-class Choice(Protocol):
-    """Which layers are recomputed, and in which units."""
-
-    def spans(self, num_layers: int) -> Sequence[Span]:
-        """All of this rank's layers, counted from 0, in order."""
-        ...
-
-
-class Interval(NamedTuple):
-    """Every ``layers`` consecutive layers are a unit; the last one may be shorter."""
-
-    layers: int
-
-    def spans(self, num_layers: int) -> list[Span]:
-        """See ``Choice``."""
-        starts = range(0, num_layers, self.layers)
-        return [Span(start, min(start + self.layers, num_layers), True) for start in starts]
-
-
-class Block(NamedTuple):
-    """The first ``layers`` layers are a unit each, the others keep everything."""
-
-    layers: int
-
-    def spans(self, num_layers: int) -> list[Span]:
-        """See ``Choice``."""
-        return [Span(number, number + 1, number < self.layers) for number in range(num_layers)]
 
 
 class Measure(Protocol):

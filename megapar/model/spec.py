@@ -8,17 +8,21 @@ planned and documented without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
+from megapar.model.cost.model_cost import ModelCost
+from megapar.model.decoder.costs import DecoderCost
 from megapar.model.decoder.published import PUBLISHED as DECODER_PUBLISHED
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.decoder.table import decoder_table
+from megapar.model.ernie.costs import ErnieCost
 from megapar.model.ernie.published import PUBLISHED as ERNIE_PUBLISHED
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie.table import ernie_table
+from megapar.model.ernie3.costs import Ernie3Cost
 from megapar.model.ernie3.published import PUBLISHED as ERNIE3_PUBLISHED
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.table import ernie3_table
@@ -38,6 +42,7 @@ class ModelSpec:
         sizes: The class of its numbers.
         table: Sizes to the parameter table, in the order of the forward.
         published: The published architectures that it can be.
+        costs: Its costs on a rank, made from sizes and a ``RankView``; also the FLOPs of a step.
         parts: ``module:Class`` of the model itself, imported when it is built.
     """
 
@@ -47,6 +52,7 @@ class ModelSpec:
     sizes: type[ModelSizes]
     table: Callable[[Any], tuple[ParameterSpec, ...]]
     published: PublishedForms
+    costs: type[ModelCost]
     parts: str
 
     def load_parts(self) -> Any:
@@ -63,6 +69,7 @@ _MODELS = (
         sizes=DecoderSizes,
         table=decoder_table,
         published=DECODER_PUBLISHED,
+        costs=DecoderCost,
         parts="megapar.model.decoder.model:Decoder",
     ),
     ModelSpec(
@@ -72,6 +79,7 @@ _MODELS = (
         sizes=ErnieSizes,
         table=ernie_table,
         published=ERNIE_PUBLISHED,
+        costs=ErnieCost,
         parts="megapar.model.ernie.model:Ernie",
     ),
     ModelSpec(
@@ -81,6 +89,7 @@ _MODELS = (
         sizes=Ernie3Sizes,
         table=ernie3_table,
         published=ERNIE3_PUBLISHED,
+        costs=Ernie3Cost,
         parts="megapar.model.ernie3.model:Ernie3",
     ),
 )
@@ -101,16 +110,28 @@ def table_of(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
     return spec_of(sizes).table(sizes)
 
 
-def parameter_counts(sizes: ModelSizes) -> tuple[int, int]:
-    """(all parameters, those that one token passes: top-k of the routed experts); buffers are not counted.
+class ParameterCounts(NamedTuple):
+    """Parameters of a model; buffers are not counted.
 
-    Published counts leave multi-token prediction out, which only training runs; so do these.
+    Attributes:
+        total: All parameters.
+        active: Those that one token passes: top-k of the routed experts.
     """
-    counted = sizes.without_training_blocks()
-    chosen, experts = counted.expert_share
+
+    total: int
+    active: int
+
+
+def parameter_counts(sizes: ModelSizes, table: Sequence[ParameterSpec] | None = None) -> ParameterCounts:
+    """Count the parameters of a model.
+
+    Published counts leave multi-token prediction out, which only training runs; so do these. table: The rows to count;
+    by default those of the model without such blocks.
+    """
+    chosen, experts = sizes.expert_share
     total = active = 0
-    for row in table_of(counted):
+    for row in table_of(sizes.without_training_blocks()) if table is None else table:
         if row.trainable:
             total += row.numel
             active += row.numel * chosen // experts if row.expert else row.numel
-    return total, active
+    return ParameterCounts(total, active)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapar.model.decoder.expert_rows import row_columns
 from megapar.moe.dispatch import ExpertOrder, gather_sum
-from megapar.moe.row import row_columns
 
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:

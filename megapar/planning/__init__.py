@@ -1,1 +1,1 @@
-"""What a configuration will take and how fast it will be, from its flags alone: no torch, no accelerator."""
+"""Plans: the memory, traffic and time of a configuration, from its flags alone; no torch, no accelerator."""

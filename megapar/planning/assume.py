@@ -20,61 +20,37 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from megapar.errors import Complaint, ConfigError
-from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.cost.rank_view import LatentAttention
 from megapar.model.parameter import ParameterSpec
-from megapar.model.spec import table_of
+from megapar.model.sizes import ModelSizes
 
 NAMES = ("fp8", "fp8-mlp", "fp8-activations", "latent-attention", "operator-recompute", "dualpipe")
 OPERATORS = ("norm", "qkv", "up", "activation", "core", "combine")
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query, shared: ranks of the compressed queries, keys
-    and values. plain, rotated, value: sizes per head of what is and is not turned by position, and of values."""
-
-    query: int
-    shared: int
-    plain: int
-    rotated: int
-    value: int
-
-
-@dataclass(frozen=True)
 class Assumed:
-    """What a plan assumes; nothing by default. operators: what is computed again, with the layers; None: in all."""
+    """Techniques that a plan assumes; none by default.
+
+    Attributes:
+        fp8: The matrix products that run in fp8: all, those of mlp, or none.
+        fp8_activations: The inputs that products keep are stored in one byte.
+        latent: The shape of latent attention.
+        operators: Operators that are computed again, with the layers; None: in all layers.
+        dualpipe: Micro-batches pass the pipeline in both directions.
+        said: The words of ``--assume``.
+    """
 
     fp8: str = ""
     fp8_activations: bool = False
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
     operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     dualpipe: bool = False
     said: tuple[str, ...] = ()
 
-    def again(self, layer: int | None) -> frozenset[str]:
-        """Operators whose results a layer computes again; None: what all layers do."""
-        return frozenset(name for name, layers in self.operators if layers is None or layer in layers)
-
-    def table(self, sizes: DecoderSizes | ErnieSizes) -> tuple[ParameterSpec, ...]:
-        """The parameter table with assumed shapes."""
-        table = table_of(sizes)
-        if self.latent is None or isinstance(sizes, ErnieSizes):
-            return table
-        rows = []
-        for row in table:
-            if row.name.endswith(".attention.qkv.weight"):
-                rows += _latent_rows(row, sizes, self.latent)
-            elif row.name.endswith(".attention.proj.weight"):
-                width = sizes.num_attention_heads * self.latent.value
-                rows.append(replace(row, shape=(sizes.hidden_size, width), pieces=()))
-            else:
-                rows.append(row)
-        return tuple(rows)
-
 
 def assumed(words: Sequence[str]) -> Assumed:
-    """What ``--assume`` says. Raises ConfigError for what is not known."""
+    """Parse ``--assume``. Raises ConfigError for unknown techniques."""
     found, complaints = Assumed(said=tuple(words)), []
     for word in words:
         name, _, value = word.partition(":")
@@ -100,7 +76,7 @@ def _with(found: Assumed, name: str, value: str) -> Assumed:
         numbers = [int(word) for word in value.split(",")]
         if len(numbers) != 5 or min(numbers) < 1:
             raise ValueError("it takes five sizes, as in latent-attention:1536,512,128,64,128")
-        return replace(found, latent=Latent(*numbers))
+        return replace(found, latent=LatentAttention(*numbers))
     if name == "operator-recompute":
         parts = [word.partition("@") for word in value.split("+")]
         wrong = [operator for operator, _, _ in parts if operator not in OPERATORS]
@@ -121,7 +97,23 @@ def _layers(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _latent_rows(row: ParameterSpec, sizes: DecoderSizes, latent: Latent) -> list[ParameterSpec]:
+def with_latent_attention(
+    table: Sequence[ParameterSpec], sizes: ModelSizes, latent: LatentAttention
+) -> tuple[ParameterSpec, ...]:
+    """The parameter table of a model whose attention is latent."""
+    rows = []
+    for row in table:
+        if row.name.endswith(".attention.qkv.weight"):
+            rows += _latent_rows(row, sizes, latent)
+        elif row.name.endswith(".attention.proj.weight"):
+            width = sizes.num_attention_heads * latent.value
+            rows.append(replace(row, shape=(sizes.hidden_size, width), pieces=()))
+        else:
+            rows.append(row)
+    return tuple(rows)
+
+
+def _latent_rows(row: ParameterSpec, sizes: ModelSizes, latent: LatentAttention) -> list[ParameterSpec]:
     heads, hidden = sizes.num_attention_heads, sizes.hidden_size
     stem = row.name.removesuffix("qkv.weight")
     whole = replace(row, axes=(), pieces=())

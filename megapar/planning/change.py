@@ -20,7 +20,7 @@ LAYOUT = (
 
 
 def flags_of(config: Config, without: tuple[str, ...] = LAYOUT) -> dict[str, Any]:
-    """What was asked for, by field name: values from the file and from the line, without those of the layout."""
+    """Values from the file and from the line by field name, without those of the layout."""
     found = {}
     for flag in FLAGS.values():
         if is_given(config.origins.get(flag.name)) and flag.name not in without and not flag.meta:

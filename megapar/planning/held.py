@@ -1,4 +1,4 @@
-"""What the plan says of a device's memory, for somebody who has just run out of it."""
+"""The plan's figures of a device's memory, for the report of a run that is out of memory."""
 
 from __future__ import annotations
 

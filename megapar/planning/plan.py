@@ -3,60 +3,56 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
+from megapar.model.spec import ParameterCounts
 from megapar.planning.assume import Assumed
-from megapar.planning.ernie3 import largest, work_of
-from megapar.planning.layout import Layout
 from megapar.planning.memory import StageMemory, stage_memory
+from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
-from megapar.training.fit import MTP
 
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Parameters of the model: all, and those that one token passes."""
-
-    total: int
-    active: int
-
-
 class Plan:
-    """What a configuration takes. token_budget: tokens of the whole run; by default those of ``--train-iters``."""
+    """Memory, traffic and time of a configuration.
+
+    Attributes:
+        config: The configuration.
+        kind: The devices.
+        run: What the formulas read.
+    """
 
     def __init__(
         self, config: Config, kind: DeviceKind, assumed: Assumed | None = None, token_budget: float | None = None
     ) -> None:
+        """token_budget: Tokens of the whole run; by default those of ``--train-iters``."""
         self.config = config
         self.kind = kind
-        self.layout = Layout(config, kind, assumed or Assumed())
-        self.work = work_of(self.layout)
+        self.run = PlannedRun(config, kind, assumed or Assumed())
         self._token_budget = token_budget
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Of every pipeline stage."""
-        work = largest(self.work)
-        return tuple(stage_memory(work, stage) for stage in range(self.config.grid.pp))
+        """The memory of each pipeline stage."""
+        return tuple(stage_memory(self.run, stage) for stage in range(self.config.grid.pp))
 
     @cached_property
     def traffic(self) -> tuple[dict[str, float], ...]:
-        """Of every pipeline stage: "axis/kind" -> bytes that a rank sends in a step."""
-        return tuple(stage_traffic(self.work, stage) for stage in range(self.config.grid.pp))
+        """The traffic of each pipeline stage: "axis/kind" -> bytes that a rank sends in a step."""
+        return tuple(stage_traffic(self.run, stage) for stage in range(self.config.grid.pp))
 
     @cached_property
     def speed(self) -> Speed:
-        """Of a step."""
-        return predict(self.work)
+        """The time of a step."""
+        return predict(self.run)
 
     @cached_property
     def fullest(self) -> StageMemory:
@@ -69,33 +65,27 @@ class Plan:
         return self.fullest.reserved <= self.kind.memory_bytes
 
     @cached_property
-    def counts(self) -> Counts:
-        """Parameters of the model, as ``model.spec.parameter_counts`` counts them: without multi-token prediction."""
-        moe = getattr(self.layout.sizes, "moe", None)
-        total = active = 0
-        for row in self.layout.table:
-            if row.trainable and not row.name.startswith(MTP.prefixes):
-                total += row.numel
-                active += row.numel * moe.topk // moe.num_experts if moe is not None and row.expert else row.numel
-        return Counts(total, active)
+    def counts(self) -> ParameterCounts:
+        """Parameters of the model; those of assumed techniques are counted as they are assumed."""
+        return self.run.parameter_counts
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the global batch."""
-        return self.config.training.global_batch_size * self.layout.sizes.seq_length
+        """Tokens of the global batch."""
+        return self.config.training.global_batch_size * self.run.sizes.seq_length
 
     @property
     def token_budget(self) -> float:
-        """Of the whole run."""
+        """Tokens of the whole run."""
         return self._token_budget or self.config.training.train_iters * self.tokens_per_step
 
     @property
     def days(self) -> float:
-        """Of the whole run, without interruptions."""
+        """Days of the whole run, without interruptions."""
         return self.token_budget / self.speed.tokens_per_second / SECONDS_PER_DAY
 
     def link(self, axis: str) -> Link:
-        """How a group lies on the nodes."""
+        """The ranks of a group on the nodes."""
         return link(self.config.grid, axis, self.kind.node)
 
     @cached_property
@@ -112,7 +102,7 @@ class Plan:
         return inside, between
 
     def advice(self) -> str:
-        """By how much it does not fit, and what would make it fit; empty where it does."""
+        """Say by how much it does not fit, and what would make it fit; empty where it does."""
         if self.fits:
             return ""
         over = self.fullest.reserved - self.kind.memory_bytes
@@ -129,7 +119,7 @@ class Plan:
         return said + "split more (--mp-degree, --pp-degree, --ep-degree); --search looks for layouts"
 
     def _wider(self) -> str:
-        """The fewest ranks, doubled and doubled again, that hold this model, and how; empty where none do."""
+        """Say how many ranks, doubled and doubled again, hold this model, and with which flags; empty where none do."""
         found = []
         saving = {"recompute_interval": 1, "recompute_granularity": "full"}
         whole = {**saving, "sharding_stage": 3, "gradient_merge_mode": "micro_batch"}
@@ -151,7 +141,7 @@ class Plan:
         from megapar.planning.change import widened
 
         config = widened(self.config, flags, ranks)
-        return config is not None and Plan(config, self.kind, self.layout.assumed, self._token_budget).fits
+        return config is not None and Plan(config, self.kind, self.run.assumed, self._token_budget).fits
 
     def _ways(self) -> list[tuple[str, Plan]]:
         """The same run with less memory, as far as the rules allow it."""
@@ -172,18 +162,18 @@ class Plan:
             config, new = changed(self.config, flags), differing(self.config, flags)
             if config is not None and new not in seen:
                 seen.append(new)
-                found.append((text, Plan(config, self.kind, self.layout.assumed, self._token_budget)))
+                found.append((text, Plan(config, self.kind, self.run.assumed, self._token_budget)))
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """What --json prints: bytes, seconds, shares."""
+        """The object that --json prints: bytes, seconds, shares."""
         inside, between = self.crossing
         world = self.config.grid.world_size
         return {
             "device_kind": self.kind.name,
             "world_size": world,
             "layout": {axis: self.config.grid.size(axis) for axis in _AXES},
-            "assumed": list(self.layout.assumed.said),
+            "assumed": list(self.run.assumed.said),
             "fits": self.fits,
             "advice": self.advice(),
             "memory_limit_bytes": self.kind.memory_bytes,

@@ -1,7 +1,7 @@
-"""What a CPU keeps for what travels: the buffers of sharding's stages 1 and 2, replayed by size.
+"""The communication buffers that a CPU keeps under sharding's stages 1 and 2, replayed by size.
 
-On a CPU they are not freed but used again (``core/buffers.py``), so that what counts is how many there are after
-a step or two; which is used again for what follows from the order in which segments travel (``core/sharding/zero.py``).
+On a CPU they are not freed but reused (``core/buffers.py``), so that the number of buffers after a step or two counts.
+The order in which segments are sent (``core/sharding/zero.py``) decides which buffer serves again for what.
 """
 
 from __future__ import annotations
@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megapar.planning.layout import Layout
-from megapar.training.sizes import ITEM_BYTES, make_segments, make_sizes
+from megapar.planning.planned_run import PlannedRun
+from megapar.training.sizes import make_segments
 
 STEPS = 3  # until nothing is added
 
 
 @dataclass(frozen=True)
 class Traveling:
-    """A segment. row: elements of one shard. item: bytes of an element of its parameters. replicated: over dp."""
+    """A segment.
+
+    Attributes:
+        row: Elements of one shard.
+        shards: Ranks that share it.
+        item: Bytes of an element of its parameters.
+        replicated: Replicas over dp repeat it.
+    """
 
     row: int
     shards: int
@@ -26,7 +33,7 @@ class Traveling:
 
 
 class _Pool:
-    """As ``BufferPool`` takes and gives, in bytes."""
+    """Takes and gives as ``BufferPool`` does, in bytes."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -44,33 +51,32 @@ class _Pool:
         self._free.append(size)
 
 
-def pool_bytes(layout: Layout, stage: int, *, experts_only: bool = False) -> int:
-    """All buffers of a stage's first rank. experts_only: those that stage 3 leaves to stage 2."""
-    segments, sharding = segments_of(layout, stage, experts_only=experts_only), layout.config.sharding
+def pool_bytes(run: PlannedRun, stage: int, *, experts_only: bool = False) -> int:
+    """Bytes of all buffers of a stage's first rank. experts_only: those that stage 3 leaves to stage 2."""
+    segments, sharding = segments_of(run, stage, experts_only=experts_only), run.config.sharding
     each = sharding.gradient_merge_mode == "micro_batch"
-    reduce = layout.wide if layout.wide > 4 else ITEM_BYTES[sharding.grad_reduce_dtype]
     ahead = sharding.sharding_prefetch_segments if sharding.overlap_param_gather != "off" else 0
-    replay = _Replay(segments, layout.wide, reduce)
+    replay = _Replay(segments, run.view.wide_bytes, run.reduce_bytes)
     for _ in range(STEPS):
         replay.gather(ahead)
-        for _ in range(layout.micro_batches if each else 1):
+        for _ in range(run.micro_batches if each else 1):
             replay.reduce(whole=not each)
         replay.begin_step()
     return replay.pool.total
 
 
-def segments_of(layout: Layout, stage: int, *, experts_only: bool = False) -> list[Traveling]:
-    """In forward order, cut as the run cuts them."""
-    plan = make_segments(layout.config, layout.of or make_sizes(layout.config))
+def segments_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> list[Traveling]:
+    """The segments of a stage in forward order, as the run makes them."""
+    plan = make_segments(run.config, run.sizes)
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     rows: dict[tuple[int, bool, bool], int] = {}
     found: dict[tuple[int, bool, bool], Traveling] = {}
-    held = [spec for spec in layout.held(stage) if spec.trainable and (spec.expert or not experts_only)]
+    held = [spec for spec in run.held(stage) if spec.trainable and (spec.expert or not experts_only)]
     for spec in sorted(held, key=lambda spec: place[spec.name]):
         key = place[spec.name], spec.fp32, spec.expert
-        rows[key] = rows.get(key, 0) + layout.row_numel(spec)
-        item = layout.wide if spec.fp32 else layout.item
-        found[key] = Traveling(rows[key], layout.shards(spec), item, layout.replicas(spec) > 1)
+        rows[key] = rows.get(key, 0) + run.row_numel(spec)
+        item = run.view.wide_bytes if spec.fp32 else run.view.item_bytes
+        found[key] = Traveling(rows[key], run.shards(spec), item, run.replicas(spec) > 1)
     return list(found.values())
 
 
@@ -83,13 +89,13 @@ class _Replay:
         self._gradients: dict[int, int] = {}
 
     def begin_step(self) -> None:
-        """The last step's gradients are not needed any more."""
+        """Give back the gradients of the last step."""
         for number in range(len(self._segments)):
             if number in self._gradients:
                 self.pool.give(self._gradients.pop(number))
 
     def gather(self, ahead: int) -> None:
-        """New parameters, so many segments ahead of the one that is received."""
+        """Gather new parameters, ``ahead`` segments before the one that is received."""
         flying: list[list[int]] = []
         for segment in self._segments:
             taken = []
@@ -108,7 +114,7 @@ class _Replay:
             self.pool.give(size)
 
     def reduce(self, *, whole: bool) -> None:
-        """Gradients, the last segment's first; all are under way before the first is waited for, but for replicas."""
+        """Reduce gradients, the last segment first; but for replicas all are in flight before one is waited for."""
         flying: list[tuple[int, list[int], int, int]] = []
         for number in reversed(range(len(self._segments))):
             flying.append(self._launch(number, whole=whole))
@@ -118,7 +124,7 @@ class _Replay:
             self._settle(*one)
 
     def _launch(self, number: int, *, whole: bool) -> tuple[int, list[int], int, int]:
-        """(segment, what is lent, the flat gradients, what arrives)."""
+        """Start a reduction: (segment, lent buffers, the flat gradients, the buffer of the result)."""
         segment = self._segments[number]
         elements = segment.row * segment.shards
         alone = segment.shards == 1

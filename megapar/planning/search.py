@@ -76,7 +76,7 @@ class Candidate:
 
 @dataclass
 class Result:
-    """What became of a candidate. plan: None where the rules refuse it. why: it is no choice."""
+    """The result of a candidate. plan: None where the rules refuse it. why: The reason against it."""
 
     candidate: Candidate
     plan: Plan | None
@@ -207,7 +207,7 @@ def _splits(config: Config, kind: DeviceKind, world_size: int) -> Iterator[tuple
 
 
 def why_none(config: Config, kind: DeviceKind, world_size: int) -> str:
-    """What is wrong where ``search`` has looked at nothing: the batch is too small, or cannot be shared."""
+    """Explain why ``search`` found no candidate: the batch is too small, or cannot be shared."""
     batch = config.training.global_batch_size
     least = min(pp * data for _, pp, _, _, data in _splits(config, kind, world_size))
     return (
@@ -263,7 +263,7 @@ def _steps(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _slower(plan: Plan, best: Plan) -> str:
-    """What grew most."""
+    """Name the part of the time that grew most."""
     bubble = plan.speed.bubble_share - best.speed.bubble_share
     exposed = (
         plan.speed.exposed_seconds / plan.speed.step_seconds - best.speed.exposed_seconds / best.speed.step_seconds

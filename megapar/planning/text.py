@@ -22,7 +22,7 @@ def _head(plan: Plan) -> Iterator[str]:
     active = f", {billions(counts.active)} pass a token" if counts.active != counts.total else ""
     yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
-    for word in plan.layout.assumed.said:
+    for word in plan.run.assumed.said:
         yield f"ASSUMED, megapar does not run this: {word}"
     for note in plan.config.notes:
         yield f"note: {note}"
@@ -47,7 +47,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     stages = plan.memory
     shown = stages if len(stages) <= SHOWN_STAGES else (*stages[: SHOWN_STAGES - 3], *stages[-3:])
     for memory in shown:
-        chunks = plan.layout.stages.on(memory.stage)
+        chunks = plan.run.stages.on(memory.stage)
         layers = sum(len(chunk.layers) for chunk in chunks)
         ends = (" +emb" if any(c.first for c in chunks) else "") + (" +head" if any(c.last for c in chunks) else "")
         label = f"stage {memory.stage}: {layers} layers{ends}"
@@ -76,7 +76,7 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
     yield f"  model FLOPs    {speed.flops:.4g} per step"
-    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.layout.dtype))}"
+    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}"
     yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
     yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"
 

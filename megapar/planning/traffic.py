@@ -1,8 +1,7 @@
-"""What a rank of every stage sends in one optimizer step, by group and kind of collective, and over which links.
+"""The bytes that a rank of each stage sends in one optimizer step, by group and kind of collective, and their links.
 
-Names and counts are those of a run (``CommBytes``, ``core/transport.py``): what one rank sends when nothing is sent
-twice; what a recomputation sends again is not counted. Not in here: a few numbers per step that are summed over all
-ranks.
+Names and counts are those of a run, which counts what one rank sends when nothing is sent twice, without what a
+recomputation sends again. A few numbers per step that are summed over all ranks are not in here.
 """
 
 from __future__ import annotations
@@ -15,16 +14,21 @@ from math import prod
 
 from megapar.core.grid import Grid
 from megapar.model.parameter import ParameterSpec
-from megapar.planning.layout import Layout
-from megapar.planning.work import Work
-from megapar.training.sizes import ITEM_BYTES
+from megapar.planning.planned_run import PlannedRun, input_of, units_of
 
 _INNER_FIRST = ("mp", "cp", "sharding", "dp")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A group as the network sees it. ranks: members. local: most of them on one node. nodes: that it touches."""
+    """A group as the network sees it.
+
+    Attributes:
+        axis: Its name.
+        ranks: Members.
+        local: The most members on one node.
+        nodes: Nodes that it touches.
+    """
 
     axis: str
     ranks: int
@@ -32,7 +36,7 @@ class Link:
     nodes: int
 
     def outside(self, kind: str) -> float:
-        """The share of what a rank sends that leaves its node."""
+        """The share of a rank's bytes that leaves its node."""
         if self.nodes <= 1:
             return 0.0
         if kind == "all_to_all":
@@ -43,7 +47,7 @@ class Link:
 def link(grid: Grid, axis: str, node: int) -> Link:
     """The group of rank 0 along an axis, named as in ``CommBytes``, on nodes of ``node`` ranks.
 
-    By arithmetic, where the group's ranks are a grid of their own, so that large worlds cost no more.
+    It is computed by arithmetic where the ranks of the group form a grid, so that large worlds cost no more.
     """
     if axis == "world":
         return _reached(axis, [(grid.world_size, 1)], node)
@@ -51,7 +55,7 @@ def link(grid: Grid, axis: str, node: int) -> Link:
     if set(dense) <= set(grid.order):
         return _reached(axis, [(grid.size(name), _stride(grid, name)) for name in dense], node)
     shards, inner = grid.expert_shards, grid.ep * grid.emp
-    # Every so many-th of a stage's ranks as the expert view counts them, and how many of those.
+    # The step between the group's ranks as the expert view counts a stage, and how many there are.
     step, count = {
         "emp": (1, grid.emp),
         "ep": (grid.emp, grid.ep),
@@ -124,73 +128,71 @@ def _reached(axis: str, dims: Sequence[tuple[int, int]], node: int) -> Link:
     return Link(axis, prod(count for count, _ in dims), local, nodes)
 
 
-def stage_traffic(work: Work, stage: int) -> dict[str, float]:
+def stage_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
     """ "axis/kind" -> bytes that the first rank of a stage sends in a step."""
-    layout = work.layout
     sent: defaultdict[str, float] = defaultdict(float)
-    for chunk in layout.stages.on(stage):
-        for unit in work.units_of(chunk):
-            for message in unit.messages():
-                sent[f"{message.axis}/{message.kind}"] += message.bytes * layout.micro_batches
-    _add_sharding(layout, stage, sent)
-    _add_pipeline(work, stage, sent)
-    _add_partial(layout, stage, sent)
+    for chunk in run.stages.on(stage):
+        for unit in units_of(run.costs, chunk):
+            for one in unit.sent():
+                sent[f"{one.axis}/{one.kind}"] += one.bytes * run.micro_batches
+    _add_sharding(run, stage, sent)
+    _add_pipeline(run, stage, sent)
+    _add_partial(run, stage, sent)
     return {name: sent[name] for name in sorted(sent) if sent[name]}
 
 
-def _add_sharding(layout: Layout, stage: int, sent: defaultdict[str, float]) -> None:
-    """Gradients and parameters over the shards, gradients over the replicas."""
-    sharding, e, w = layout.config.sharding, layout.item, layout.wide
-    reduce = w if w > 4 else ITEM_BYTES[sharding.grad_reduce_dtype]
-    reductions = layout.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
+def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
+    """Add gradients and parameters over the shards, and gradients over the replicas."""
+    sharding, e, w = run.config.sharding, run.view.item_bytes, run.view.wide_bytes
+    reduce = run.reduce_bytes
+    reductions = run.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
     full = sharding.sharding_stage == 3
-    together = ("embedding", "head") if layout.tied else ()
-    last = max((_number(row.unit) for row in layout.table), default=0)
-    for row in layout.held(stage):
+    together = ("embedding", "head") if run.costs.tied else ()
+    last = max((_number(row.unit) for row in run.table), default=0)
+    for row in run.held(stage):
         if not row.trainable:
             continue
-        prefix, shards = ("expert_" if row.expert else ""), layout.shards(row)
-        whole = layout.row_numel(row) * shards
+        prefix, shards = ("expert_" if row.expert else ""), run.shards(row)
+        whole = run.row_numel(row) * shards
         share = (shards - 1) / shards
         item = w if row.fp32 else e
         gathers = 1
         if full:
             stays = row.unit in together if together else _number(row.unit) == last
-            gathers = layout.micro_batches * (1 if stays else 2)
+            gathers = run.micro_batches * (1 if stays else 2)
         sent[f"{prefix}shard/all_gather"] += whole * item * share * gathers
         sent[f"{prefix}shard/reduce_scatter"] += whole * reduce * share * reductions
-        replicas = layout.replicas(row)
-        sent[f"{prefix}replica/all_reduce"] += 2 * layout.row_numel(row) * reduce * (replicas - 1) / replicas
+        replicas = run.replicas(row)
+        sent[f"{prefix}replica/all_reduce"] += 2 * run.row_numel(row) * reduce * (replicas - 1) / replicas
 
 
 def _number(unit: str) -> int:
     return {"embedding": -1, "head": 1 << 30}.get(unit) or int(unit.removeprefix("layers."))
 
 
-def _add_pipeline(work: Work, stage: int, sent: defaultdict[str, float]) -> None:
-    """Activations forward, gradients backward, and a tied embedding's gradient once."""
-    layout = work.layout
-    pp = layout.config.grid.pp
+def _add_pipeline(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
+    """Add activations forward, gradients backward, and the gradient of a tied embedding once."""
+    pp = run.config.grid.pp
     if pp == 1:
         return
-    chunks = layout.stages.chunks
-    for chunk in layout.stages.on(stage):
+    chunks = run.stages.chunks
+    for chunk in run.stages.on(stage):
         if not chunk.last and chunks[chunk.index + 1].rank != stage:
-            sent["pp/send"] += work.input_of(chunks[chunk.index + 1]) * layout.micro_batches
+            sent["pp/send"] += input_of(run.costs, chunks[chunk.index + 1]) * run.micro_batches
         if not chunk.first and chunks[chunk.index - 1].rank != stage:
-            sent["pp/send"] += work.input_of(chunk) * layout.micro_batches
+            sent["pp/send"] += input_of(run.costs, chunk) * run.micro_batches
     apart = chunks[0].rank != chunks[-1].rank
-    if layout.tied and apart and stage in (chunks[0].rank, chunks[-1].rank):
-        word = next(row for row in layout.table if row.name == "embedding.word.weight")
-        sent["pp/send"] += layout.local_numel(word) / layout.shards(word) * layout.wide
+    if run.costs.tied and apart and stage in (chunks[0].rank, chunks[-1].rank):
+        word = next(row for row in run.table if row.name == "embedding.word.weight")
+        sent["pp/send"] += run.local_numel(word) / run.shards(word) * run.view.wide_bytes
 
 
-def _add_partial(layout: Layout, stage: int, sent: defaultdict[str, float]) -> None:
-    """Gradients that are partial sums on every mp rank, as shards."""
-    mp = layout.config.grid.mp
+def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
+    """Add the all-reduce of gradients that are partial sums on each mp rank, as shards."""
+    mp = run.config.grid.mp
     if mp == 1:
         return
-    partial = ("always", "sp") if layout.config.parallel.sequence_parallel else ("always",)
-    rows: Sequence[ParameterSpec] = [r for r in layout.held(stage) if r.trainable and r.mp_partial in partial]
-    elements = sum(layout.local_numel(row) / layout.shards(row) for row in rows)
-    sent["mp/all_reduce"] += 2 * elements * layout.wide * (mp - 1) / mp
+    partial = ("always", "sp") if run.config.parallel.sequence_parallel else ("always",)
+    rows: Sequence[ParameterSpec] = [r for r in run.held(stage) if r.trainable and r.mp_partial in partial]
+    elements = sum(run.local_numel(row) / run.shards(row) for row in rows)
+    sent["mp/all_reduce"] += 2 * elements * run.view.wide_bytes * (mp - 1) / mp

@@ -30,7 +30,8 @@ from megapar.core.overlap import Overlap
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
-from megapar.core.recompute import Block, Choice, Interval, Recompute
+from megapar.core.recompute import Recompute
+from megapar.core.recompute_choice import recompute_choice
 from megapar.core.replicas import Replica, axes_of
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
@@ -246,15 +247,11 @@ def make_overlap(config: Config, world: World, sizes: Sizes) -> Overlap:
 def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:
     """What is computed again in whole layers; None: nothing."""
     recompute = config.recompute
-    choice: Choice
     if recompute.adaptive_recompute_device_size:
         adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
         return Recompute(adaptive, traffic, world.sent_bytes, measure=adaptive)
-    if recompute.recompute_method == "block":
-        choice = Block(recompute.recompute_num_layers or 0)
-    elif recompute.recompute_method == "uniform" or recompute.recompute_interval:
-        choice = Interval(recompute.recompute_interval or recompute.recompute_num_layers or 1)
-    else:
+    choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
+    if choice is None:
         return None
     keeper = None
     if recompute.recompute_offload or recompute.recompute_partition:

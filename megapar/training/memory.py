@@ -12,7 +12,9 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
-from megapar.model.decoder.sizes import MEGATRON_MOE
+from megapar.model.decoder.expert_rows import ExpertRows
+from megapar.model.decoder.sizes import MoeSizes
+from megapar.training.sizes import make_sizes
 
 Planned = Callable[[Config, str], str]
 
@@ -42,19 +44,19 @@ def out_of_memory(
 
 
 def expert_rows(config: Config) -> tuple[int, int] | None:
-    """Rows of a mixture-of-experts layer on one rank for one micro-batch: (as many as others have, at most).
+    """Rows of a mixture-of-experts layer on one rank for one micro-batch: (where the load is even, at most).
 
-    None where there are no experts or a capacity bounds the rows. At most: every token of all ranks of ep chooses
-    experts of one rank, of which it has min(k, experts there).
+    None where there are no experts or a capacity bounds the rows.
     """
-    moe, parallel = config.moe, config.parallel
-    if not moe.num_experts or moe.moe_model_type != MEGATRON_MOE:
+    moe: MoeSizes | None = getattr(make_sizes(config), "moe", None)
+    if moe is None or moe.has_capacity:
         return None
-    here = moe.num_experts // parallel.ep_degree
-    cut = parallel.cp_degree * (parallel.mp_degree if parallel.expert_mp_degree == 1 else 1)
-    tokens = config.training.micro_batch_size * config.model.seq_length // cut
-    sent = tokens * parallel.ep_degree
-    return sent * moe.moe_router_topk // parallel.ep_degree, sent * min(moe.moe_router_topk, here)
+    grid = config.grid
+    # The ranks that share the width of an expert see the tokens of all of them.
+    split = grid.cp * (grid.mp if grid.emp == 1 else 1)
+    positions = config.training.micro_batch_size * config.model.seq_length // split
+    rows = ExpertRows.of(moe, positions, grid.ep, 1, even=False)
+    return rows.multiplied, rows.most
 
 
 def expert_bound(config: Config, item_bytes: int) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from megapar.core.adaptive import Adaptive, choose
 from megapar.core.axis import Axis
-from megapar.core.recompute import Span
+from megapar.core.recompute_choice import Span
 from megapar.errors import TrainingError
 
 

@@ -14,7 +14,8 @@ from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.device.base import Device
 from megapar.core.kept import Keeper
 from megapar.core.memory import MemoryTracker
-from megapar.core.recompute import Interval, Recompute
+from megapar.core.recompute import Recompute
+from megapar.core.recompute_choice import Interval
 from megapar.core.traffic import Traffic
 from tests.support.lazy import LazyDevice
 from tests.support.ranks import run_ranks

@@ -13,7 +13,8 @@ from megapar.core import transport
 from megapar.core.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.exchange import Reduce
-from megapar.core.recompute import Block, Interval, Recompute, Span
+from megapar.core.recompute import Recompute
+from megapar.core.recompute_choice import Block, Interval, Span
 from megapar.core.tickets import start, wait
 from megapar.core.traffic import Traffic
 from tests.support.ranks import run_ranks

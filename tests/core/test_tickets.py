@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, SendReceive
-from megapar.core.recompute import Interval, Recompute
+from megapar.core.recompute import Recompute
+from megapar.core.recompute_choice import Interval
 from megapar.core.replay import Replay
 from megapar.core.tickets import defer, start, wait
 from megapar.core.traffic import Traffic

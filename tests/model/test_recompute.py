@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megapar.core.axis import Axis
 from megapar.core.overlap import Overlap
-from megapar.core.recompute import Block, Choice, Interval, Recompute
+from megapar.core.recompute import Recompute
+from megapar.core.recompute_choice import Block, Choice, Interval
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megapar.arguments import parse
+from megapar.model.ernie3.costs import mixes
 from megapar.planning.devices import device_kind
-from megapar.planning.ernie3 import mixes
 from megapar.planning.plan import Plan
 
 FLAGS = (
@@ -30,7 +30,7 @@ def test_a_third_of_the_samples_generate(
     samples: str, generation: float, most: float, idle: tuple[float, float]
 ) -> None:
     """Of three numbers in a row one is the generating task's; a branch without samples runs one."""
-    mean, worst = mixes(plan(1, "--micro-batch-size", samples).layout)
+    mean, worst = mixes(plan(1, "--micro-batch-size", samples).run.view.task_counts())
     assert mean.generation == pytest.approx(generation)
     assert mean.understanding == pytest.approx(int(samples) - generation)
     assert worst.generation == most
@@ -40,7 +40,7 @@ def test_a_third_of_the_samples_generate(
 def test_stages_send_as_many_features_as_the_next_one_takes() -> None:
     flags = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--micro-batch-size", "1")
     found = plan(4, *flags, "--pp-seg-method", "0,3,6,7")
-    layers = [[list(chunk.layers) for chunk in found.layout.stages.on(stage)] for stage in range(4)]
+    layers = [[list(chunk.layers) for chunk in found.run.stages.on(stage)] for stage in range(4)]
     assert layers[1:] == [[[3, 4, 5]], [[6]], [[7]]]
     wide, narrow = 8 * 128 * 256 * 2, 8 * 128 * 64 * 2
     # The first branch layer takes what the universal ones make; gradients go back alike.

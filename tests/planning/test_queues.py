@@ -16,8 +16,8 @@ from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.simulate import RUNNERS, Costs, simulate
 from megapar.core.world import World
 from megapar.planning.devices import device_kind
-from megapar.planning.layout import Layout
 from megapar.planning.plan import Plan
+from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import hops
 from megapar.training.report import greeting
 
@@ -39,7 +39,7 @@ def test_a_step_has_as_many_bare_messages_as_its_schedule(name: str, chunks: int
         config = configured(stages, *line, *size)
         schedule, part = make_schedule(name, stages, chunks, micro_batches), 1 / chunks
         free, sent = (simulate(schedule, Costs(part, part, part, send), RUNNERS).end for send in (0.0, 0.02))
-        assert hops(Layout(config, device_kind("h100"))) == pytest.approx((sent - free) / 0.02), micro_batches
+        assert hops(PlannedRun(config, device_kind("h100"))) == pytest.approx((sent - free) / 0.02), micro_batches
 
 
 class Gpu(Device):
@@ -67,7 +67,6 @@ class Gpu(Device):
 def test_the_plan_counts_the_communicators_that_a_run_makes(world_size: int, flags: tuple[str, ...]) -> None:
     config = configured(world_size, *flags)
     plan = Plan(config, device_kind("h100"))
-    layout = plan.layout
     with (
         patch.object(dist, "new_group", lambda *_, **__: object()),
         patch.dict("os.environ", LOCAL_WORLD_SIZE=str(plan.kind.node)),
@@ -75,7 +74,7 @@ def test_the_plan_counts_the_communicators_that_a_run_makes(world_size: int, fla
         for rank in range(world_size):
             world = World(config.grid, rank, Gpu(), None, timedelta(1), range(world_size))
             if config.grid.pp > 1:
-                world.make_queues(closed=layout.stages.goes_round)
+                world.make_queues(closed=plan.run.stages.goes_round)
             stage = plan.memory[config.grid.dense(rank)["pp"]]
             if rank < plan.kind.node:  # further ranks of a group may lie otherwise on the nodes
                 assert stage.groups == world.group_bytes

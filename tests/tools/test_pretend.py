@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megapar.arguments import parse
 from megapar.core.sharding.part import Part
 from megapar.planning.devices import device_kind
-from megapar.planning.layout import Layout
+from megapar.planning.planned_run import PlannedRun
 from megapar.planning.traffic import stage_traffic
-from megapar.planning.work import Work
 from megapar.tools.pretend import pretend
 from tests.support.ranks import run_ranks
 
@@ -120,7 +119,7 @@ def shared_as(
     config = parse("moe", flags, {"WORLD_SIZE": "32", "RANK": "11"})
     with pretend(config, 11) as trainer:
         sent = trainer.step().sent_bytes
-    return sent, stage_traffic(Work(Layout(config, device_kind("cpu"))), 0)
+    return sent, stage_traffic(PlannedRun(config, device_kind("cpu")), 0)
 
 
 @pytest.mark.parametrize("algorithm", BY_ALGORITHM)

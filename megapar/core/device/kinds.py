@@ -111,12 +111,6 @@ def kind_of(device_type: str, name: str) -> DeviceKind:
     return kind_called(name) or kinds()[_UNNAMED[device_type]]
 
 
-def rows_at_a_time(rows: int, row_bytes: int, held_bytes: int) -> int:
-    """Of so many rows, cut evenly into pieces of at most ``held_bytes``; 1 at least."""
-    pieces = max(1, -(-rows // max(1, held_bytes // row_bytes)))
-    return max(1, -(-rows // pieces))
-
-
 @cache
 def _tables() -> tuple[Mapping[str, DeviceKind], Mapping[str, DeviceClass]]:
     import yaml

@@ -15,7 +15,8 @@ from megapar.core.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.device.base import Device
 from megapar.core.overlap import Overlap
-from megapar.core.recompute import Interval, Recompute
+from megapar.core.recompute import Recompute
+from megapar.core.recompute_choice import Interval
 from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic

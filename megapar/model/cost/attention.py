@@ -1,0 +1,159 @@
+"""The cost of an attention layer on one rank. Standard library only.
+
+Shape letters: t positions that matrix products see, s positions outside them, H hidden, N query heads, G key-value
+heads, D head size; N and G are those of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.model.cost.model_cost import OpCost, Product
+from megapar.model.cost.operators import Operators, norm_kept
+from megapar.model.cost.rank_view import LatentAttention, RankView
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention of one layer, in numbers of the whole model.
+
+    Attributes:
+        heads: Query heads.
+        groups: Key-value heads.
+        head_dim: Features of a head.
+        causal: A position attends to those before it only.
+        rotary: Queries and keys are turned by their positions.
+        qk_norm: Queries and keys are normalized.
+        dropout: Attention weights pass dropout.
+        fused: A fused kernel computes the core.
+        segments: Segments that a sample is cut into.
+        memory: Positions of the previous segment that a segment attends to.
+        latent: Queries, keys and values pass low ranks.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    causal: bool
+    rotary: bool = False
+    qk_norm: bool = False
+    dropout: bool = False
+    fused: bool = True
+    segments: int = 1
+    memory: int = 0
+    latent: LatentAttention | None = None
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Heads of one rank.
+
+    Attributes:
+        N: Query heads.
+        G: Key-value heads.
+        D: Features of a head.
+        qkv: Features that come out of the first matrix product.
+        out: Features that go into the last one.
+        scored: Multiplications per pair of positions.
+        kept: Bytes of queries, keys and values, with what turning and normalizing them keeps.
+        products: The matrix products before the core.
+    """
+
+    N: float
+    G: float
+    D: int
+    qkv: float
+    out: float
+    scored: float
+    kept: float
+    products: tuple[Product, ...]
+
+
+def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
+    """Norm, queries, keys and values, the core, and the output projection."""
+    view, H = operators.view, operators.hidden_size
+    e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
+    heads = _heads(view, shape, H)
+    return [
+        operators.norm(),
+        OpCost(
+            "qkv",
+            view.stored_bytes(view.local_tokens * H) + heads.kept,
+            heads.products,
+            moved=x + heads.kept * (3 if shape.rotary else 1),
+            sent=operators.communication.column_parallel(e * t * H),
+            transient=e * t * heads.qkv + 2 * x,
+        ),
+        _core(operators, shape, heads),
+        OpCost(
+            "proj",
+            operators.dropped(),
+            (Product(t, round(heads.out), H),),
+            moved=3 * x,
+            sent=operators.communication.row_parallel(e * t * H),
+            transient=e * t * heads.out + 2 * x,
+        ),
+    ]
+
+
+def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
+    t, e = view.tokens, view.item_bytes
+    N, G, D = shape.heads / view.mp, shape.groups / view.mp, shape.head_dim
+    qkv, out, scored = (N + 2 * G) * D, N * D, 2 * N * D
+    products: tuple[Product, ...] = (Product(t, H, round(qkv)),)
+    latent = shape.latent
+    if latent is not None:
+        per = latent.plain + latent.rotated
+        qkv = N * per + N * (latent.plain + latent.value) + (latent.query + latent.shared + latent.rotated)
+        out, scored = N * latent.value, N * (per + latent.value)
+        products = (
+            Product(t, H, latent.query),
+            Product(t, latent.query, round(N * per)),
+            Product(t, H, latent.shared + latent.rotated),
+            Product(t, latent.shared, round(N * (latent.plain + latent.value))),
+        )
+    kept = e * t * qkv
+    if shape.rotary:
+        kept += e * t * (N + G) * D  # turned queries and keys; values are a view of the product's output
+        if view.kernels == "cpu":  # and their angles as complex numbers, once for each
+            kept += 2 * view.wide_bytes * t * D
+    elif shape.heads > shape.groups:
+        kept += e * t * N * D
+    if shape.qk_norm:
+        kept += norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
+    return _Heads(N, G, D, qkv, out, scored, kept, products)
+
+
+def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
+    """softmax(q k^T) v."""
+    view = operators.view
+    t, e, N, G, D = view.tokens, view.item_bytes, heads.N, heads.G, heads.D
+    core = e * t * heads.out + 4 * t * N
+    length, later = view.seq_length / shape.segments, shape.segments - 1
+    seen = length * (0.5 if shape.causal else 1.0)
+    if later:  # later segments see a memory under a mask; keys and values are put together for them
+        seen = (seen + later * (length + shape.memory)) / shape.segments
+        joined = t / shape.segments * later * (1 + shape.memory / length)
+        core += 2 * e * joined * N * D + e * later * length * (length + shape.memory)
+    if (shape.dropout and view.kernels == "cpu") or not shape.fused:
+        core += _scores_kept(view, shape, N, length + (shape.memory if later else 0))
+    kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
+    transient = e * t * (heads.qkv + heads.out) + (core - kept)
+    if view.attends_blockwise:  # sums in fp32; columns and their gradients, of two ranks at a time or of all
+        columns = 2 * t * G * D * (e + view.wide_bytes)
+        transient += view.wide_bytes * t * heads.out + columns * (2 if view.ring else view.cp + 1)
+        if view.ampipe_degree > 1:
+            kept += 2 * e * view.cp * t * G * D  # later slices need the columns of all ranks
+    elif view.cp > 1:
+        kept += e * t * heads.out  # what attention keeps is not what travels
+    sent = operators.communication.context(t * N * D, t * G * D, G)
+    return OpCost("core", kept, (), 2.0 * t * heads.scored * seen, core + heads.kept, sent, transient)
+
+
+def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float) -> float:
+    """Bytes kept without a fused kernel: softmax's output, the dropped weights with their mask."""
+    e, t = view.item_bytes, view.tokens
+    kept = e * t * N * length
+    if shape.dropout:
+        kept += (e + 1) * t * N * length
+    return kept

@@ -1,0 +1,194 @@
+"""The costs of a micro-batch on a rank: matrix products, communication, operators, units and the whole model.
+
+Each operator of a model is one ``OpCost``. Memory, traffic and time of a plan, and the FLOPs that utilization is
+computed from, are sums over the same operators, so that they cannot disagree about the model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from megapar.model.cost.rank_view import RankView
+
+INDEX_BYTES = 8  # of an int64
+FORWARD_AND_BACKWARD = 3  # in forwards: a backward multiplies twice as much
+MASKED_PERCENT = 15  # of the positions of a masked language model, where their number is not known
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product [rows, inner] x [inner, columns] of the forward.
+
+    Attributes:
+        rows: Rows of the input, of all groups together.
+        inner: Features that are summed over.
+        columns: Features of the output.
+        groups: Products that run as one kernel.
+        mlp: It belongs to a feed-forward layer or an expert, which a plan may run in fp8.
+    """
+
+    rows: float
+    inner: int
+    columns: int
+    groups: int = 1
+    mlp: bool = False
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward."""
+        return 2 * self.rows * self.inner * self.columns
+
+
+@dataclass(frozen=True)
+class CommCost:
+    """Bytes that a rank sends in one micro-batch.
+
+    Attributes:
+        axis: The mesh axis, as a run counts its communication.
+        kind: The collective, or ``send``.
+        bytes: What this rank sends.
+        phase: ``forward`` or ``backward``.
+        hidden: It overlaps a matrix product of the same layer.
+    """
+
+    axis: str
+    kind: str
+    bytes: float
+    phase: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One operator.
+
+    Attributes:
+        name: What it is called in ``--assume operator-recompute``, where that can name it.
+        kept: Bytes that live until its backward.
+        products: Its matrix products.
+        scores: FLOPs of attention's core in the forward.
+        moved: Bytes that the forward reads and writes.
+        sent: Its communication.
+        transient: Bytes that live only while its backward runs.
+        recomputed: Its forward runs again before its backward.
+    """
+
+    name: str
+    kept: float = 0.0
+    products: tuple[Product, ...] = ()
+    scores: float = 0.0
+    moved: float = 0.0
+    sent: tuple[CommCost, ...] = ()
+    transient: float = 0.0
+    recomputed: bool = False
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward: matrix products and attention's core."""
+        return sum(product.flops for product in self.products) + self.scores
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """A unit of the model: the embedding, a layer or the head.
+
+    Attributes:
+        name: ``embedding``, ``head``, or the kind of layer: dense, moe, universal, branches.
+        operators: In forward order.
+        input: Bytes of what comes in.
+    """
+
+    name: str
+    operators: tuple[OpCost, ...]
+    input: float
+
+    @property
+    def is_layer(self) -> bool:
+        """One of the layers, which recomputed units consist of."""
+        return self.name not in ("embedding", "head")
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that live from the forward to the backward."""
+        return sum(operator.kept for operator in self.operators)
+
+    @cached_property
+    def transient(self) -> float:
+        """The most that the backward of one operator needs beside what is kept."""
+        return max((operator.transient for operator in self.operators), default=0.0)
+
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs of the forward."""
+        return round(sum(operator.flops for operator in self.operators))
+
+    def sent(self) -> list[CommCost]:
+        """The communication of all operators."""
+        return [sent for operator in self.operators for sent in operator.sent]
+
+
+class ModelCost(ABC):
+    """The costs of one micro-batch on a rank, unit by unit; each model derives a class from this.
+
+    FLOPs for utilization count what the mathematics of a step asks for: a matrix product [m, k] x [k, n] is 2 m k n, a
+    backward is two forwards, recomputation, norms and activations are not counted, no token is dropped, and of causal
+    attention's scores only the lower half counts. Source: the appendix of "Reducing Activation Recomputation in Large
+    Transformer Models" (arXiv 2205.05198), with the causal half as Megatron-LM counts it since 2025.
+
+    Attributes:
+        sizes: The numbers of the model.
+        view: The rank.
+        latent_attention: A plan may assume latent attention for this model.
+    """
+
+    latent_attention: ClassVar[bool] = False
+
+    def __init__(self, sizes: Any, view: RankView) -> None:
+        self.sizes, self.view = sizes, view
+
+    @property
+    @abstractmethod
+    def embedding(self) -> UnitCost:
+        """The embedding."""
+
+    @abstractmethod
+    def layer(self, number: int) -> UnitCost:
+        """Layer ``number``; equal layers are computed once and are the same object."""
+
+    @property
+    @abstractmethod
+    def head(self) -> UnitCost:
+        """All that follows the last layer, with the losses."""
+
+    @property
+    @abstractmethod
+    def attention(self) -> Sequence[OpCost]:
+        """The operators of a layer's attention, with the norm before it."""
+
+    @property
+    def tied(self) -> bool:
+        """The head multiplies with the word embedding."""
+        return True
+
+    @property
+    def largest(self) -> ModelCost:
+        """The same for the micro-batch that needs the most memory."""
+        return self
+
+    @classmethod
+    def forward_flops(cls, sizes: Any, seq_length: int) -> list[int]:
+        """FLOPs of the forward of one sequence: of the embedding, of each layer, of the head."""
+        cost = cls(replace(sizes, seq_length=seq_length), RankView.alone(seq_length))
+        return [0, *(cost.layer(number).flops for number in range(sizes.num_blocks)), cost.head.flops]
+
+    @classmethod
+    def step_flops(cls, sizes: Any, sequences: int, seq_length: int, predicted: int | None = None) -> int:
+        """FLOPs of forward and backward over ``sequences`` sequences.
+
+        predicted: Masked positions in all of them, of a model whose vocabulary head runs only there.
+        """
+        return FORWARD_AND_BACKWARD * sequences * sum(cls.forward_flops(sizes, seq_length))

@@ -1,0 +1,153 @@
+"""Costs of the operators that models share: norms, MLPs, embeddings and vocabulary heads. Standard library only.
+
+Bytes that are kept follow the operators' own backward formulas, in the forms that run on the device
+(``core/device/ops.py``: a CPU has no fused RMS norm, for example).
+
+Shape letters: t positions that matrix products see, s positions outside them (s = t / mp under sequence parallelism),
+H hidden, F MLP width, V rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megapar.model.cost.communication import Communication
+from megapar.model.cost.logits import rows_at_a_time
+from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product, UnitCost
+from megapar.model.cost.rank_view import RankView
+
+
+def norm_kept(view: RankView, rows: float, width: int, normalization: str) -> float:
+    """Bytes that a norm keeps beside its output."""
+    e, w = view.item_bytes, view.wide_bytes
+    if normalization == "layernorm":
+        return e * rows * width + 2 * w * rows
+    if view.kernels == "cuda":
+        return e * rows * width + 4 * rows
+    # Plain operators: x in fp32, the scale, and what the weight multiplies; in fp32 the first is x itself.
+    return (2 * w if e == w else w + e) * rows * width + w * rows
+
+
+class Operators:
+    """The operators of a model, or of a part of it, with one hidden size on one rank.
+
+    Attributes:
+        view: The rank.
+        hidden_size: Features of a token (H).
+        normalization: ``layernorm`` or ``rmsnorm``.
+        dropout: Hidden states pass dropout.
+        communication: What they send.
+    """
+
+    def __init__(self, view: RankView, hidden_size: int, *, normalization: str, dropout: bool) -> None:
+        self.view, self.hidden_size, self.normalization, self.dropout = view, hidden_size, normalization, dropout
+        self.communication = Communication(view)
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of the hidden states [s, H] of a micro-batch."""
+        return self.view.item_bytes * self.view.local_tokens * self.hidden_size
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of the hidden states [t, H] that matrix products see."""
+        return self.view.item_bytes * self.view.tokens * self.hidden_size
+
+    def dropped(self) -> float:
+        """Bytes of a dropout's mask over hidden states, one per element."""
+        return self.hidden_bytes / self.view.item_bytes if self.dropout else 0.0
+
+    def embedding(self, more: float, input_bytes: float = 0.0) -> UnitCost:
+        """The embedding of words. more: Bytes that are kept for what is added to them."""
+        x = self.hidden_bytes
+        kept = float(INDEX_BYTES * self.view.local_tokens) + more + self.dropped()
+        operator = OpCost("embedding", kept, moved=4 * x, sent=self.from_vocabulary(), transient=2 * x)
+        return UnitCost("embedding", (operator,), input_bytes)
+
+    def from_vocabulary(self) -> tuple[CommCost, ...]:
+        """The communication of the word embedding's output, whose rows are split; no matrix product hides it."""
+        return self.communication.row_parallel(self.gathered_bytes, hidden=False)
+
+    def norm(self) -> OpCost:
+        """A norm. One after a residual sum keeps the sum, and its output is the input of what follows."""
+        view, H = self.view, self.hidden_size
+        e, s = view.item_bytes, view.local_tokens
+        return OpCost(
+            "norm", self.norm_kept(), moved=3 * e * s * H, transient=(view.wide_bytes + e) * 2 * view.local_tokens * H
+        )
+
+    def norm_kept(self) -> float:
+        """Bytes that one norm over the hidden dim keeps, without its output."""
+        return norm_kept(self.view, self.view.local_tokens, self.hidden_size, self.normalization)
+
+    def mlp(self, width: int, *, gated: bool, dropped: float = 0.0, stored: bool = True) -> list[OpCost]:
+        """An MLP. dropped: Bytes of a dropout's mask on its output. stored: Its input is kept for it."""
+        view, H = self.view, self.hidden_size
+        t, s, e, F = view.tokens, view.local_tokens, view.item_bytes, width / view.mp
+        x, columns = e * s * H, F * (2 if gated else 1)
+        kept = 0.0 if view.selective_recompute else (e * t * F if gated else 0.0) + view.stored_bytes(t * F)
+        # gelu's backward adds one tensor: the incoming gradient takes the place of the output, where that was kept.
+        inside = columns + 2 * F if gated else F if kept else 2 * F
+        return [
+            OpCost(
+                "up",
+                (view.stored_bytes(s * H) if stored else 0.0) + e * t * columns,
+                (Product(t, H, round(columns), mlp=True),),
+                moved=x + e * t * columns,
+                sent=self.communication.column_parallel(e * t * H),
+                transient=e * t * columns + 2 * x,
+            ),
+            OpCost("activation", kept, moved=e * t * (columns + F), transient=e * t * inside + x),
+            OpCost(
+                "down",
+                dropped,
+                (Product(t, round(F), H, mlp=True),),
+                moved=3 * x,
+                sent=self.communication.row_parallel(e * t * H),
+                transient=e * t * F + 2 * x,
+            ),
+        ]
+
+    def leaving(self, width: int, *, scatters: bool) -> OpCost:
+        """Gathers positions after the last layer, so that each mp rank has the whole sequence.
+
+        width: Features of a position. scatters: The backward reduces and scatters the gradient.
+        """
+        view = self.view
+        if not view.splits_sequence:
+            return OpCost("leaving")
+        whole = view.item_bytes * view.tokens * width
+        sent = [self.communication.over_mp("all_gather", whole, "forward")]
+        if scatters:
+            sent.append(self.communication.over_mp("reduce_scatter", whole, "backward"))
+        return OpCost("leaving", whole, sent=tuple(sent))
+
+    def masked_word_head(self, features: int, rows: float, vocab_size: int) -> tuple[OpCost, ...]:
+        """A transform of so many features, gelu, a norm and the vocabulary, at ``rows`` positions."""
+        view, H = self.view, self.hidden_size
+        # The transform's input, gelu's and the norm's, and its output while the vocabulary runs.
+        kept = view.item_bytes * rows * (features + 3 * H) + 2 * view.wide_bytes * rows
+        transform = OpCost("transform", kept, (Product(rows, features, H),))
+        return transform, *self.vocabulary(rows, vocab_size, replicated=True)
+
+    def vocabulary(self, rows: float, vocab_size: int, *, replicated: bool) -> tuple[OpCost, ...]:
+        """Logits and loss. Gradients are made in the forward: of the rows, and of the weight in max(fp32, dtype).
+
+        replicated: All mp ranks hold the rows alike, so that the gradient of the rows is summed over mp.
+        """
+        view, H, V = self.view, self.hidden_size, -(-vocab_size // self.view.mp)
+        e, w, weight = view.item_bytes, view.wide_bytes, V * H
+        chunk = rows_at_a_time(ceil(rows), w * V, view.logits_bytes) * V
+        widened = w * chunk if e < w else 0
+        kept = e * rows * H + e * weight
+        product = e * weight if e < w and view.kernels != "cuda" else 0  # where it does not add to the sum by itself
+        making = e * rows * H + w * weight + product + e * chunk + widened
+        transient = max(making - kept, e * rows * H + e * weight)
+        sent: list[CommCost] = []
+        if replicated:
+            sent += self.communication.replicated(e * rows * H, "backward")
+        if view.mp > 1:
+            sent.append(self.communication.over_mp("all_reduce", 3 * w * rows, "forward"))
+        # Of the three products of the vocabulary two are made in the forward already; all three are counted as usual.
+        operator = OpCost("head", kept, (Product(rows, H, V),), moved=4 * w * rows * V, transient=transient)
+        return operator, OpCost("head messages", sent=tuple(sent))

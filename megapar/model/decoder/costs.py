@@ -1,0 +1,113 @@
+"""The costs of a decoder on a rank: blocks with a dense MLP or experts, multi-token prediction, head.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+from megapar.model.cost.attention import AttentionShape, attention_cost
+from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Product, UnitCost
+from megapar.model.cost.operators import Operators
+from megapar.model.cost.rank_view import RankView
+from megapar.model.decoder.expert_costs import expert_costs
+from megapar.model.decoder.sizes import MEGATRON_MOE, DecoderSizes, MoeSizes
+
+
+class DecoderCost(ModelCost):
+    """The units of a decoder."""
+
+    sizes: DecoderSizes
+    latent_attention: ClassVar[bool] = True
+
+    def __init__(self, sizes: DecoderSizes, view: RankView) -> None:
+        super().__init__(sizes, view)
+        self._operators = Operators(
+            view, sizes.hidden_size, normalization=sizes.normalization, dropout=bool(sizes.hidden_dropout)
+        )
+        self._kinds: dict[tuple[MoeSizes | None, frozenset[str]], UnitCost] = {}
+        self._layers: dict[int, UnitCost] = {}
+
+    @property
+    def tied(self) -> bool:
+        """See ``ModelCost``."""
+        return self.sizes.tie_embeddings
+
+    @cached_property
+    def embedding(self) -> UnitCost:
+        """Words, and learned positions."""
+        learned = self.sizes.position_embedding_type == "learned"
+        return self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
+
+    def layer(self, number: int) -> UnitCost:
+        """Layer ``number``."""
+        if number not in self._layers:
+            key = self.sizes.moe_at(number), self.view.recomputed(number)
+            if key not in self._kinds:
+                self._kinds[key] = self._layer(*key)
+            self._layers[number] = self._kinds[key]
+        return self._layers[number]
+
+    @cached_property
+    def attention(self) -> Sequence[OpCost]:
+        """See ``ModelCost``."""
+        sizes = self.sizes
+        shape = AttentionShape(
+            heads=sizes.num_attention_heads,
+            groups=sizes.num_query_groups,
+            head_dim=sizes.head_dim,
+            causal=True,
+            rotary=sizes.position_embedding_type == "rope",
+            qk_norm=sizes.qk_norm,
+            dropout=bool(sizes.attention_dropout),
+            fused=sizes.use_flash_attn,
+            latent=self.view.latent,
+        )
+        return attention_cost(self._operators, shape)
+
+    @cached_property
+    def head(self) -> UnitCost:
+        """Final norm, vocabulary, losses, and multi-token prediction."""
+        operators, view, x = self._operators, self.view, self._operators.hidden_bytes
+        head = (
+            OpCost("final norm", operators.norm_kept() + x),
+            operators.leaving(self.sizes.hidden_size, scatters=True),
+            *operators.vocabulary(view.tokens, self.sizes.vocab_size, replicated=not view.splits_sequence),
+        )
+        if self.sizes.mtp_depth:  # one more block and head, after a product of two joined inputs
+            block = self._layer(None, view.recomputed(None))
+            head = (*head, self._join(), *block.operators, *head)
+        return UnitCost("head", head, x)
+
+    @classmethod
+    def forward_flops(cls, sizes: DecoderSizes, seq_length: int) -> list[int]:
+        """See ``ModelCost``; no token is dropped."""
+        if sizes.moe is not None:
+            sizes = replace(sizes, moe=replace(sizes.moe, kind=MEGATRON_MOE))
+        return super().forward_flops(sizes, seq_length)
+
+    def _layer(self, moe: MoeSizes | None, recomputed: frozenset[str]) -> UnitCost:
+        sizes, ops = self.sizes, self._operators
+        parts = [*self.attention, ops.norm()]
+        if moe is not None:
+            parts += expert_costs(self.view, moe)
+            if moe.shared_experts:
+                stored = self.view.item_bytes < self.view.wide_bytes  # otherwise the router has kept the same tensor
+                parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored)
+            parts.append(OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes))
+        else:
+            parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped())
+        # What is left of operators that a plan assumes to be computed again.
+        parts = [replace(part, kept=0.0, recomputed=True) if part.name in recomputed else part for part in parts]
+        return UnitCost("moe" if moe else "dense", tuple(parts), ops.hidden_bytes)
+
+    def _join(self) -> OpCost:
+        """The input of the multi-token prediction block: two normalized inputs, and their product."""
+        ops, view, H = self._operators, self.view, self.sizes.hidden_size
+        product = Product(view.local_tokens, 2 * H, H)
+        kept = 2 * ops.norm_kept() + 2 * ops.hidden_bytes
+        return OpCost("join", kept, (product,), moved=8 * ops.hidden_bytes, sent=ops.from_vocabulary())
