@@ -13,11 +13,12 @@ from dataclasses import fields, replace
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.sizes import ModelSizes
 
 FORWARD_AND_BACKWARD = 3
 
 
-def step_flops(sizes: DecoderSizes | ErnieSizes, sequences: int, seq_length: int, predicted: int | None = None) -> int:
+def step_flops(sizes: ModelSizes, sequences: int, seq_length: int, predicted: int | None = None) -> int:
     """FLOPs of forward and backward over ``sequences`` sequences of ``seq_length`` tokens.
 
     predicted: masked positions in all of them, for ERNIE, whose vocabulary head runs only there (default: 15 %).
@@ -28,10 +29,11 @@ def step_flops(sizes: DecoderSizes | ErnieSizes, sequences: int, seq_length: int
     if isinstance(sizes, ErnieSizes):
         masked = sequences * seq_length * 15 // 100 if predicted is None else predicted
         return FORWARD_AND_BACKWARD * (sequences * _ernie(sizes, seq_length) + masked * _ernie_word(sizes))
+    assert isinstance(sizes, DecoderSizes)
     return FORWARD_AND_BACKWARD * sequences * _decoder(sizes, seq_length)
 
 
-def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
+def layer_flops(sizes: ModelSizes) -> list[int]:
     """Forward FLOPs of one sequence: of the embedding, of every layer, of the head (masked words: 15 %)."""
     length = sizes.seq_length
     if isinstance(sizes, Ernie3Sizes):
@@ -43,6 +45,7 @@ def layer_flops(sizes: DecoderSizes | ErnieSizes) -> list[int]:
         one = replace(sizes, num_layers=1, sop=False)
         head = _ernie(replace(sizes, num_layers=0), length) + length * 15 // 100 * _ernie_word(sizes)
         return [0, *[_ernie(one, length)] * sizes.num_layers, head]
+    assert isinstance(sizes, DecoderSizes)
     layers = (length * _decoder_layer(sizes, sizes.moe_at(layer), length) for layer in range(sizes.num_layers))
     return [0, *layers, length * _decoder_head(sizes, length)]
 
@@ -58,7 +61,7 @@ def _scaled(costs: list[int], length: int, whole: int) -> list[int]:
     return [cost * length // whole for cost in costs]
 
 
-def flops_per_token(sizes: DecoderSizes | ErnieSizes, seq_length: int) -> float:
+def flops_per_token(sizes: ModelSizes, seq_length: int) -> float:
     """FLOPs of forward and backward per token of a sequence of ``seq_length``."""
     return step_flops(sizes, 100, seq_length) / (100 * seq_length)
 

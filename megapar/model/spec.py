@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from megapar.model.decoder import rules as decoder
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.decoder.table import decoder_table
+from megapar.model.ernie import rules as ernie
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie.table import ernie_table
+from megapar.model.ernie3 import rules as ernie3
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.table import ernie3_table
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
+from megapar.schema.rule import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,9 @@ class ModelSpec:
         title: The model in words, for messages.
         sizes: The class of its numbers.
         table: Sizes to the parameter table, in the order of the forward.
+        rules: Its rows of the compatibility matrix.
         parts: ``module:Class`` of the model itself, imported when it is built.
+        has_experts: Layers of the model may have experts, and may be sliced: its class takes their axes.
     """
 
     name: str
@@ -41,7 +47,9 @@ class ModelSpec:
     title: str
     sizes: type[ModelSizes]
     table: Callable[[Any], tuple[ParameterSpec, ...]]
+    rules: tuple[Rule, ...]
     parts: str
+    has_experts: bool = False
 
     def load_parts(self) -> Any:
         """The class of the model. Imports torch."""
@@ -56,7 +64,9 @@ _MODELS = (
         title="a decoder, which pretrain_moe.py trains",
         sizes=DecoderSizes,
         table=decoder_table,
+        rules=decoder.RULES,
         parts="megapar.model.decoder.model:Decoder",
+        has_experts=True,
     ),
     ModelSpec(
         name="ernie",
@@ -64,6 +74,7 @@ _MODELS = (
         title="an ERNIE encoder, which pretrain_ernie.py trains",
         sizes=ErnieSizes,
         table=ernie_table,
+        rules=ernie.RULES,
         parts="megapar.model.ernie.model:Ernie",
     ),
     ModelSpec(
@@ -72,6 +83,7 @@ _MODELS = (
         title="ERNIE 3.0, which pretrain_ernie.py trains with --ernie-model ernie3",
         sizes=Ernie3Sizes,
         table=ernie3_table,
+        rules=ernie3.RULES,
         parts="megapar.model.ernie3.model:Ernie3",
     ),
 )
@@ -87,6 +99,11 @@ def spec_of(sizes: ModelSizes) -> ModelSpec:
     return _BY_SIZES[type(sizes)]
 
 
+def model_of(kind: str, values: Mapping[str, Any]) -> ModelSpec:
+    """The model that a trainer's flags ask for. values: of flags, by name."""
+    return MODELS[values["ernie_model"]] if kind == "ernie" else MODELS["decoder"]
+
+
 def table_of(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
     """The parameter table of the model that has these sizes."""
     return spec_of(sizes).table(sizes)
@@ -98,10 +115,9 @@ def parameter_counts(sizes: ModelSizes) -> tuple[int, int]:
     Published counts leave multi-token prediction out, which only training runs; so do these.
     """
     counted = sizes.without_training_blocks()
-    chosen, experts = counted.expert_share
     total = active = 0
     for row in table_of(counted):
         if row.trainable:
             total += row.numel
-            active += row.numel * chosen // experts if row.expert else row.numel
+            active += row.numel * counted.experts_per_token // counted.routed_experts if row.expert else row.numel
     return total, active

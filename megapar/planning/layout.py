@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
@@ -13,11 +13,14 @@ from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.cut import box_at, shard_dim
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.parameter import ParameterSpec
 from megapar.planning.assume import Assumed
 from megapar.training.hiding import hiding
-from megapar.training.sizes import ITEM_BYTES, make_sizes
-from megapar.training.stages import Sizes, effective_schedule, make_stages
+from megapar.training.segments import ITEM_BYTES
+from megapar.training.stages import effective_schedule, make_stages
+
+Sizes = DecoderSizes | ErnieSizes
 
 
 @lru_cache(maxsize=4)
@@ -42,7 +45,7 @@ class Layout:
     @cached_property
     def sizes(self) -> Sizes:
         """The model's numbers, or those of a part of it."""
-        return self.of or make_sizes(self.config)
+        return self.of or cast(Sizes, self.config.model)
 
     @cached_property
     def stages(self) -> Stages:

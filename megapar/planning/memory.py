@@ -25,7 +25,7 @@ from megapar.planning.parts import Unit
 from megapar.planning.pool import pool_bytes
 from megapar.planning.traffic import link
 from megapar.planning.work import Work
-from megapar.training.sizes import ITEM_BYTES
+from megapar.training.segments import ITEM_BYTES
 
 # Beside tensors and communicators: the driver's context, and what the caching allocator cannot use again.
 RESERVED_BYTES = round(0.75 * 2**30)

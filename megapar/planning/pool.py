@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.planning.layout import Layout
-from megapar.training.sizes import ITEM_BYTES, make_segments, make_sizes
+from megapar.training.segments import ITEM_BYTES, make_segments
 
 STEPS = 3  # until nothing is added
 
@@ -61,7 +61,7 @@ def pool_bytes(layout: Layout, stage: int, *, experts_only: bool = False) -> int
 
 def segments_of(layout: Layout, stage: int, *, experts_only: bool = False) -> list[Traveling]:
     """In forward order, cut as the run cuts them."""
-    plan = make_segments(layout.config, layout.of or make_sizes(layout.config))
+    plan = make_segments(layout.config, layout.of or layout.config.model)
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     rows: dict[tuple[int, bool, bool], int] = {}
     found: dict[tuple[int, bool, bool], Traveling] = {}

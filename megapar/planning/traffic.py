@@ -16,7 +16,7 @@ from megapar.core.grid import Grid
 from megapar.model.parameter import ParameterSpec
 from megapar.planning.layout import Layout
 from megapar.planning.work import Work
-from megapar.training.sizes import ITEM_BYTES
+from megapar.training.segments import ITEM_BYTES
 
 _INNER_FIRST = ("mp", "cp", "sharding", "dp")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import table_of
 from megapar.training.beside import files_beside
-from megapar.training.saved import Saved
-from megapar.training.sizes import Sizes, make_sizes
+from megapar.training.saved import Saved, Sizes
 from megapar.training.state import Progress
 
 CARRIED = "carried.safetensors"
@@ -87,7 +86,7 @@ def published(source: Path) -> tuple[Family, Sizes]:
     except Unsupported as error:
         raise CheckpointError(f"{source}: {error}") from error
     length = str(min(256, flags["max_position_embeddings"]))
-    sizes = make_sizes(parse(kind, ["--load-hf", str(source), "--seq-length", length], {}))
+    sizes = cast(Sizes, parse(kind, ["--load-hf", str(source), "--seq-length", length], {}).model)
     if isinstance(sizes, ErnieSizes) and name == "ErnieForMaskedLM":
         sizes = replace(sizes, sop=False)
     if isinstance(sizes, DecoderSizes) and not any("mtp" in tensor for tensor in HfFolder(source).tensors):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,18 +15,12 @@ from megapar.model.hugging_face import save as hf
 from megapar.model.hugging_face.family import Family
 from megapar.training.collect import collect_all, collect_buffers
 from megapar.training.job import Job
-from megapar.training.sizes import Sizes
+from megapar.training.saved import Sizes
 
 UNDROPPED = (
     "the model in Hugging Face's form drops no token; this run drops those that find no room, in evaluations too, so "
     "that its losses there are others"
 )
-
-
-def drops_tokens(sizes: Sizes) -> bool:
-    """Whether the run trains another function than its Hugging Face form computes: that has no capacity."""
-    moe = getattr(sizes, "moe", None)
-    return moe is not None and bool(moe.has_capacity)
 
 
 def save_hf(
@@ -45,7 +39,7 @@ def save_hf(
     tensors = _whole(job)
     if job.world.rank == 0:
         ids, beside = token_ids(tokenizer, published), None if tokenizer is None else tokenizer.save_hf
-        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids, family=family, beside=beside)
+        hf.save_hf(folder, cast(Sizes, job.sizes), tensors, dtype, token_ids=ids, family=family, beside=beside)
     else:
         for _ in tensors:
             pass

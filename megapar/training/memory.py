@@ -12,7 +12,6 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
-from megapar.model.decoder.sizes import MEGATRON_MOE
 
 Planned = Callable[[Config, str], str]
 
@@ -47,14 +46,14 @@ def expert_rows(config: Config) -> tuple[int, int] | None:
     None where there are no experts or a capacity bounds the rows. At most: every token of all ranks of ep chooses
     experts of one rank, of which it has min(k, experts there).
     """
-    moe, parallel = config.moe, config.parallel
-    if not moe.num_experts or moe.moe_model_type != MEGATRON_MOE:
+    parallel, experts, topk = config.parallel, config.model.routed_experts, config.model.experts_per_token
+    if not experts or config.model.drops_tokens:
         return None
-    here = moe.num_experts // parallel.ep_degree
+    here = experts // parallel.ep_degree
     cut = parallel.cp_degree * (parallel.mp_degree if parallel.expert_mp_degree == 1 else 1)
     tokens = config.training.micro_batch_size * config.model.seq_length // cut
     sent = tokens * parallel.ep_degree
-    return sent * moe.moe_router_topk // parallel.ep_degree, sent * min(moe.moe_router_topk, here)
+    return sent * topk // parallel.ep_degree, sent * min(topk, here)
 
 
 def expert_bound(config: Config, item_bytes: int) -> str:
@@ -63,7 +62,7 @@ def expert_bound(config: Config, item_bytes: int) -> str:
     if rows is None:
         return ""
     # Kept per row: what comes in, what the first product gives (gate and up), the activation, what goes out.
-    inner = (3 if config.model.activation == "swiglu" else 2) * config.moe.moe_ffn_hidden_size
+    inner = (3 if config.model.gated else 2) * config.value("moe_ffn_hidden_size")
     inner //= config.parallel.expert_mp_degree
     row_bytes = (2 * config.model.hidden_size + inner) * item_bytes
     usual, most = (f"{count:,} rows ({count * row_bytes / GIBIBYTE:.3g} GiB)" for count in rows)

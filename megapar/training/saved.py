@@ -16,6 +16,7 @@ from megapar.core.checkpoint.shard_file import ShardFile, check_file
 from megapar.core.checkpoint.storage import read_scalars
 from megapar.errors import CheckpointError
 from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.config import not_exportable
 from megapar.model.hugging_face.family import Family
 from megapar.model.hugging_face.save import some
@@ -23,7 +24,8 @@ from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import STORED
 from megapar.rules.exports import ERNIE4_5_MOE
-from megapar.training.sizes import Sizes
+
+Sizes = DecoderSizes | ErnieSizes
 
 
 class Saved:
@@ -80,7 +82,7 @@ def _way(sizes: Sizes) -> str:
 
 
 def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
-    """The sizes that ``ModelSizes.facts`` described; numbers that it leaves out do not matter for weights."""
+    """The sizes that ``Sizes.facts`` described; numbers that it leaves out do not matter for weights."""
     spec = STORED.get(str(facts.get("kind", "")))
     if spec is None:
         raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")
