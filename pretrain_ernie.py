@@ -4,7 +4,7 @@ import signal
 
 from megapar.arguments import parse_or_exit
 from megapar.core.parent import end_with_launcher
-from megapar.training.sizes import outline
+from megapar.training.outline import outline
 
 if __name__ == "__main__":
     end_with_launcher()

@@ -7,19 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapar.errors import Complaint
-from megapar.rules import ampipe, data, ernie3, layout, model, not_built, pipeline, progressive, training
-from megapar.schema.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, Facts, Rule
+from megapar.model.spec import MODELS
+from megapar.rules import ampipe, data, layout, model, not_built, pipeline, progressive, training
+from megapar.schema.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, SETTLED, Facts, Rule
 
-__all__ = ["ADVICE", "DOWNGRADE", "LIFTED", "NOT_BUILT", "REFUSE", "RULES", "Facts", "Rule", "Verdict", "check"]
+__all__ = [
+    "ADVICE",
+    "DOWNGRADE",
+    "LIFTED",
+    "NOT_BUILT",
+    "REFUSE",
+    "RULES",
+    "SETTLED",
+    "Facts",
+    "Rule",
+    "Verdict",
+    "check",
+]
 
 RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *model.RULES,
+    *(rule for spec in MODELS.values() for rule in spec.rules),
     *training.RULES,
     *data.RULES,
     *pipeline.RULES,
     *ampipe.RULES,
-    *ernie3.RULES,
     *progressive.RULES,
     *not_built.RULES,
 )
@@ -49,9 +62,7 @@ def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule]
     sets: dict[str, Any] = {}
     by: dict[str, str] = {}
     for rule in rules:
-        if rule.kind == LIFTED and not strict:
-            continue
-        if not rule.broken(values):
+        if rule.kind == SETTLED or (rule.kind == LIFTED and not strict) or not rule.broken(values):
             continue
         complaint = Complaint(rule.id, rule.text(values), rule.advice(values))
         if rule.kind == NOT_BUILT:

@@ -35,7 +35,6 @@ from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
 from megapar.training.declared import make_declared
 from megapar.training.evaluate import evaluate
-from megapar.training.export import drops_tokens
 from megapar.training.going_on import go_on
 from megapar.training.gradients import Gradients
 from megapar.training.guards import make_guards
@@ -177,7 +176,7 @@ class Trainer:
         self._notes = corpus.notes
         self.control = build.make_control(config, stop_signal, leader=world.rank == 0)
         self.checkpoints = Checkpoints(config.checkpoint, self.job, self.watch.section)
-        if config.checkpoint.save_hf and drops_tokens(self.job.sizes):
+        if config.checkpoint.save_hf and self.job.sizes.drops_tokens:
             self._notes += (export.UNDROPPED,)
         self.local_saves = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
@@ -408,7 +407,7 @@ class Trainer:
         scalars["verified"] = dict(self.guards.verified)
         scalars[RECORD] = self._identity
         scalars[NAMES] = self.checkpoints.lineage.told
-        scalars["drops_tokens"] = drops_tokens(self.job.sizes)
+        scalars["drops_tokens"] = self.job.sizes.drops_tokens
         return scalars
 
     def _export(self) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megapar.config.help import help_text
 from megapar.config.read import normal, spellings
 from megapar.data.indexed import IndexedDatasetBuilder
 from megapar.errors import ConfigError
+from megapar.schema.flag import from_flags
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,9 +44,18 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_every_field_of_every_group_is_a_flag_or_a_fact_and_names_are_unique() -> None:
-    names = [item.name for cls in GROUPS.values() for item in fields(cls)]
-    assert len(set(names)) == len(names)
-    assert set(names) - set(FLAGS) == {"data_ranks"}
+    classes = [cls for group in GROUPS.values() for cls, _ in group.classes]
+    own = [item for cls in classes for item in fields(cls) if item.name in vars(cls)["__annotations__"]]
+    names = [item.metadata["flag"].get("name", item.name) for item in own if "flag" in item.metadata]
+    assert sorted(names) == sorted(FLAGS)
+    assert [item.name for item in own if "fact" in item.metadata] == ["data_ranks"]
+
+
+@pytest.mark.parametrize("line", ["", "--num-experts 0", "--num-layers 2 --moe-layer-ffn-hidden-sizes 64 32"])
+def test_sizes_and_flags_are_each_others_inverse(line: str) -> None:
+    config = accept(line)
+    assert from_flags(type(config.model), config.values()) == config.model
+    assert replace(config, model=config.model.with_layers(1, 0)).value("num_layers") == 1
 
 
 def test_no_spelling_means_two_things() -> None:
@@ -82,7 +92,8 @@ def test_no_spelling_means_two_things() -> None:
 )
 def test_spellings_set_their_field(line: str, group: str, name: str, value: Any) -> None:
     config = accept(line)
-    assert getattr(getattr(config, group), name) == value
+    assert config.value(name) == value
+    assert name in config.to_dict()[group]
 
 
 def test_standard_negative_names_are_primary() -> None:
@@ -112,7 +123,7 @@ def test_unknown_flag_names_the_nearest_ones() -> None:
 
 def test_flags_of_the_other_trainer_are_refused_unless_they_change_nothing() -> None:
     assert "pretrain_moe.py" in rules("--num-experts 4", kind="ernie")["wrong-model"]
-    assert accept("--num-experts 0", kind="ernie").moe.num_experts == 0
+    assert accept("--num-experts 0", kind="ernie").value("num_experts") == 0
     assert "pretrain_ernie.py" in rules("--mlm-probability 0.3")["wrong-model"]
 
 
@@ -367,7 +378,7 @@ def test_sizes_derive() -> None:
     config = accept("--hidden-size 128 --num-attention-heads 8 --gradient-merge-acc-step 2")
     assert (config.model.head_dim, config.model.num_query_groups) == (16, 8)
     assert config.model.ffn_hidden_size == 320
-    assert config.moe.moe_ffn_hidden_size == 320
+    assert config.value("moe_ffn_hidden_size") == 320
     assert accept("--hidden-size 128", kind="ernie").model.ffn_hidden_size == 512
     assert config.model.max_position_embeddings == config.model.seq_length
     assert config.optimizer.lr_decay_iters == config.training.train_iters
@@ -377,7 +388,9 @@ def test_sizes_derive() -> None:
 def test_nothing_is_left_open() -> None:
     for kind in SCRIPTS:
         config = accept("", kind=kind)
-        optional = {n for cls in GROUPS.values() for n, t in cls.__annotations__.items() if t.endswith("None")}
+        classes = [cls for group in GROUPS.values() for cls, _ in group.classes]
+        optional = {n for cls in classes for n, t in cls.__annotations__.items() if t.endswith("None")}
+        optional.add("moe_layer_ffn_hidden_sizes")  # () in sizes
         for name, group in config.to_dict().items():
             if name != "kind":
                 assert {key for key, value in group.items() if value is None} <= optional

@@ -17,7 +17,7 @@ from megapar.arguments import parse, parse_or_exit
 from megapar.data.indexed import IndexedDatasetBuilder
 from megapar.schema.flag import SCRIPTS
 from megapar.training.learning_rate import make_learning_rate
-from megapar.training.sizes import make_sizes, outline
+from megapar.training.outline import outline
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "transformers", "sentencepiece", "datasets", "pyarrow")
@@ -134,7 +134,7 @@ def _checkpoint(root: Path) -> None:
     step = root / "iter_0000006"
     step.mkdir(parents=True)
     (root / "latest").write_text("iter_0000006\n", encoding="utf-8")
-    facts = json.dumps(make_sizes(config).facts(), sort_keys=True)
+    facts = json.dumps(config.model.facts(), sort_keys=True)
     (step / "layout.json").write_text(f'{{"sha256": "",\n"version": 1,\n"model": {facts},\n', encoding="utf-8")
     (step / "scalars.json").write_text(json.dumps({"schedule": make_learning_rate(config).to_dict()}))
 

@@ -18,7 +18,6 @@ from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe
-from megapar.training.sizes import make_sizes
 
 ODD_WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a\u0085b", "\u2028", "c")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c")
@@ -169,7 +168,7 @@ def test_a_checkpoint_keeps_its_rows(tmp_path: Path, model: bytes) -> None:
     path, step = tmp_path / "t.model", tmp_path / "run" / "iter_0000005"
     path.write_bytes(model)
     step.mkdir(parents=True)
-    facts = json.dumps(make_sizes(_config("--vocab-size", "777")).facts(), sort_keys=True)
+    facts = json.dumps(_config("--vocab-size", "777").model.facts(), sort_keys=True)
     _write(step, "layout.json", f'{{"sha256": "",\n"version": 1,\n"model": {facts},\n')
     _write(tmp_path / "run", "latest", "iter_0000005\n")
     load = ("--load", str(tmp_path / "run"), "--tokenizer-model", str(path))

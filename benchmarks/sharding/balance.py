@@ -11,7 +11,6 @@ from megapar.core.sharding.cut import local_box
 from megapar.model.spec import table_of
 from megapar.tools.pretend import pretend
 from megapar.trainer import Trainer
-from megapar.training.sizes import make_sizes
 
 DEGREES = (1, 2, 4, 8)
 KINDS = ("parameters", "gradients", "state")
@@ -75,7 +74,7 @@ def whole_tensors(kind: str, flags: Sequence[str], degree: int) -> float:
     """
     line = [*flags, *_training(flags), "--device", "cpu", "--world-size", str(degree)]
     config = parse(kind, line, {"WORLD_SIZE": str(degree)})
-    sizes = [local_box(row, config.grid, 0).numel for row in table_of(make_sizes(config)) if row.trainable]
+    sizes = [local_box(row, config.grid, 0).numel for row in table_of(config.model) if row.trainable]
     owned, owner, total = [0] * degree, 0, 0
     for size in sizes:
         owned[owner] += size

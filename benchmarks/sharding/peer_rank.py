@@ -25,7 +25,6 @@ from megapar.arguments import parse
 from megapar.core.axis import Axis
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.training.sizes import make_sizes
 
 
 class Loss(nn.Module):
@@ -42,7 +41,7 @@ class Loss(nn.Module):
 
 def make_model(device: str) -> tuple[Loss, dict[str, Tensor]]:
     """The model with random weights, and a batch for it."""
-    sizes = make_sizes(parse("moe", [*DECODER, *TRAINING], {}))
+    sizes = parse("moe", [*DECODER, *TRAINING], {}).model
     assert isinstance(sizes, DecoderSizes)
     single = Axis.single("mp")
     decoder = Decoder(

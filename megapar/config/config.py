@@ -1,47 +1,92 @@
-"""The configuration of a run: frozen groups, complete and resolved, with the origin of each value."""
+"""The configuration of a run: frozen groups, complete and resolved, with the origin of each value.
+
+The numbers of a model are declared, each with its flag, by the dataclass that its layers take
+(``model/<name>/sizes.py``); ``Config.model`` is that dataclass. All other flags are declared in this folder.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from megapar.config.model import Ampipe, Model, Moe
+from megapar.config.model import Ampipe, ModelOptions, MoeOptions
 from megapar.config.parallel import Parallel, Pipeline, Recompute, Sharding
 from megapar.config.reliability import Reliability
 from megapar.config.run import Checkpoint, Data, Logging, Optimizer, Runtime, Training
 from megapar.core.grid import Grid
-from megapar.schema.flag import Flag, to_flag
+from megapar.model.decoder.sizes import MoeSizes
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import MODELS, model_of
+from megapar.schema.flag import KINDS, Flag, from_flags, to_flag, to_flags
 
-GROUPS: Mapping[str, type[Any]] = MappingProxyType(
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """Flags that are listed together in --help and docs/flags.md.
+
+    Attributes:
+        title: The line above them.
+        classes: The dataclasses that declare them, each with the trainers that know its flags.
+    """
+
+    title: str
+    classes: tuple[tuple[type[Any], tuple[str, ...]], ...]
+
+
+def _options(cls: type[Any]) -> FlagGroup:
+    return FlagGroup((cls.__doc__ or "").splitlines()[0], ((cls, KINDS),))
+
+
+_MODEL = "The transformer. pretrain_ernie.py builds an encoder; its norm, positions and activation are fixed."
+_SIZES = ((ModelSizes, KINDS), *((spec.sizes, (spec.kind,)) for spec in MODELS.values()))
+
+GROUPS: Mapping[str, FlagGroup] = MappingProxyType(
     {
-        "parallel": Parallel,
-        "sharding": Sharding,
-        "pipeline": Pipeline,
-        "recompute": Recompute,
-        "model": Model,
-        "moe": Moe,
-        "ampipe": Ampipe,
-        "training": Training,
-        "optimizer": Optimizer,
-        "data": Data,
-        "checkpoint": Checkpoint,
-        "reliability": Reliability,
-        "logging": Logging,
-        "runtime": Runtime,
+        "parallel": _options(Parallel),
+        "sharding": _options(Sharding),
+        "pipeline": _options(Pipeline),
+        "recompute": _options(Recompute),
+        "model": FlagGroup(_MODEL, (*_SIZES, (ModelOptions, KINDS))),
+        "moe": FlagGroup("The mixture of experts of pretrain_moe.py.", ((MoeSizes, ("moe",)), (MoeOptions, KINDS))),
+        "ampipe": _options(Ampipe),
+        "training": _options(Training),
+        "optimizer": _options(Optimizer),
+        "data": _options(Data),
+        "checkpoint": _options(Checkpoint),
+        "reliability": _options(Reliability),
+        "logging": _options(Logging),
+        "runtime": _options(Runtime),
     }
 )
 
 
 def _flags() -> dict[str, Flag]:
-    found = {}
-    for group, kind in GROUPS.items():
-        for item in fields(kind):
-            described = to_flag(item, group)
-            if described is not None:
-                found[described.name] = described
-    return found
+    found: dict[str, Flag] = {}
+    for group, listed in GROUPS.items():
+        for cls, models in listed.classes:
+            for item in fields(cls):
+                described = to_flag(item, group, models)
+                if described is not None:
+                    found.setdefault(described.name, described)
+    ordered = (_ordered([flag for flag in found.values() if flag.group == group]) for group in GROUPS)
+    return {flag.name: flag for flags in ordered for flag in flags}
+
+
+def _ordered(flags: list[Flag]) -> list[Flag]:
+    """The flags of a group as they are declared, except those that follow another one."""
+    done = [flag for flag in flags if not flag.after]
+    waiting = [flag for flag in flags if flag.after]
+    assert {flag.after for flag in waiting} <= {flag.name for flag in flags}
+    while waiting:
+        flag = waiting.pop(0)
+        place = next((i for i, other in enumerate(done) if other.name == flag.after), None)
+        if place is None:
+            waiting.append(flag)
+        else:
+            done.insert(place + 1, flag)
+    return done
 
 
 FLAGS: Mapping[str, Flag] = MappingProxyType(_flags())
@@ -51,9 +96,18 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(_flags())
 class Config:
     """Everything a run is: no value is left to be derived, except ``device`` and ``dtype`` where they say ``auto``.
 
-    kind: ``moe`` or ``ernie``. origins: per field ``default``, ``file`` (``file NAME`` of several), ``flag``,
-    ``derived`` or ``switched off by`` a row. warnings: what was switched off or read under an old name, and advice.
-    notes: what --rules-only tolerates. reminders: what the run does because nothing was said. grid: the ranks.
+    Attributes:
+        kind: ``moe`` or ``ernie``.
+        model: The numbers that layers take.
+        model_options: The weights of the model's losses.
+        moe: The training of routers.
+        unused: Values of the flags whose numbers this model does not have, by the flags' names.
+        origins: Per flag ``default``, ``file`` (``file NAME`` of several), ``flag``, ``derived`` or ``switched off by``
+            a row.
+        warnings: What was switched off or read under an old name, and advice.
+        notes: What --rules-only tolerates.
+        reminders: What the run does because nothing was said.
+        grid: The ranks.
     """
 
     kind: str
@@ -61,8 +115,9 @@ class Config:
     sharding: Sharding
     pipeline: Pipeline
     recompute: Recompute
-    model: Model
-    moe: Moe
+    model: ModelSizes
+    model_options: ModelOptions
+    moe: MoeOptions
     ampipe: Ampipe
     training: Training
     optimizer: Optimizer
@@ -71,20 +126,34 @@ class Config:
     reliability: Reliability
     logging: Logging
     runtime: Runtime
+    unused: Mapping[str, Any]
     origins: Mapping[str, str]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     reminders: tuple[str, ...]
     grid: Grid
 
+    def value(self, name: str) -> Any:
+        """The value of a flag, by the name of the flag."""
+        group = FLAGS[name].group
+        return self.values()[name] if group in ("model", "moe") else getattr(getattr(self, group), name)
+
+    def values(self) -> dict[str, Any]:
+        """The values of all flags, by the names of the flags."""
+        held = [getattr(self, item.name) for item in fields(self)]
+        held += [part for part in vars(self.model).values() if is_dataclass(part)]
+        found = dict(self.unused)
+        for group in held:
+            found |= to_flags(group) if is_dataclass(group) else {}
+        return found
+
     def to_dict(self) -> dict[str, Any]:
-        """Group -> field -> plain value (lists for tuples), ready for JSON; the kind beside them."""
-        groups = {name: asdict(getattr(self, name)) for name in GROUPS}
-        plain = {
-            name: {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
-            for name, group in groups.items()
-        }
-        return {"kind": self.kind, **plain}
+        """Group -> flag -> plain value (lists for tuples), ready for JSON, after the kind."""
+        groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        for name, value in self.values().items():
+            groups[FLAGS[name].group][name] = list(value) if isinstance(value, tuple) else value
+        groups["runtime"]["data_ranks"] = self.runtime.data_ranks
+        return {"kind": self.kind, **groups}
 
 
 def build(
@@ -96,7 +165,30 @@ def build(
     reminders: tuple[str, ...],
     grid: Grid,
 ) -> Config:
-    """The frozen Config of complete flat values (every field of every group by name)."""
-    groups = {name: cls(**{item.name: values[item.name] for item in fields(cls)}) for name, cls in GROUPS.items()}
-    frozen = MappingProxyType(dict(origins))
-    return Config(kind=kind, origins=frozen, warnings=warnings, notes=notes, reminders=reminders, grid=grid, **groups)
+    """The frozen Config of complete flat values (every flag and fact by name)."""
+    config = Config(
+        kind=kind,
+        parallel=from_flags(Parallel, values),
+        sharding=from_flags(Sharding, values),
+        pipeline=from_flags(Pipeline, values),
+        recompute=from_flags(Recompute, values),
+        model=from_flags(model_of(kind, values).sizes, values),
+        model_options=from_flags(ModelOptions, values),
+        moe=from_flags(MoeOptions, values),
+        ampipe=from_flags(Ampipe, values),
+        training=from_flags(Training, values),
+        optimizer=from_flags(Optimizer, values),
+        data=from_flags(Data, values),
+        checkpoint=from_flags(Checkpoint, values),
+        reliability=from_flags(Reliability, values),
+        logging=from_flags(Logging, values),
+        runtime=from_flags(Runtime, values),
+        unused=MappingProxyType({}),
+        origins=MappingProxyType(dict(origins)),
+        warnings=warnings,
+        notes=notes,
+        reminders=reminders,
+        grid=grid,
+    )
+    unused = {name: values[name] for name in FLAGS.keys() - config.values().keys()}
+    return replace(config, unused=MappingProxyType(unused))

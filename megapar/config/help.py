@@ -65,11 +65,11 @@ def help_text(kind: str) -> str:
         "",
         "The last of repeated flags wins; a flag on the line wins over the file. --no-FLAG turns a switch off.",
     ]
-    for group, cls in GROUPS.items():
+    for group, listed in GROUPS.items():
         flags = [flag for flag in FLAGS.values() if flag.group == group and kind in flag.models]
         if not flags:
             continue
-        lines += ["", f"{group}: {(cls.__doc__ or '').splitlines()[0]}"]
+        lines += ["", f"{group}: {listed.title}"]
         for flag in flags:
             lines.append(f"  {signature(flag)}")
             lines += textwrap.wrap(

@@ -30,11 +30,12 @@ def effective(config: Config) -> str:
     if config.runtime.rules_only:
         verdict = f"keeps the rules on {ranks}; files were only read for the model's sizes"
     lines = [f"megapar: {SCRIPTS[config.kind]} {verdict}"]
+    values = config.values()
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
         lines += ["", group] if flags else []
         for flag in flags:
-            value = written(getattr(getattr(config, group), flag.name), flag)
+            value = written(values[flag.name], flag)
             lines.append(f"  {flag.spelling:40} {value:32} {config.origins[flag.name]}")
     training, data_ranks = config.training, config.grid.data_ranks
     lines += [

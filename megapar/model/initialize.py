@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from megapar.core.box import Box
-from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.parameter import ParameterSpec, Piece
+from megapar.model.sizes import ModelSizes
 
 ROWS_PER_BLOCK = 64
 
@@ -41,7 +40,7 @@ def fill(target: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: 
         raise ValueError(f"{spec.name} asks for an unknown initialisation, {spec.init!r}")
 
 
-def std_of(spec: ParameterSpec, sizes: DecoderSizes | ErnieSizes) -> float:
+def std_of(spec: ParameterSpec, sizes: ModelSizes) -> float:
     """The standard deviation that a parameter is drawn with."""
     shrinks = sizes.depth_scaled_init and spec.residual
     return sizes.init_std / math.sqrt(2 * sizes.num_blocks) if shrinks else sizes.init_std

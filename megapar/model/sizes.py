@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from megapar.schema.flag import flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The numbers that all models have; each model adds those of its own layers. Every size is global.
+    """The numbers that all models have, with their flags; each model adds those of its layers. Every size is global.
 
     Attributes:
         num_layers: Transformer layers.
@@ -31,19 +33,46 @@ class ModelSizes:
         stored_kind: The name of the model in ``layout.json``, part of the checkpoint format.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    vocab_size: int
-    seq_length: int
-    max_position_embeddings: int
-    layernorm_epsilon: float = 1e-5
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    init_std: float = 0.02
-    depth_scaled_init: bool = False
-    use_flash_attn: bool = True
+    num_layers: int = flag(4, "transformer layers", unit="layers", low=1)
+    hidden_size: int = flag(256, "features of a token", unit="features", low=1)
+    num_attention_heads: int = flag(4, "query heads", unit="heads", low=1)
+    ffn_hidden_size: int = flag(
+        None,
+        "intermediate features of the dense MLP",
+        unit="features",
+        low=1,
+        derived="4 x hidden-size; with swiglu 2/3 of it in whole 64s",
+    )
+    seq_length: int = flag(256, "tokens of a sample", unit="tokens", low=1, ernie=128)
+    max_position_embeddings: int = flag(None, "positions the model knows", unit="tokens", low=1, derived="seq-length")
+    vocab_size: int = flag(
+        None,
+        "rows of the embedding; a trained tokenizer gets as many ids",
+        unit="tokens",
+        low=8,
+        derived="the tokenizer's size, or the checkpoint's rows; 4096 where one is trained",
+    )
+    layernorm_epsilon: float = flag(
+        1e-5, "added to the variance in norms", ernie=1e-12, above=0, aliases=("norm-epsilon",), value=1e-5
+    )
+    attention_dropout: float = flag(0.0, "dropout on attention weights", ernie=0.1, low=0, high=0.99, value=0.0)
+    hidden_dropout: float = flag(
+        0.0, "dropout on the outputs of attention and MLP", ernie=0.1, low=0, high=0.99, value=0.0
+    )
+    init_std: float = flag(
+        0.02, "standard deviation of initial weights", above=0, aliases=("init-method-std",), value=0.02
+    )
+    depth_scaled_init: bool = flag(
+        False,
+        "weights whose products are added to the residual stream start at init-std / sqrt(2 x layers) (Megatron-LM)",
+        value=False,
+    )
+    use_flash_attn: bool = flag(
+        True,
+        "attention by the device's fused kernel; off: the plain reference",
+        aliases=("use-fused-attn",),
+        value=True,
+    )
 
     stored_kind: ClassVar[str]
 
@@ -83,9 +112,19 @@ class ModelSizes:
         return ()
 
     @property
-    def expert_share(self) -> tuple[int, int]:
-        """(routed experts that a token is sent to, all of them); (1, 1) without experts."""
-        return 1, 1
+    def routed_experts(self) -> int:
+        """Experts of a layer; 0 without mixture-of-experts layers."""
+        return 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a token is sent to; 0 without mixture-of-experts layers."""
+        return 0
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Experts have a capacity; what exceeds it is dropped."""
+        return False
 
     @property
     def shares_embedding(self) -> bool:
@@ -93,9 +132,22 @@ class ModelSizes:
         return True
 
     @property
-    def calls_vary(self) -> bool:
-        """How often the parts of a layer are called depends on the samples of a micro-batch."""
+    def causal(self) -> bool:
+        """A token attends to earlier ones only."""
         return False
+
+    @property
+    def mixes_tasks(self) -> bool:
+        """Samples of a micro-batch have different tasks, each of which runs other layers."""
+        return False
+
+    def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Loss terms of the model and their weights. values: of the flags, by name."""
+        raise NotImplementedError
+
+    def with_layers(self, dense: int, moe: int) -> Self:
+        """The same model with another number of layers, first the dense ones."""
+        return replace(self, num_layers=dense + moe)
 
     def without_training_blocks(self) -> Self:
         """The model without blocks that only training runs, as published parameter counts take it."""

@@ -14,14 +14,17 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from megapar.model.cost.model_cost import ModelCost
+from megapar.model.decoder import rules as decoder
 from megapar.model.decoder.costs import DecoderCost
 from megapar.model.decoder.published import PUBLISHED as DECODER_PUBLISHED
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.decoder.table import decoder_table
+from megapar.model.ernie import rules as ernie
 from megapar.model.ernie.costs import ErnieCost
 from megapar.model.ernie.published import PUBLISHED as ERNIE_PUBLISHED
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie.table import ernie_table
+from megapar.model.ernie3 import rules as ernie3
 from megapar.model.ernie3.costs import Ernie3Cost
 from megapar.model.ernie3.published import PUBLISHED as ERNIE3_PUBLISHED
 from megapar.model.ernie3.sizes import Ernie3Sizes
@@ -29,6 +32,7 @@ from megapar.model.ernie3.table import ernie3_table
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.schema.published import PublishedForms
+from megapar.schema.rule import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,9 @@ class ModelSpec:
         table: Sizes to the parameter table, in the order of the forward.
         published: The published architectures that it can be.
         costs: Its costs on a rank, made from sizes and a ``RankView``; also the FLOPs of a step.
+        rules: Its rows of the compatibility matrix.
         parts: ``module:Class`` of the model itself, imported when it is built.
+        has_experts: Layers of the model may have experts, and may be sliced: its class takes their axes.
     """
 
     name: str
@@ -53,7 +59,9 @@ class ModelSpec:
     table: Callable[[Any], tuple[ParameterSpec, ...]]
     published: PublishedForms
     costs: type[ModelCost]
+    rules: tuple[Rule, ...]
     parts: str
+    has_experts: bool = False
 
     def load_parts(self) -> Any:
         """The class of the model. Imports torch."""
@@ -70,7 +78,9 @@ _MODELS = (
         table=decoder_table,
         published=DECODER_PUBLISHED,
         costs=DecoderCost,
+        rules=decoder.RULES,
         parts="megapar.model.decoder.model:Decoder",
+        has_experts=True,
     ),
     ModelSpec(
         name="ernie",
@@ -80,6 +90,7 @@ _MODELS = (
         table=ernie_table,
         published=ERNIE_PUBLISHED,
         costs=ErnieCost,
+        rules=ernie.RULES,
         parts="megapar.model.ernie.model:Ernie",
     ),
     ModelSpec(
@@ -90,6 +101,7 @@ _MODELS = (
         table=ernie3_table,
         published=ERNIE3_PUBLISHED,
         costs=Ernie3Cost,
+        rules=ernie3.RULES,
         parts="megapar.model.ernie3.model:Ernie3",
     ),
 )
@@ -103,6 +115,11 @@ _BY_SIZES: Mapping[type[ModelSizes], ModelSpec] = {spec.sizes: spec for spec in 
 def spec_of(sizes: ModelSizes) -> ModelSpec:
     """The model that has these sizes."""
     return _BY_SIZES[type(sizes)]
+
+
+def model_of(kind: str, values: Mapping[str, Any]) -> ModelSpec:
+    """The model that a trainer's flags ask for. values: of flags, by name."""
+    return MODELS[values["ernie_model"]] if kind == "ernie" else MODELS["decoder"]
 
 
 def table_of(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
@@ -128,10 +145,10 @@ def parameter_counts(sizes: ModelSizes, table: Sequence[ParameterSpec] | None = 
     Published counts leave multi-token prediction out, which only training runs; so do these. table: The rows to count;
     by default those of the model without such blocks.
     """
-    chosen, experts = sizes.expert_share
+    counted = sizes.without_training_blocks()
     total = active = 0
-    for row in table_of(sizes.without_training_blocks()) if table is None else table:
+    for row in table_of(counted) if table is None else table:
         if row.trainable:
             total += row.numel
-            active += row.numel * chosen // experts if row.expert else row.numel
+            active += row.numel * counted.experts_per_token // counted.routed_experts if row.expert else row.numel
     return ParameterCounts(total, active)

@@ -20,11 +20,11 @@ LAYOUT = (
 
 
 def flags_of(config: Config, without: tuple[str, ...] = LAYOUT) -> dict[str, Any]:
-    """Values from the file and from the line by field name, without those of the layout."""
-    found = {}
+    """What was asked for, by field name: values from the file and from the line, without those of the layout."""
+    found, values = {}, config.values()
     for flag in FLAGS.values():
         if is_given(config.origins.get(flag.name)) and flag.name not in without and not flag.meta:
-            found[flag.name] = getattr(getattr(config, flag.group), flag.name)
+            found[flag.name] = values[flag.name]
     return found
 
 
@@ -87,4 +87,4 @@ def _explicit(config: Config, name: str) -> bool:
 
 
 def _value(config: Config, name: str) -> Any:
-    return getattr(getattr(config, FLAGS[name].group), name)
+    return config.value(name)

@@ -24,8 +24,8 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
 from megapar.planning.assume import Assumed, with_latent_attention
 from megapar.training.hiding import hiding
-from megapar.training.sizes import ITEM_BYTES, make_sizes
-from megapar.training.stages import Sizes, effective_schedule, make_stages
+from megapar.training.segments import ITEM_BYTES
+from megapar.training.stages import effective_schedule, make_stages
 
 MOST_COUNTED = 1024  # micro-batches; tasks come round again long before
 
@@ -54,9 +54,9 @@ class PlannedRun:
     _rows: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ModelSizes:
         """The numbers of the model."""
-        return make_sizes(self.config)
+        return self.config.model
 
     @cached_property
     def view(self) -> RankView:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.planning.planned_run import PlannedRun
-from megapar.training.sizes import make_segments
+from megapar.training.segments import make_segments
 
 STEPS = 3  # until nothing is added
 

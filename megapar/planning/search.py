@@ -178,7 +178,7 @@ def to_dict(found: Search, near: list[Result], count: int = 10) -> dict[str, Any
 def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[Candidate]]:
     """Candidates that differ in micro-batch and recompute only, the leanest first, by shape."""
     sizes, batch = config.model, config.training.global_batch_size
-    experts = config.moe.num_experts
+    experts = config.model.routed_experts
     for mp, pp, cp, algorithm, data in _splits(config, kind, world_size):
         if batch % data:
             continue

@@ -12,6 +12,7 @@ from megapar.schema.rule import (
     LIFTED,
     MINDSPEED_AMPIPE,
     NO_EFFECT,
+    SETTLED,
     Facts,
     Rule,
     Test,
@@ -56,6 +57,22 @@ def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: s
         passing="--moe-model-type deepspeed_moe --ampipe-degree 2 --strict-seed-rules",
         failing=f"--moe-model-type deepspeed_moe --ampipe-degree 2 {failing}",
         **more,
+    )
+
+
+def _settled(id: str, reads: tuple[str, ...], free: Test, why: str, passing: str, failing: str) -> Rule:
+    """A row that --ampipe-degree auto looks at: a degree above 1 hides something and gives the numbers of degree 1."""
+    auto = "--world-size 2 --ep-degree 2 --ampipe-degree auto"
+    return _row(
+        f"ampipe-auto-{id}",
+        ("ampipe_degree", *reads),
+        when=lambda f: f.ampipe_degree == 0,
+        requires=free,
+        message=why,
+        source="ampipe",
+        kind=SETTLED,
+        passing=f"{auto} {passing}".strip(),
+        failing=f"{auto} {failing}" if id != "ep" else failing,
     )
 
 
@@ -354,5 +371,69 @@ RULES: tuple[Rule, ...] = (
         source="mixture of experts",
         passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
         failing="--ampipe-degree 2 --moe-model-type deepspeed_moe --moe-drop-policy choice",
+    ),
+    _settled(
+        "ep",
+        ("num_experts", "ep_degree"),
+        lambda f: f.num_experts > 0 and f.ep_degree > 1,
+        "without --ep-degree there is no all-to-all to hide",
+        "",
+        "--ampipe-degree auto",
+    ),
+    _settled(
+        "flash",
+        ("use_flash_attn",),
+        lambda f: f.use_flash_attn,
+        "slices need --use-flash-attn",
+        "",
+        "--no-use-flash-attn",
+    ),
+    _settled(
+        "pp",
+        ("pp_degree",),
+        lambda f: f.pp_degree == 1,
+        "under a pipeline the degree is given, not measured",
+        "",
+        "--world-size 4 --pp-degree 2",
+    ),
+    _settled(
+        "cp",
+        ("cp_degree",),
+        lambda f: f.cp_degree == 1,
+        "with --cp-degree the order of the data follows the degree, which is given",
+        "",
+        "--world-size 4 --cp-degree 2",
+    ),
+    _settled(
+        "adaptive",
+        ("adaptive_recompute_device_size",),
+        lambda f: not f.adaptive_recompute_device_size,
+        "adaptive recompute measures whole layers",
+        "",
+        "--adaptive-recompute-device-size 1024",
+    ),
+    _settled(
+        "dropout",
+        ("attention_dropout", "hidden_dropout"),
+        lambda f: f.attention_dropout == 0 and f.hidden_dropout == 0,
+        "slices draw other dropout masks",
+        "",
+        "--hidden-dropout 0.1",
+    ),
+    _settled(
+        "order",
+        ("moe_model_type", "moe_drop_policy"),
+        lambda f: f.moe_model_type != "deepspeed_moe" or f.moe_drop_policy == "token",
+        "slices cannot drop by --moe-drop-policy choice or probs, which compare all tokens",
+        "--moe-model-type deepspeed_moe",
+        "--moe-model-type deepspeed_moe --moe-drop-policy probs",
+    ),
+    _settled(
+        "capacity",
+        ("moe_model_type", "ampipe_capacity"),
+        lambda f: f.moe_model_type != "deepspeed_moe" or f.ampipe_capacity != "slice",
+        "slices with a capacity each would drop other tokens",
+        "--moe-model-type deepspeed_moe",
+        "--moe-model-type deepspeed_moe --ampipe-capacity slice",
     ),
 )

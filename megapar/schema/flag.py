@@ -1,10 +1,16 @@
-"""A flag as the metadata of a dataclass field: help, unit, choices, bounds, spellings, defaults per model."""
+"""A flag as the metadata of a dataclass field: help, unit, choices, bounds, spellings, defaults per model.
+
+A number is declared once: the field of the dataclass that layers take carries its flag. ``from_flags`` builds such a
+dataclass from the values of flags, and ``to_flags`` gives them back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 KINDS = ("moe", "ernie")
 SCRIPTS = {"moe": "pretrain_moe.py", "ernie": "pretrain_ernie.py"}
@@ -39,7 +45,8 @@ class Flag:
     list has (0: any). comma: a list is written with commas. models: the model kinds that know the flag. meta: says
     how to run, not what: kept out of YAML files. path: names files or folders, in which ~ and $NAME are expanded; nodes
     of a run agree in whether it is given, not in the name. each: takes one value, and repeated ones add up. per_node:
-    nodes of a run may differ in it. derived: how a value of None is replaced, for people.
+    nodes of a run may differ in it. derived: how a value of None is replaced, for people. after: the flag that it
+    follows in --help and in docs/flags.md; "": the one before it in its dataclass.
     """
 
     name: str
@@ -63,6 +70,7 @@ class Flag:
     per_node: bool = False
     derived: str = ""
     primary: str = ""
+    after: str = ""
 
     @property
     def spelling(self) -> str:
@@ -86,12 +94,26 @@ def flag(
     *,
     ernie: Any = ...,
     aliases: tuple[str | Alias, ...] = (),
+    value: Any = MISSING,
+    through: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     **extra: Any,
 ) -> Any:
-    """A dataclass field that is a flag. ``ernie``: the default of pretrain_ernie.py where it is another one."""
+    """A dataclass field that is a flag.
+
+    default: of the command line; a None is derived. ernie: the default of pretrain_ernie.py where it is another one.
+    value: the field's default where the dataclass is made without flags; without it the field must be given. through:
+    (flag's value to the field's, and back) where they differ. extra: attributes of ``Flag``; ``name`` where the flag's
+    differs from the field's, ``group`` where it is listed elsewhere than the other flags of the dataclass.
+    """
     defaults = {"moe": default, "ernie": default if ernie is ... else ernie}
     spelled = tuple(Alias(alias) if isinstance(alias, str) else alias for alias in aliases)
-    return field(metadata={"flag": {"defaults": defaults, "help": help, "aliases": spelled, **extra}})
+    described = {"defaults": defaults, "help": help, "aliases": spelled, **extra}
+    return field(default=value, metadata={"flag": described, "through": through})
+
+
+def follows(source: Callable[[Mapping[str, Any]], Any], *, value: Any = MISSING) -> Any:
+    """A dataclass field without a flag, computed from the values of flags by name. value: as for ``flag``."""
+    return field(default=value, metadata={"follows": source})
 
 
 def fact(help: str) -> Any:
@@ -109,11 +131,43 @@ TYPES = {
 }
 
 
-def to_flag(item: Field[Any], group: str) -> Flag | None:
-    """The Flag that a dataclass field describes; None for a fact."""
+def to_flag(item: Field[Any], group: str, models: tuple[str, ...] = KINDS) -> Flag | None:
+    """The Flag that a dataclass field describes; None for any other field."""
     described = item.metadata.get("flag")
     if described is None:
         return None
-    options = dict(described)
+    options = {"name": item.name, "group": group, "models": models, **described}
     kind = options.pop("type", None) or TYPES[str(item.type).replace(" | None", "")]
-    return Flag(name=item.name, group=group, type=kind, **options)
+    return Flag(type=kind, **options)
+
+
+def from_flags(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass ``cls`` from flat values by flag name; fields that name no flag keep their defaults."""
+    found = {}
+    for name, metadata in _declared(cls):
+        if "follows" in metadata:
+            found[name] = metadata["follows"](values)
+        elif "fact" in metadata:
+            found[name] = values[name]
+        elif "flag" in metadata:
+            value = values[metadata["flag"].get("name", name)]
+            found[name] = metadata["through"][0](value) if metadata["through"] else value
+    return cls(**found)
+
+
+def to_flags(made: Any) -> dict[str, Any]:
+    """The values of the flags of a dataclass, by flag name: the inverse of ``from_flags``."""
+    found = {}
+    for name, metadata in _declared(type(made)):
+        if "flag" in metadata:
+            value = getattr(made, name)
+            found[metadata["flag"].get("name", name)] = metadata["through"][1](value) if metadata["through"] else value
+    return found
+
+
+def _declared(cls: type[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name, metadata) of each field; a subclass that gives a field another default keeps its declaration."""
+    families = [base.__dict__["__dataclass_fields__"] for base in cls.__mro__ if "__dataclass_fields__" in vars(base)]
+    for item in fields(cls):
+        every = (known[item.name].metadata for known in families if item.name in known)
+        yield item.name, next((metadata for metadata in every if metadata), {})

@@ -11,6 +11,7 @@ DOWNGRADE = "downgrade"
 ADVICE = "advice"
 LIFTED = "lifted"
 NOT_BUILT = "not-built"
+SETTLED = "settled"
 
 MODELS = ("moe", "ernie")
 
@@ -66,7 +67,8 @@ class Rule:
     requirement in words; the values are put behind it. fix: what to do, with the nearest legal values. source: where
     the row comes from. passing, failing: flags of an example of each, for the first of ``models``. kind: refuse;
     downgrade (a warning, then ``sets`` is applied); advice (a warning, and nothing changes); lifted (only under
-    --strict-seed-rules, ``reason`` says why); not-built (a feature of a later version). models: the trainers it is for.
+    --strict-seed-rules, ``reason`` says why); not-built (a feature of a later version); settled (an automatic
+    choice has one outcome, for the reason in ``message``). models: the trainers it is for.
     """
 
     id: str

@@ -24,7 +24,6 @@ from megapar.tools.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.pretend import pretend
 from megapar.tools.tally import Sums, Tally, asked
 from megapar.tools.trace import traceable
-from megapar.training.sizes import make_sizes
 from megapar.training.stages import effective_schedule, make_stages
 
 DENSE, EXPERTS = "dense", "moe"
@@ -128,13 +127,11 @@ def _waits_of_a_stage(config: Config, waits: Mapping[str, float]) -> int:
 
 def _depth(config: Config, *, last_stage: bool = False) -> dict[str, int]:
     """Layers of each kind; those of the last stage where that is asked for. Branches of ERNIE 3.0 do not count."""
-    layers, first = config.model.num_layers, config.moe.first_k_dense if config.moe.num_experts else None
-    numbers = set(range(layers))
+    numbers, moe = set(range(config.model.num_layers)), set(config.model.moe_layers)
     if last_stage:
-        chunks = make_stages(config, make_sizes(config)).chunks
+        chunks = make_stages(config, config.model).chunks
         numbers &= {layer for chunk in chunks if chunk.rank == config.grid.pp - 1 for layer in chunk.layers}
-    dense = sum(first is None or layer < first for layer in numbers)
-    return {DENSE: dense, EXPERTS: len(numbers) - dense}
+    return {DENSE: len(numbers - moe), EXPERTS: len(numbers & moe)}
 
 
 def _alone(config: Config) -> Config:
@@ -152,22 +149,15 @@ def _alone(config: Config) -> Config:
 def _short(config: Config, depth: Depth, micro_batches: int) -> Config:
     """The same with so many layers and micro-batches."""
     dense, experts = depth.get(DENSE, 0), depth.get(EXPERTS, 0)
-    layers, widths, units = (
-        dense + experts,
-        config.moe.moe_layer_ffn_hidden_sizes,
-        config.recompute.recompute_num_layers,
-    )
+    units = config.recompute.recompute_num_layers
     samples = config.training.micro_batch_size * config.grid.dp * config.grid.sharding * micro_batches
-    moe, segments = config.moe, config.sharding
-    if moe.num_experts:
-        moe = replace(moe, first_k_dense=dense, moe_layer_ffn_hidden_sizes=widths and widths[:experts])
+    segments = config.sharding
     if segments.segment_anchors:  # they name layers that may not be there
         segments = replace(segments, sharding_segment_strategy=None, segment_anchors=())
     return replace(
         config,
-        model=replace(config.model, num_layers=layers, task_num_layers=min(config.model.task_num_layers, 1)),
-        moe=moe,
-        recompute=replace(config.recompute, recompute_num_layers=units and min(units, layers)),
+        model=config.model.with_layers(dense, experts),
+        recompute=replace(config.recompute, recompute_num_layers=units and min(units, dense + experts)),
         sharding=replace(segments, gradient_merge_acc_step=micro_batches),
         training=replace(config.training, global_batch_size=samples),
     )

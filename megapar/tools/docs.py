@@ -42,8 +42,8 @@ megapar docs --check     # is this page what the code says?
 def flags_markdown() -> str:
     """docs/flags.md."""
     lines = [PREFACE]
-    for group, cls in GROUPS.items():
-        lines += [f"## {group}", "", (cls.__doc__ or "").splitlines()[0], ""]
+    for group, listed in GROUPS.items():
+        lines += [f"## {group}", "", listed.title, ""]
         lines += ["| flag | unit | pretrain_moe.py | pretrain_ernie.py | meaning |", "|---|---|---|---|---|"]
         lines += [_row(flag) for flag in FLAGS.values() if flag.group == group]
         lines.append("")

@@ -151,7 +151,7 @@ def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | N
     if not kinds:
         return None
     from megapar.arguments import parse_or_exit
-    from megapar.training.sizes import outline
+    from megapar.training.outline import outline
 
     # As the ranks will find it. Where they meet is not known yet; that they will is the agent's part.
     environ = {

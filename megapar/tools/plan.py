@@ -201,10 +201,9 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.schedule import make_schedule
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
-    from megapar.training.sizes import make_sizes
     from megapar.training.stages import effective_schedule, make_stages, outline, pipeline_layers
 
-    sizes = make_sizes(config)
+    sizes = config.model
     if config.grid.pp == 1:
         return "one stage: no pipeline, no bubble\n", ""
     stages, layers = make_stages(config, sizes), pipeline_layers(sizes)

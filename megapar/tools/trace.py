@@ -118,7 +118,7 @@ def traceable(config: Config, rank: int) -> Config:
         (bool(config.notes), "what this version does not have"),
         (config.ampipe.ampipe_degree == 0, "--ampipe-degree auto, which measures"),
         (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute, which measures"),
-        (config.training.dtype == "fp64" and config.moe.num_experts > 0, "experts in fp64, which run one by one"),
+        (config.training.dtype == "fp64" and config.model.routed_experts > 0, "experts in fp64, which run one by one"),
     ):
         if refused:
             complaints.append(Complaint("trace", f"--trace cannot run {what}.", "The formulas can."))

@@ -20,7 +20,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
 from megapar.data.tasks.build import TaskData
 from megapar.errors import Complaint, ConfigError
-from megapar.model.ernie3.tasks import CLASSES, accuracy_of, tasks_of
+from megapar.model.spec import spec_of
 from megapar.moe.slicing import Slicing
 from megapar.training.control import Control, Limits, StopSignal
 from megapar.training.numbers import Numbers, Spikes
@@ -75,7 +75,7 @@ def make_corpus(config: Config) -> Corpus:
 
 def _task_data(config: Config) -> TaskData | None:
     """What the objectives of ERNIE 3.0 are made from; None for other models."""
-    if config.kind != "ernie" or config.model.ernie_model != "ernie3":
+    if not config.model.mixes_tasks:
         return None
     data = config.data
     return TaskData(
@@ -94,7 +94,7 @@ def make_layout(config: Config) -> SequenceLayout:
     return choose_layout(
         parallel.context_parallel_algo,
         parallel.cp_degree,
-        causal=config.kind != "ernie",
+        causal=config.model.causal,
         length=config.model.seq_length,
         slices=slicing.degree,
         balanced=slicing.balanced,
@@ -110,17 +110,9 @@ def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
 
 def make_objective(config: Config) -> Objective:
     """The weights of the loss terms."""
-    if config.kind == "ernie" and config.model.ernie_model == "ernie3":
-        names = tasks_of(config.data.ernie_tasks)
-        # Every task has its own denominator, so its share of the samples alone would not weigh it.
-        weights = {name: float(weight) for name, weight in names.items()}
-        # A right answer is counted and not learned from.
-        return Objective({**weights, **{accuracy_of(name): 0.0 for name in names if name in CLASSES}})
-    if config.kind == "ernie":
-        return Objective({"lm": 1.0, "sop": config.model.sop_loss_weight})
-    weights = {"lm": 1.0}
-    if config.model.mtp_depth:
-        weights["mtp"] = config.model.mtp_loss_weight
+    weights = config.model.loss_weights(config.values())
+    if not spec_of(config.model).has_experts:
+        return Objective(weights)
     moe = config.moe
     return Objective(
         weights,

@@ -42,13 +42,13 @@ from megapar.model.hugging_face.save import INDEX, SHARD_BYTES, config_of
 from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_halves
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
+from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of, table_of
 from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 from megapar.training.beside import files_beside
 from megapar.training.fit import blocks_lacking
 from megapar.training.saved import Saved
-from megapar.training.sizes import Sizes, make_sizes
 from megapar.training.state import Progress
 
 CARRIED = "carried.safetensors"
@@ -79,7 +79,7 @@ def _refuse_foreign(source: Path) -> None:
         raise CheckpointError(f"{source} is {foreign}. {FIX}")
 
 
-def published(source: Path) -> tuple[PublishedArchitecture, Sizes]:
+def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
     """Class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
     try:
         config = read_config(source)
@@ -88,7 +88,7 @@ def published(source: Path) -> tuple[PublishedArchitecture, Sizes]:
     except Unsupported as error:
         raise CheckpointError(f"{source}: {error}") from error
     length = str(min(256, flags["max_position_embeddings"]))
-    sizes = make_sizes(parse(kind, ["--load-hf", str(source), "--seq-length", length], {}))
+    sizes = parse(kind, ["--load-hf", str(source), "--seq-length", length], {}).model
     sizes = replace(sizes, **architecture.fixed_sizes)
     # transformers writes the number of multi-token prediction blocks and leaves the blocks out.
     lacking = blocks_lacking(architecture, table_of(sizes), HfFolder(source).tensors)
@@ -122,7 +122,7 @@ def _write_checkpoint(
     beside: list[Path],
     weights: HfFolder,
     architecture: PublishedArchitecture,
-    sizes: Sizes,
+    sizes: ModelSizes,
     table: tuple[ParameterSpec, ...],
     foreign: list[str],
 ) -> Converted:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -55,10 +56,11 @@ class Declaring:
     def of(cls, config: Config, corpus: Corpus, device: Device, environ: Mapping[str, str] = os.environ) -> Declaring:
         """Reads data of which the cache does not know the fingerprint. Raises DataError."""
         flags = [flag for flag in FLAGS.values() if config.kind in flag.models and _is_compared(flag)]
+        values = config.values()
         number, local_rank = environ.get("GROUP_RANK", ""), int(environ.get("LOCAL_RANK") or "0")
         node = f"{number} on {socket.gethostname()}" if number else ""
         return cls(
-            {flag.spelling: _text(config, flag) for flag in flags},
+            {flag.spelling: _text(values[flag.name], flag) for flag in flags},
             frozenset(flag.spelling for flag in flags if is_given(config.origins.get(flag.name))),
             {
                 "the script": SCRIPTS[config.kind],
@@ -118,9 +120,8 @@ def _is_compared(flag: Flag) -> bool:
     return not (flag.per_node or flag.meta or flag.name in _BY_CONTENT)
 
 
-def _text(config: Config, flag: Flag) -> str:
-    """A value as it is compared: of what lies elsewhere on each node only whether it is given."""
-    value = getattr(getattr(config, flag.group), flag.name)
+def _text(value: Any, flag: Flag) -> str:
+    """A value as it is compared; of a path, which may differ from node to node, only if it is given."""
     if flag.path:
         return "given" if value else "not given"
     return repr(value) if isinstance(value, float) else written(value, flag)

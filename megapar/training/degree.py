@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from megapar.arguments import Config
+from megapar.compatibility import RULES, SETTLED
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_reduce_
 from megapar.data.batches import Loader, MicroBatch
@@ -28,21 +30,12 @@ LEAST_GAIN = 0.02
 
 def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
     """(degrees that give the numbers of degree 1, why there is only one of them; empty where there are more)."""
-    parallel, moe, model, ampipe = config.parallel, config.moe, config.model, config.ampipe
-    in_order = moe.moe_model_type != "deepspeed_moe" or moe.moe_drop_policy == "token"
-    for hinders, why in (
-        (moe.num_experts == 0 or parallel.ep_degree == 1, "without --ep-degree there is no all-to-all to hide"),
-        (not model.use_flash_attn, "slices need --use-flash-attn"),
-        (parallel.pp_degree > 1, "under a pipeline the degree is given, not measured"),
-        (parallel.cp_degree > 1, "with --cp-degree the order of the data follows the degree, which is given"),
-        (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute measures whole layers"),
-        (model.attention_dropout > 0 or model.hidden_dropout > 0, "slices draw other dropout masks"),
-        (not in_order, f"slices cannot drop by --moe-drop-policy {moe.moe_drop_policy}"),
-        (moe.moe_model_type == "deepspeed_moe" and ampipe.ampipe_capacity == "slice", "slices would drop others"),
-    ):
-        if hinders:
-            return (1,), why
-    room = model.seq_length // (parallel.mp_degree if parallel.sequence_parallel else 1)
+    values = config.values() | {"kind": config.kind}
+    for rule in RULES:
+        if rule.kind == SETTLED and rule.broken(values):
+            return (1,), rule.message
+    parallel, ampipe = config.parallel, config.ampipe
+    room = config.model.seq_length // (parallel.mp_degree if parallel.sequence_parallel else 1)
     pieces = ampipe.pipe_experts_multi_data if ampipe.use_pipe_experts else 0
     degrees = tuple(d for d in DEGREES if d <= room and (d == 1 or not pieces or (pieces % d == 0 and pieces > d)))
     return degrees, "" if len(degrees) > 1 else "the sequence, or --pipe-experts-multi-data, allows no other"
@@ -50,9 +43,9 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
 
 def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress) -> str:
     """Slice the model by the checkpoint's degree or a measured one; what to say of it, "" where a degree is given."""
-    model = job.model
-    if not isinstance(model, Decoder) or config.ampipe.ampipe_degree != AUTO:
+    if config.ampipe.ampipe_degree != AUTO:
         return ""
+    model = cast(Decoder, job.model)  # no other model has the flag
     legal, why = legal_degrees(config)
     if progress.ampipe_degree in legal:
         why = "as the checkpoint has it"

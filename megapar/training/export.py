@@ -15,18 +15,11 @@ from megapar.model.hugging_face import save as hf
 from megapar.schema.published import PublishedArchitecture
 from megapar.training.collect import collect_all, collect_buffers
 from megapar.training.job import Job
-from megapar.training.sizes import Sizes
 
 UNDROPPED = (
     "the model in Hugging Face's form drops no token; this run drops those that find no room, in evaluations too, so "
     "that its losses there are others"
 )
-
-
-def drops_tokens(sizes: Sizes) -> bool:
-    """Whether the run trains another function than its Hugging Face form computes: that has no capacity."""
-    moe = getattr(sizes, "moe", None)
-    return moe is not None and bool(moe.has_capacity)
 
 
 def save_hf(

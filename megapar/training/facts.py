@@ -31,9 +31,10 @@ def write_facts(
     folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int
 ) -> None:
     """The effective configuration with origins, the ranks, the environment. One rank calls it."""
+    given = config.values()
     values = {
         flag.name: {
-            "value": getattr(getattr(config, flag.group), flag.name),
+            "value": given[flag.name],
             "origin": config.origins.get(flag.name, "default"),
             "group": flag.group,
             "flag": flag.spelling,

@@ -126,11 +126,11 @@ def _version(package: str) -> str:
 
 def flags_of(config: Config) -> dict[str, Any]:
     """The values of all flags that say what is trained and how; without paths and what each start chooses."""
-    found = {}
+    found, values = {}, config.values()
     for flag in FLAGS.values():
         left_out = flag.meta or flag.path or flag.name in (*_ELSEWHERE, *_OF_A_START)
         if flag.group in _GROUPS and config.kind in flag.models and not left_out:
-            value = getattr(getattr(config, flag.group), flag.name)
+            value = values[flag.name]
             found[flag.name] = list(value) if isinstance(value, tuple) else value
     return found
 

@@ -45,19 +45,17 @@ from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
-from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.ernie3.model import Ernie3
-from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.initialize import fill, std_of
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.parameter import ParameterSpec
-from megapar.model.spec import table_of
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import spec_of, table_of
 from megapar.moe.experts import Experts
 from megapar.training.build import DTYPES, compute_dtype, make_layout, make_objective, make_slicing, reduce_dtype
 from megapar.training.hiding import hiding
 from megapar.training.pipelined import PipelinedModel
-from megapar.training.sizes import Sizes, make_segments, make_sizes
+from megapar.training.segments import make_segments
 from megapar.training.stages import effective_schedule, make_stages, placed
 
 Model = Decoder | Ernie
@@ -73,7 +71,7 @@ class Job:
     """
 
     world: World
-    sizes: Sizes
+    sizes: ModelSizes
     table: tuple[ParameterSpec, ...]
     model: Model
     sharding: Sharding
@@ -88,7 +86,7 @@ class Job:
 
 def make_job(config: Config, world: World) -> Job:
     """Build and initialise the model as this rank holds it."""
-    sizes = make_sizes(config)
+    sizes = config.model
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
@@ -196,7 +194,7 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
 
 
 def _make_model(
-    config: Config, sizes: Sizes, stages: Stages, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
+    config: Config, sizes: ModelSizes, stages: Stages, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
 ) -> Model:
     common: dict[str, Any] = {
         "mp": world.axis("mp"),
@@ -208,14 +206,11 @@ def _make_model(
         "dtype": dtype,
         "device": torch.device("meta") if meta else world.device.torch_device,
     }
-    model: Model
-    if isinstance(sizes, Ernie3Sizes):
-        model = Ernie3(sizes, **common)
-    elif isinstance(sizes, ErnieSizes):
-        model = Ernie(sizes, **common)
-    else:
-        slicing = make_slicing(config)
-        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, slicing=slicing, **common)
+    spec = spec_of(sizes)
+    if spec.has_experts:
+        common |= {"ep": world.axis("ep"), "emp": world.axis("emp"), "traffic": traffic}
+        common |= {"slicing": make_slicing(config)}
+    model: Model = spec.load_parts()(sizes, **common)
     hide_communication(model, make_overlap(config, world, sizes), traffic)
     model.recompute = make_recompute(config, world, traffic)
     for module in model.modules():
@@ -224,7 +219,7 @@ def _make_model(
     return model
 
 
-def make_overlap(config: Config, world: World, sizes: Sizes) -> Overlap:
+def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
     """How the collectives of layers cut over mp are hidden on this device.
 
     Raises ConfigError where they should be fused and the ranks of mp do not share a node.
@@ -269,15 +264,14 @@ def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -
 def _full(
     config: Config,
     world: World,
-    sizes: Sizes,
+    sizes: ModelSizes,
     model: Model,
     specs: list[ParameterSpec],
     dtype: torch.dtype,
     meter: WaitMeter,
 ) -> Sharding:
     """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
-    tied = isinstance(sizes, ErnieSizes) or sizes.tie_embeddings or sizes.mtp_depth > 0
-    together = ("embedding", "head") if tied else ()
+    together = ("embedding", "head") if sizes.shares_embedding else ()
     full = FullSharding(
         world,
         model,
@@ -309,7 +303,7 @@ def _zero(
         [(spec, named[spec.name]) for spec in specs],
         wide(dtype),
         reduce_dtype(config, dtype),
-        make_segments(config, make_sizes(config)),
+        make_segments(config, config.model),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         overlap_reduce=config.sharding.overlap_grad_reduce != "off",
         overlap_gather=config.sharding.overlap_param_gather != "off",

@@ -14,7 +14,6 @@ from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
 from megapar.model.decoder.expert_rows import ExpertRows
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.training.sizes import make_sizes
 
 Planned = Callable[[Config, str], str]
 
@@ -48,7 +47,7 @@ def expert_rows(config: Config) -> tuple[int, int] | None:
 
     None where there are no experts or a capacity bounds the rows.
     """
-    moe: MoeSizes | None = getattr(make_sizes(config), "moe", None)
+    moe: MoeSizes | None = getattr(config.model, "moe", None)
     if moe is None or moe.has_capacity:
         return None
     grid = config.grid
@@ -65,7 +64,7 @@ def expert_bound(config: Config, item_bytes: int) -> str:
     if rows is None:
         return ""
     # Kept per row: what comes in, what the first product gives (gate and up), the activation, what goes out.
-    inner = (3 if config.model.activation == "swiglu" else 2) * config.moe.moe_ffn_hidden_size
+    inner = (3 if config.model.gated else 2) * config.value("moe_ffn_hidden_size")
     inner //= config.parallel.expert_mp_degree
     row_bytes = (2 * config.model.hidden_size + inner) * item_bytes
     usual, most = (f"{count:,} rows ({count * row_bytes / GIBIBYTE:.3g} GiB)" for count in rows)

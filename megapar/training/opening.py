@@ -57,11 +57,11 @@ def _hosts(names: Sequence[str]) -> str:
 
 def _flags(config: Config) -> Iterator[str]:
     """Those that differ from the defaults, as they would be written, by group."""
-    file = config.runtime.config
+    file, values = config.runtime.config, config.values()
     yield f"flags that differ from the defaults{f', {written(file)} included' if file else ''}:"
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
-        pairs = [(flag, getattr(getattr(config, group), flag.name)) for flag in flags if not flag.meta]
+        pairs = [(flag, values[flag.name]) for flag in flags if not flag.meta]
         said = [_line(flag, value) for flag, value in pairs if _differs(config, flag, value)]
         if said:
             yield from textwrap.wrap(
@@ -93,7 +93,7 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     yield from _side("trained on", corpus.contents)
     yield from _side("held out", corpus.heldout_contents)
     rounds = epochs(samples, corpus.contents)
-    whole = "" if rounds is None or (config.kind == "ernie" and config.model.ernie_model == "ernie3") else f", {rounds}"
+    whole = "" if rounds is None or (config.model.mixes_tasks) else f", {rounds}"
     yield f"this run:   {iterations:,} steps, {samples:,} samples, {tokens:,} positions{whole}"
     yield _tokenizer(config, corpus)
 

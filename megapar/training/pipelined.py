@@ -113,13 +113,13 @@ class PipelinedModel:
         # In one order on every rank: they are added up over the stages.
         sums = {name: terms.sums.get(name, zero) for name in self._objective.weights}
         load = terms.load
-        if isinstance(self.model, Decoder) and self.model.sizes.moe is not None:
+        if self.model.sizes.moe_layers:
             moe = self.model.sizes.moe_layers
             # Layers of a chunk follow each other, and so do their rows: a list of them would be copied to the device,
             # and the host would wait for that before it sends what the chunk computed.
             first = sum(layer < chunk.layers.start for layer in moe)
             rows = slice(first, first + sum(layer in chunk.layers for layer in moe))
-            load = torch.zeros(len(moe), self.model.sizes.moe.num_experts, dtype=torch.int64, device=self._device)
+            load = torch.zeros(len(moe), self.model.sizes.routed_experts, dtype=torch.int64, device=self._device)
             if rows.stop > rows.start:
                 load[rows] = terms.load
         return terms._replace(sums=sums, load=load)

@@ -13,8 +13,8 @@ from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.core.units import GIBIBYTE
-from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.flops import flops_per_token
+from megapar.model.sizes import ModelSizes
 from megapar.training import facts
 from megapar.training.build import compute_dtype
 from megapar.training.job import Job
@@ -24,7 +24,6 @@ from megapar.training.monitor import Monitor
 from megapar.training.objective import Objective
 from megapar.training.patient_logger import PatientLogger
 from megapar.training.record import Logger
-from megapar.training.stages import Sizes
 
 
 def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | None:
@@ -98,14 +97,14 @@ def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
     yield f"{model}, {world.device.name}, {dtype}, peak {peak}"
 
 
-def expert_products(config: Config, sizes: Sizes, device: Device) -> str:
+def expert_products(config: Config, sizes: ModelSizes, device: Device) -> str:
     """In which form experts multiply their rows; "" where there are none."""
-    if not isinstance(sizes, DecoderSizes) or sizes.moe is None:
+    if not sizes.expert_widths:
         return ""
     if config.ampipe.use_pipe_experts:
         return "experts: a product for each one's piece of rows (--use-pipe-experts)"
     dtype, emp = compute_dtype(config, device), config.parallel.expert_mp_degree
-    widths = sorted({sizes.hidden_size, *(width // emp for width in sizes.moe_widths or (sizes.moe.ffn_hidden_size,))})
+    widths = sorted({sizes.hidden_size, *(width // emp for width in sizes.expert_widths)})
     lacks = device.grouped_lacks(dtype, widths)
     if not lacks:
         return "experts: one grouped product for all of a rank's"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from megapar.model.architectures import own_architecture
 from megapar.model.hugging_face.save import some
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec, Piece
+from megapar.model.sizes import ModelSizes
 from megapar.model.spec import STORED
 from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
-from megapar.training.sizes import Sizes
 
 
 class Saved:
@@ -68,7 +68,7 @@ class Saved:
         return out
 
 
-def _way(sizes: Sizes, pieces: Sequence[Piece]) -> str:
+def _way(sizes: ModelSizes, pieces: Sequence[Piece]) -> str:
     """The way out for a model with pieces that the class of its folder has no place for."""
     own = own_architecture(sizes)
     if own is not None and not_exportable(sizes) is None and all(own.hf_name(piece.hf_name) for piece in pieces):
@@ -79,12 +79,12 @@ def _way(sizes: Sizes, pieces: Sequence[Piece]) -> str:
     return "No class known here has one; the checkpoint keeps every weight"
 
 
-def sizes_of(facts: Mapping[str, Any], where: Path) -> Sizes:
+def sizes_of(facts: Mapping[str, Any], where: Path) -> ModelSizes:
     """The sizes that ``ModelSizes.facts`` described; numbers that it leaves out do not matter for weights."""
     spec = STORED.get(str(facts.get("kind", "")))
     if spec is None:
         raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")
     try:
-        return cast(Sizes, spec.sizes.from_facts(facts))
+        return spec.sizes.from_facts(facts)
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{where} describes its model in a way that is not known here: {error}") from error

@@ -9,12 +9,9 @@ from megapar.arguments import Config
 from megapar.core.pipeline.schedule import ZERO_BUBBLE, style_of
 from megapar.core.pipeline.stages import CutError, PipelineLayers, Stages
 from megapar.errors import Complaint, ConfigError
-from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.flops import layer_flops
 from megapar.model.parameter import ParameterSpec
-
-Sizes = DecoderSizes | ErnieSizes
+from megapar.model.sizes import ModelSizes
 
 
 def effective_schedule(config: Config) -> str:
@@ -22,7 +19,7 @@ def effective_schedule(config: Config) -> str:
     return ZERO_BUBBLE if config.pipeline.use_nanopipe else config.pipeline.pp_schedule
 
 
-def pipeline_layers(sizes: Sizes) -> PipelineLayers:
+def pipeline_layers(sizes: ModelSizes) -> PipelineLayers:
     """The model as a list of layers: class names, with what is inside a block, and model FLOPs as costs."""
     return PipelineLayers(sizes.layer_names, tuple(map(float, layer_flops(sizes))))
 
@@ -32,7 +29,7 @@ def placed(table: Iterable[ParameterSpec], stages: Stages) -> tuple[ParameterSpe
     return tuple(replace(spec, stage=stages.rank_of_unit(spec.unit)) for spec in table)
 
 
-def make_stages(config: Config, sizes: Sizes) -> Stages:
+def make_stages(config: Config, sizes: ModelSizes) -> Stages:
     """The chunks of ``--pp-seg-method``. Raises ConfigError where the model cannot be cut so."""
     pp, vpp = config.grid.pp, config.pipeline.vpp_degree
     if pp == 1:
@@ -44,7 +41,7 @@ def make_stages(config: Config, sizes: Sizes) -> Stages:
     return Stages.of(starts, sizes.num_blocks, pp, style_of(effective_schedule(config), vpp))
 
 
-def outline(config: Config, sizes: Sizes) -> str:
+def outline(config: Config, sizes: ModelSizes) -> str:
     """What --validate-only adds of the pipeline: which layers, and which share of the work, every chunk has."""
     if config.grid.pp == 1:
         return ""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -153,12 +154,13 @@ class Stepper:
     def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
         """Raise the correction bias of experts that got less than their share of the global batch."""
         rate, data = self.config.moe.moe_router_bias_update_rate, self.job.world.axis("data")
-        if rate and isinstance(self.job.model, Decoder):
+        if rate:
             total = load.clone()
             reduce_numbers(total, data, "load")
             # An index by a list would wait for the device.
-            rows = total if self.job.pipeline is None else [total[row] for row in self.job.model.load_rows]
-            self.job.model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
+            model = cast(Decoder, self.job.model)  # the rules refuse a rate for another model
+            rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
+            model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
 
     def _report(self, work: Work, verdict: Verdict, lr: float, seconds: float) -> Step:
         progress, job = self.progress, self.job

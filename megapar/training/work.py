@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from megapar.arguments import Config
 from megapar.data.batches import Loader, MicroBatch
@@ -78,6 +79,5 @@ class Feed:
         if self._progressive is None:
             return self._batch_size.at(progress.consumed_samples), None
         iteration = progress.iteration
-        assert isinstance(self._job.model, Ernie)
-        self._job.model.scale_dropout(self._progressive.share(iteration))
+        cast(Ernie, self._job.model).scale_dropout(self._progressive.share(iteration))
         return self._progressive.batch_at(iteration), self._progressive.length_at(iteration)

@@ -81,7 +81,7 @@ def test_the_degrees_of_fleet_are_pasted(tmp_path: Path) -> None:
 )
 def test_names_of_paddle(tmp_path: Path, text: str, group: str, name: str, value: object) -> None:
     config = read(tmp_path, text, world=4)
-    assert getattr(getattr(config, group), name) == value
+    assert config.to_dict()[group][name] == value
 
 
 def test_groups_may_be_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.errors import ConfigError
-from megapar.training.sizes import make_segments, make_sizes
+from megapar.training.segments import make_segments
 
 MODEL = ["--num-layers", "12", "--hidden-size", "512", "--num-attention-heads", "8", "--ffn-hidden-size", "1344"]
 BY_BYTES, AT_ANCHORS = "segment_broadcast_MB", "segment_anchors"
@@ -32,7 +32,7 @@ def test_a_size_or_anchors_alone_choose_their_strategy(line: str, strategy: str 
 def test_the_size_changes_the_segments() -> None:
     def segments(line: str) -> int:
         config = parse("moe", [*MODEL, *line.split()], {})
-        return len(make_segments(config, make_sizes(config)))
+        return len(make_segments(config, config.model))
 
     alone = [segments(f"--segment-broadcast-MB {size}") for size in (1, 32, 10000)]
     assert alone == sorted(alone, reverse=True)

@@ -11,7 +11,7 @@ from typing import Any
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
 from megapar.training.build import make_layout, make_slicing
-from megapar.training.sizes import outline
+from megapar.training.outline import outline
 from tests.equivalence.compare import UNITS, differences, rounding_differences
 from tests.equivalence.run import Routing, Trace, trace
 from tests.fuzz.case import Case
@@ -121,8 +121,8 @@ def reference(
 
 def _parts(config: Config) -> Parts:
     """Positions that count capacity apart from others: those of a rank, of a slice, or of a rank's part of a slice."""
-    by_rank, slicing = config.moe.moe_capacity_scope == "rank", make_slicing(config)
-    if config.moe.moe_model_type != "deepspeed_moe" or not (by_rank or slicing.capacity == "slice"):
+    by_rank, slicing = config.value("moe_capacity_scope") == "rank", make_slicing(config)
+    if config.value("moe_model_type") != "deepspeed_moe" or not (by_rank or slicing.capacity == "slice"):
         return ()
     layout, parallel = make_layout(config), config.parallel
     cuts = parallel.mp_degree if parallel.sequence_parallel else 1

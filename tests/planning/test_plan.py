@@ -15,7 +15,6 @@ from megapar.arguments import parse
 from megapar.model.spec import parameter_counts
 from megapar.tools.main import main
 from megapar.tools.plan import DOES_NOT_FIT
-from megapar.training.sizes import make_sizes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -140,7 +139,7 @@ def test_parameters_are_counted_as_validate_only_and_papers_count_them(
     first = capsys.readouterr().out.splitlines()[0]
     ranks = re.search(r"megapar plan: ([\d,]+) x", first)
     config = parse("moe", [*line, "--world-size", ranks[1].replace(",", "")], {}, planning=True)  # type: ignore[index]
-    counted, passed = (count / 1e9 for count in parameter_counts(make_sizes(config)))
+    counted, passed = (count / 1e9 for count in parameter_counts(config.model))
     assert f"{counted:.4g} B parameters, {passed:.4g} B pass a token" in first
     assert total is None or f"{total} B parameters, {active} B pass a token" in first
 

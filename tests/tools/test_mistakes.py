@@ -16,7 +16,7 @@ from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
 from megapar.tools.main import main
 from megapar.training.learning_rate import make_learning_rate
-from megapar.training.sizes import make_sizes, outline
+from megapar.training.outline import outline
 
 YAML = {
     "typo.yaml": "num_layers: 4\nhiden_size: 64\n",
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_another_model_is_told_before_the_start(
     row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     line, *words = row
-    sizes = make_sizes(parse("moe", [], {}))
+    sizes = parse("moe", [], {}).model
     body = f'"model": {json.dumps(sizes.facts(), sort_keys=True)},'
     Path("run/checkpoints/iter_0000005/layout.json").write_text(f'{{"sha256": "",\n"version": 1,\n{body}\n')
     load = ["--load", "run/checkpoints"]
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_the_trainer_would_take_is_not_refused(
     kind: str, line: str, stored: dict[str, object], accepted: bool
 ) -> None:
     config = parse(kind, ["--load", "run/checkpoints", *line.split()], {})
-    facts = make_sizes(config).facts() | stored
+    facts = config.model.facts() | stored
     head = f'{{"sha256": "",\n"version": 1,\n"model": {json.dumps(facts, sort_keys=True)},\n'
     Path("run/checkpoints/iter_0000005/layout.json").write_text(head)
     schedule = make_learning_rate(config).to_dict()  # without one it would be of weights alone

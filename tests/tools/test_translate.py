@@ -550,4 +550,4 @@ def test_trainers_take_the_aliases() -> None:
     config = parse("moe", [*line, "--moe-model-type", "deepspeed_moe"], {})
     assert config.model.num_query_groups == 2
     assert config.data.data_path == ("mock",)
-    assert config.moe.moe_capacity_factor == 1.5
+    assert config.value("moe_capacity_factor") == 1.5

@@ -432,7 +432,7 @@ def test_flags_that_contradict_the_model_are_complaints(folders: dict[str, Path]
     with pytest.raises(ConfigError, match=r"is a model of pretrain_moe.py, not of pretrain_ernie.py"):
         parse("ernie", ["--load-hf", str(folders["Mixtral"]), "--seq-length", "16"], {})
     config = parse("moe", ["--load-hf", str(folders["Qwen3Moe"]), "--seq-length", "16"], {})
-    assert (config.model.qk_norm, config.model.head_dim, config.moe.first_k_dense) == (True, 12, 1)
+    assert (config.model.qk_norm, config.model.head_dim, config.model.first_k_dense) == (True, 12, 1)
     assert config.origins["hidden_size"] == "derived"
 
 

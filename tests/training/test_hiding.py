@@ -15,7 +15,6 @@ from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 from megapar.errors import ConfigError
 from megapar.training.hiding import cut_linears, hiding
 from megapar.training.job import check_device, make_overlap
-from megapar.training.sizes import make_sizes
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, build
 
 MP = "--mp-degree 2 --sequence-parallel --bf16"
@@ -60,7 +59,7 @@ def overlap_on(per_node: int, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
     config = config_of("--mp-degree 4 --sequence-parallel --bf16 --tp-comm-overlap fused", 8)
     world = SimpleNamespace(device=Gpu(), grid=config.grid, axis=lambda name: Axis(name, 4, 0, None, (0, 1, 2, 3)))
-    return make_overlap(config, world, make_sizes(config))
+    return make_overlap(config, world, config.model)
 
 
 def test_fused_stays_in_a_node(monkeypatch):
@@ -78,5 +77,5 @@ def test_fused_needs_a_gpu():
 def test_a_gpus_sizes_reach_the_layers():
     config = config_of(f"{MP} --tp-comm-overlap on")
     world = SimpleNamespace(device=Gpu(), grid=config.grid, axis=lambda name: Axis(name, 2, 0, None, (0, 1)))
-    overlap = make_overlap(config, world, make_sizes(config))
+    overlap = make_overlap(config, world, config.model)
     assert (overlap.batched, overlap.least_rows, overlap.whole) == (True, H200.of.least_rows, False)

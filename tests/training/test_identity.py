@@ -18,7 +18,7 @@ from megapar.errors import ConfigError
 from megapar.trainer import Outcome, train
 from megapar.training.identity import Identity, code_hash
 from megapar.training.loggers import PlainTerminal
-from megapar.training.sizes import outline
+from megapar.training.outline import outline
 from tests.support.training import SMALL, last_wins
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")

@@ -7,7 +7,6 @@ import pytest
 from megapar.arguments import parse
 from megapar.core.device.base import Device
 from megapar.training.report import expert_products
-from megapar.training.sizes import make_sizes
 
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32"
 PIECES = f"{EXPERTS} --moe-model-type deepspeed_moe"
@@ -40,6 +39,6 @@ class Without(Device):
 def test_the_form_of_the_experts_products_is_said(flags, device, said):
     world = 2 if "degree" in flags else 1
     config = parse("moe", f"{SMALL} {flags}".split(), {"WORLD_SIZE": str(world), "RANK": "0"})
-    found = expert_products(config, make_sizes(config), device)
+    found = expert_products(config, config.model, device)
     assert said in found
     assert bool(found) == bool(said)

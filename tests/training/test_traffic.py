@@ -10,7 +10,6 @@ from megapar.arguments import parse
 from megapar.core.sharding.cut import shard_dim
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import table_of
-from megapar.training.sizes import make_sizes
 from tests.support.training import COMMON, SMALL, run
 
 LAST = ("embedding", "head")  # tied, they are one group at stage 3, which stays gathered from forward to backward
@@ -28,7 +27,7 @@ def padded(specs: list[ParameterSpec], ranks: int) -> int:
 
 def specs(kind: str) -> tuple[list[ParameterSpec], list[ParameterSpec]]:
     """Trainable parameters: those of stage 3's last group, and the others."""
-    rows = [spec for spec in table_of(make_sizes(parse(kind, [*SMALL[kind], *COMMON], {}))) if spec.trainable]
+    rows = [spec for spec in table_of(parse(kind, [*SMALL[kind], *COMMON], {}).model) if spec.trainable]
     return [s for s in rows if s.unit in LAST], [s for s in rows if s.unit not in LAST]
 
 

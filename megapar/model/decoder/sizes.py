@@ -9,9 +9,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.sizes import ModelSizes, require_choice
+from megapar.schema.flag import Alias, flag, follows, from_flags
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,25 +55,89 @@ class MoeSizes:
         biased: The correction bias may be other than 0.
     """
 
-    hidden_size: int
-    ffn_hidden_size: int
-    num_experts: int
-    topk: int
-    shared_experts: int = 0
-    kind: str = MEGATRON_MOE
-    capacity_factor: float = 1.0
-    min_capacity: int = 4
-    drop_policy: str = "token"
-    capacity_scope: str = "micro_batch"
-    activation: str = "swiglu"
-    add_bias: bool = False
-    score: str = "softmax"
-    groups: int = 1
-    group_topk: int = 1
-    scaling: float = 1.0
-    sequence_aux: bool = False
-    orthogonal: bool = False
-    biased: bool = True
+    hidden_size: int = follows(lambda values: values["hidden_size"])
+    ffn_hidden_size: int = flag(
+        None,
+        "intermediate features of one expert",
+        name="moe_ffn_hidden_size",
+        unit="features",
+        low=1,
+        derived="ffn-hidden-size",
+        after="moe_model_type",
+    )
+    num_experts: int = flag(
+        8, "routed experts; 0: a dense decoder", unit="experts", ernie=0, low=0, aliases=("num-moe-experts",)
+    )
+    topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1)
+    shared_experts: int = flag(
+        0, "experts that every token passes", name="moe_shared_experts", unit="experts", low=0, value=0
+    )
+    kind: str = flag(
+        MEGATRON_MOE,
+        "megatron_moe drops no token; deepspeed_moe has a capacity per expert",
+        name="moe_model_type",
+        choices=KINDS,
+        after="num_experts",
+        value=MEGATRON_MOE,
+    )
+    capacity_factor: float = flag(
+        1.0,
+        "capacity of an expert over an even share of the (token, choice) pairs",
+        name="moe_capacity_factor",
+        above=0,
+        aliases=("moe-expert-capacity-factor", "moe-train-capacity-factor"),
+        value=1.0,
+    )
+    min_capacity: int = flag(4, "least capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
+    drop_policy: str = flag(
+        "token",
+        "who is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",
+        name="moe_drop_policy",
+        choices=DROP_POLICIES,
+        value="token",
+    )
+    capacity_scope: str = flag(
+        "micro_batch",
+        "tokens that capacity is counted over: the whole micro-batch, or each rank's own part (DeepSpeed)",
+        name="moe_capacity_scope",
+        choices=CAPACITY_SCOPES,
+        value="micro_batch",
+    )
+    activation: str = follows(lambda values: values["activation"], value="swiglu")
+    add_bias: bool = follows(lambda values: values["add_bias_linear"], value=False)
+    score: str = flag(
+        "softmax",
+        "what makes scores of router logits",
+        name="moe_router_score_function",
+        choices=SCORES,
+        value="softmax",
+    )
+    groups: int = flag(
+        1,
+        "equal groups of experts that choices are limited to some of",
+        name="moe_router_num_groups",
+        unit="groups",
+        low=1,
+        value=1,
+    )
+    group_topk: int = flag(
+        None,
+        "groups a token's choices come from",
+        name="moe_router_group_topk",
+        unit="groups",
+        low=1,
+        derived="moe-router-num-groups",
+        value=1,
+    )
+    scaling: float = flag(
+        1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, value=1.0
+    )
+    sequence_aux: bool = follows(lambda values: values["moe_seq_aux_loss_coeff"] > 0, value=False)
+    orthogonal: bool = follows(lambda values: values["moe_orthogonal_loss_coeff"] > 0, value=False)
+    biased: bool = follows(
+        lambda values: values["moe_router_bias_update_rate"] > 0 or bool(values["load"] or values["load_hf"]),
+        value=True,
+    )
 
     def __post_init__(self) -> None:
         # The command line has refused wrong values with a full report; this guards direct users.
@@ -151,19 +217,80 @@ class DecoderSizes(ModelSizes):
         mtp_depth: Multi-token prediction blocks after the last layer, 0 or 1.
     """
 
-    num_query_groups: int
-    head_dim: int
-    normalization: str = "rmsnorm"
-    position_embedding_type: str = "rope"
-    activation: str = "swiglu"
-    add_bias_linear: bool = False
-    qk_norm: bool = False
-    rope_theta: float = 10000.0
-    tie_embeddings: bool = True
-    first_k_dense: int = 0
-    moe: MoeSizes | None = None
-    moe_widths: tuple[int, ...] = ()
-    mtp_depth: int = 0
+    num_query_groups: int = flag(
+        None,
+        "key/value heads (grouped-query attention)",
+        unit="heads",
+        low=1,
+        derived="num-attention-heads",
+        aliases=("num-key-value-heads",),
+        after="num_attention_heads",
+    )
+    head_dim: int = flag(
+        None,
+        "features of one head",
+        unit="features",
+        low=1,
+        derived="hidden-size / num-attention-heads",
+        aliases=("kv-channels",),
+        after="num_query_groups",
+    )
+    normalization: str = flag("rmsnorm", "kind of norm", ernie="layernorm", choices=NORMALIZATIONS, value="rmsnorm")
+    position_embedding_type: str = flag(
+        "rope",
+        "rotary or learned positions",
+        ernie="learned",
+        choices=POSITION_EMBEDDINGS,
+        aliases=(Alias("use-rotary-position-embeddings", "rope"),),
+        value="rope",
+    )
+    activation: str = flag(
+        "swiglu",
+        "activation of the MLP and of the experts",
+        ernie="gelu",
+        choices=ACTIVATIONS,
+        aliases=(Alias("swiglu", "swiglu"),),
+        value="swiglu",
+    )
+    add_bias_linear: bool = flag(
+        False, "biases in linear layers", ernie=True, aliases=(Alias("disable-bias-linear", False),), value=False
+    )
+    qk_norm: bool = flag(False, "RMSNorm on queries and keys of each head", aliases=("qk-layernorm",), value=False)
+    rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0)
+    tie_embeddings: bool = flag(
+        False,
+        "an output projection of its own",
+        name="untie_embeddings_and_output_weights",
+        through=(not_, not_),
+        value=True,
+    )
+    first_k_dense: int = flag(
+        0, "leading layers with a dense MLP instead of experts", group="moe", unit="layers", low=0, value=0
+    )
+    moe: MoeSizes | None = follows(
+        lambda values: from_flags(MoeSizes, values) if values["num_experts"] else None, value=None
+    )
+    moe_widths: tuple[int, ...] = flag(
+        None,
+        "intermediate features of one expert, one number for every layer with experts",
+        name="moe_layer_ffn_hidden_sizes",
+        group="moe",
+        unit="features",
+        low=1,
+        derived="moe-ffn-hidden-size everywhere",
+        after="moe_ffn_hidden_size",
+        through=(lambda given: given or (), lambda widths: widths or None),
+        value=(),
+    )
+    mtp_depth: int = flag(
+        0,
+        "multi-token prediction blocks, which predict the token after the next; 0: off",
+        unit="blocks",
+        low=0,
+        high=1,
+        aliases=("mtp-num-layers",),
+        value=0,
+    )
 
     stored_kind: ClassVar[str] = "DecoderSizes"
 
@@ -233,14 +360,39 @@ class DecoderSizes(ModelSizes):
         return () if self.moe is None else tuple(sorted({*(self.moe_widths or (self.moe.ffn_hidden_size,))}))
 
     @property
-    def expert_share(self) -> tuple[int, int]:
-        """(routed experts that a token is sent to, all of them); (1, 1) without experts."""
-        return (1, 1) if self.moe is None else (self.moe.topk, self.moe.num_experts)
+    def routed_experts(self) -> int:
+        """Experts of a layer; 0 without mixture-of-experts layers."""
+        return 0 if self.moe is None else self.moe.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a token is sent to; 0 without mixture-of-experts layers."""
+        return 0 if self.moe is None else self.moe.topk
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Experts have a capacity; what exceeds it is dropped."""
+        return self.moe is not None and self.moe.has_capacity
 
     @property
     def shares_embedding(self) -> bool:
         """The head, or the block of multi-token prediction, reads the word embedding too."""
         return self.tie_embeddings or self.mtp_depth > 0
+
+    @property
+    def causal(self) -> bool:
+        """A token attends to earlier ones only."""
+        return True
+
+    def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """See ``ModelSizes``."""
+        return {"lm": 1.0, **({"mtp": values["mtp_loss_weight"]} if self.mtp_depth else {})}
+
+    def with_layers(self, dense: int, moe: int) -> Self:
+        """See ``ModelSizes``."""
+        widths = self.moe_widths[:moe]
+        first = self.first_k_dense if self.moe is None else dense
+        return replace(self, num_layers=dense + moe, first_k_dense=first, moe_widths=widths)
 
     def without_training_blocks(self) -> Self:
         """The decoder without multi-token prediction."""

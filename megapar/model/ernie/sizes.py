@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megapar.model.sizes import ModelSizes
+from megapar.schema.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +20,8 @@ class ErnieSizes(ModelSizes):
         sop: There is a sentence-order head.
     """
 
-    type_vocab_size: int = 4
-    task_type_vocab_size: int = 3
+    type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, value=4)
+    task_type_vocab_size: int = flag(3, "rows of the task type embedding", low=1, value=3)
     sop: bool = True
     layernorm_epsilon: float = 1e-12
 
@@ -41,3 +43,7 @@ class ErnieSizes(ModelSizes):
     def head_dim(self) -> int:
         """Features of an attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """See ``ModelSizes``."""
+        return {"lm": 1.0, "sop": values["sop_loss_weight"]}

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.ernie3.tasks import CLASSES, DISTANCES, GENERATION, REORDER, TASKS, reorder_classes
+from megapar.model.ernie3.tasks import (
+    CLASSES,
+    DISTANCES,
+    GENERATION,
+    REORDER,
+    TASKS,
+    accuracy_of,
+    reorder_classes,
+    tasks_of,
+)
+from megapar.schema.flag import flag, follows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,14 +41,39 @@ class Ernie3Sizes(ErnieSizes):
     """
 
     sop: bool = False
-    task_layers: int = 12
-    task_hidden_size: int = 768
-    task_heads: int = 12
-    task_ffn_hidden_size: int = 3072
-    segments: int = 1
-    memory: int = 128
-    tasks: tuple[str, ...] = TASKS
-    reorder_pieces: int = 3
+    task_layers: int = flag(
+        12, "layers of each task branch of ERNIE 3.0", name="task_num_layers", unit="layers", low=1, value=12
+    )
+    task_hidden_size: int = flag(768, "features of a token in the task branches", unit="features", low=1, value=768)
+    task_heads: int = flag(
+        12, "heads of the task branches", name="task_num_attention_heads", unit="heads", low=1, value=12
+    )
+    task_ffn_hidden_size: int = flag(
+        None,
+        "intermediate features of the task branches' MLPs",
+        unit="features",
+        low=1,
+        derived="4 x task-hidden-size",
+        value=3072,
+    )
+    segments: int = flag(
+        1,
+        "segments of a generation sample, each with a memory of the one before",
+        name="generation_segments",
+        unit="segments",
+        low=1,
+        value=1,
+    )
+    memory: int = flag(
+        128,
+        "positions of the segment before that a segment sees",
+        name="memory_length",
+        unit="tokens",
+        low=1,
+        value=128,
+    )
+    tasks: tuple[str, ...] = follows(lambda values: tuple(tasks_of(values["ernie_tasks"])), value=TASKS)
+    reorder_pieces: int = follows(lambda values: values["sentence_reorder_pieces"], value=3)
 
     stored_kind: ClassVar[str] = "Ernie3Sizes"
 
@@ -66,9 +101,19 @@ class Ernie3Sizes(ErnieSizes):
         return ("ErnieEmbedding", *universal, *("BranchLayer(ErnieBlock, Mlp)",) * self.task_layers, "TaskHeads")
 
     @property
-    def calls_vary(self) -> bool:
+    def mixes_tasks(self) -> bool:
         """A branch layer runs for the samples of its branch only."""
         return True
+
+    def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """The weight of each task, and 0 for its right answers, which are counted and not learned from."""
+        # Every task has its own denominator, so its share of the samples alone would not weigh it.
+        weights = {name: float(weight) for name, weight in tasks_of(values["ernie_tasks"]).items()}
+        return {**weights, **{accuracy_of(name): 0.0 for name in weights if name in CLASSES}}
+
+    def with_layers(self, dense: int, moe: int) -> Self:
+        """See ``ModelSizes``; the branches keep at most one layer."""
+        return replace(super().with_layers(dense, moe), task_layers=min(self.task_layers, 1))
 
     @property
     def branch(self) -> ErnieSizes:

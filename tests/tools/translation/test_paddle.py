@@ -365,17 +365,11 @@ def test_a_published_recipe_becomes_what_the_preset_says(name: str, tmp_path: Pa
     ours = set(yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")))
     config = parse("moe", ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--data-path", "mock"], environment)
     translated = parse("moe", [*words, "--data-path", "mock"], environment)
-    there, here = flat(config), flat(translated)
+    there, here = config.values(), translated.values()
     asked = {key: (there.get(key), here.get(key)) for key in sorted(ours - FREE)}
     assert asked.pop("init_std")[0] == pytest.approx(here["init_std"], rel=1e-4)  # the preset has four digits of it
     assert {key: both for key, both in asked.items() if both[0] != both[1]} == {}
     assert len(ours - FREE) > 28
-
-
-def flat(config: object) -> dict[str, object]:
-    """Every value of a configuration by its flag's name."""
-    groups = [getattr(config, name) for name in vars(config)]
-    return {key: value for group in groups if hasattr(group, "__dict__") for key, value in vars(group).items()}
 
 
 # The four dictionaries of the pull request that made Fleet's sharding configurable, as YAML.
@@ -393,9 +387,9 @@ def test_fleet_s_dictionaries_become_the_layouts_of_the_presets(name: str, tmp_p
     sizes = "hidden_size: 64\nnum_attention_heads: 8\nmax_steps: 10\nmax_seq_length: 64\n"
     words = command(tmp_path, f"sharding: True\nsharding_configs: {inner}\n{sizes}")
     environment = {"WORLD_SIZE": "32"}
-    here = flat(parse("moe", [*words, "--data-path", "mock"], environment))
+    here = parse("moe", [*words, "--data-path", "mock"], environment).values()
     config = ROOT / "configs" / f"{name}.yaml"
-    there = flat(parse("ernie", ["--config", str(config), "--data-path", "mock"], environment))
+    there = parse("ernie", ["--config", str(config), "--data-path", "mock"], environment).values()
     for key in ("sharding_degree", "mp_degree", "pp_degree", "hybrid_dp", "gradient_merge_acc_step"):
         assert here[key] == there[key], key
     assert here["sharding_stage"] == 3

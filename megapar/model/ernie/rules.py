@@ -1,0 +1,32 @@
+"""Rows on the sizes and samples of ERNIE encoders, ERNIE 3.0 included."""
+
+from __future__ import annotations
+
+from megapar.schema.rule import Rule
+
+SOURCE = "models"
+ERNIE = ("ernie",)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="sentence-types",
+        reads=("type_vocab_size", "sop_loss_weight"),
+        requires=lambda f: f.type_vocab_size >= 2,
+        message="samples are two sentences: --type-vocab-size is at least 2",
+        source=SOURCE,
+        passing="--type-vocab-size 4",
+        failing="--type-vocab-size 1",
+        models=ERNIE,
+    ),
+    Rule(
+        id="sentence-length",
+        reads=("seq_length",),
+        requires=lambda f: f.seq_length >= 6,
+        message="a sample is [CLS], two sentences and two [SEP]: --seq-length is at least 6",
+        fix="Choose --seq-length 6 or more.",
+        source=SOURCE,
+        passing="--seq-length 6",
+        failing="--seq-length 5",
+        models=ERNIE,
+    ),
+)
