@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from megapar.data.mixture import Blend, Shares
-from megapar.data.samples import PieceOrder, Pieces, beside, order_of
+from megapar.data.samples import PieceOrder, TokenPieces, beside, order_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,12 +51,12 @@ def first_lanes(weights: Sequence[Fraction] | None) -> tuple[str, ...]:
 class Coursed:
     """Pieces, in the order of the last phase of a course; ``order`` knows no sample before that."""
 
-    def __init__(self, pieces: Pieces, course: Course) -> None:
+    def __init__(self, pieces: TokenPieces, course: Course) -> None:
         """pieces: of the last phase, with as many parts as it has lanes."""
         self._pieces = pieces
         self._course = course
         mixed = isinstance(pieces, Blend) and pieces.weights is not None
-        self._parts: tuple[Pieces, ...] = pieces.parts if mixed else (pieces,)  # type: ignore[attr-defined]
+        self._parts: tuple[TokenPieces, ...] = pieces.parts if mixed else (pieces,)  # type: ignore[attr-defined]
         if len(self._parts) != len(course[-1].lanes):
             raise ValueError(f"{len(self._parts)} sources on {len(course[-1].lanes)} lanes")
 

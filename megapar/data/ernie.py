@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megapar.data.counts import PieceCounts
 from megapar.data.draws import Draws
 from megapar.data.frame import PAIR_MARKS, Frame
-from megapar.data.samples import NO_LOSS, Pieces, Sample, order_of
+from megapar.data.samples import NO_LOSS, Sample, TokenPieces, order_of
 from megapar.data.store import TokenStore
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
@@ -71,7 +71,7 @@ class ErnieSamples:
     """
 
     def __init__(
-        self, pieces: Pieces, seq_length: int, tokenizer: Tokenizer, mlm_probability: float, seed: int | None
+        self, pieces: TokenPieces, seq_length: int, tokenizer: Tokenizer, mlm_probability: float, seed: int | None
     ) -> None:
         """pieces: of 2 to S - 3 ids. seed: of the order, the cuts and the masks; None: the fixed held-out ones.
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING
 
-from megapar.data.samples import InOrder, Order, PieceOrder, Pieces
+from megapar.data.samples import InOrder, Order, PieceOrder, TokenPieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,7 +65,7 @@ class Blend:
     without, all pieces together are one epoch.
     """
 
-    def __init__(self, parts: Sequence[Pieces], weights: Sequence[Fraction] | None = None) -> None:
+    def __init__(self, parts: Sequence[TokenPieces], weights: Sequence[Fraction] | None = None) -> None:
         self.parts = tuple(parts)
         self.weights = weights
         self._starts = [0, *accumulate(len(part) for part in parts)]

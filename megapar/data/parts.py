@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megapar.core.durable import sync_folder
-from megapar.data.source import BadRecords
+from megapar.data.bad_records import BadRecords
 from megapar.errors import DataError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def claims(folder: Path, key: str) -> bool:
     return mark.is_file() and mark.read_text(encoding="utf-8") == key
 
 
-class Part:
+class PartWriter:
     """A part while it is written; it has its name when it is whole, and without ``finish`` nothing remains of it."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -97,7 +97,7 @@ class Part:
         self._lengths: list[bytes] = []
         self._hashes: list[bytes] = []
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> PartWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -30,8 +30,8 @@ class Samples(Protocol):
         """Sample ``number`` of the run, any number from 0 on."""
 
 
-class Pieces(Protocol):
-    """Pieces of a token store, by number; what one sample is made from."""
+class TokenPieces(Protocol):
+    """Pieces of a token store by number; a sample is made from one of them."""
 
     def __len__(self) -> int:
         """Number of pieces."""
@@ -117,7 +117,7 @@ class PieceOrder(Protocol):
 
 @runtime_checkable
 class Ordered(Protocol):
-    """Pieces with an order of their own."""
+    """Pieces that bring an order."""
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """The order of a run; of held-out pieces, which no seed changes, where there is none."""
@@ -125,13 +125,13 @@ class Ordered(Protocol):
 
 @runtime_checkable
 class Beside(Protocol):
-    """Pieces of which some are at hand when one of them is."""
+    """Pieces that are cheap to read after one near them was read."""
 
     def beside(self, number: int) -> range:
         """Pieces that cost nothing more where piece ``number`` has been read."""
 
 
-def beside(pieces: Pieces, number: int) -> range:
+def beside(pieces: TokenPieces, number: int) -> range:
     """The pieces that may be read beside one of them: all, unless they say otherwise."""
     return pieces.beside(number) if isinstance(pieces, Beside) else range(len(pieces))
 
@@ -158,7 +158,7 @@ class InOrder:
         return number % self._pieces
 
 
-def order_of(pieces: Pieces, seed: int | None, stream: str) -> PieceOrder:
+def order_of(pieces: TokenPieces, seed: int | None, stream: str) -> PieceOrder:
     """The order in which a run takes these pieces. seed: None keeps the pieces' own. stream: what the order is for."""
     if isinstance(pieces, Ordered):
         return pieces.order(seed, stream)
@@ -187,7 +187,9 @@ class DecoderSamples:
     the position behind each document of the sample, the last one S.
     """
 
-    def __init__(self, pieces: Pieces, seq_length: int, seed: int | None, boundaries: Boundaries | None = None) -> None:
+    def __init__(
+        self, pieces: TokenPieces, seq_length: int, seed: int | None, boundaries: Boundaries | None = None
+    ) -> None:
         """pieces: of S + 1 ids. seq_length: S. seed: of the order; None keeps the pieces' own (held-out)."""
         self._pieces = pieces
         self._seq_length = seq_length

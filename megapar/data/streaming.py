@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megapar.config.record import FIELD, checked_text
 from megapar.data.ernie import SHORTEST_SPAN, span_counts
 from megapar.data.permutation import Permutation
-from megapar.data.samples import PieceOrder
-from megapar.data.store import Split
+from megapar.data.samples import PieceOrder, TokenPieces
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 
@@ -255,14 +255,13 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-P = TypeVar("P", bound=_RowPieces)
-
-
-def both_sides(name: str, field: str, split: Split, make: Callable[[Any, int, int], P]) -> tuple[P, P | None]:
-    """Both sides of a dataset: its first rows are trained on, the ones behind them held out (None by a share of 0).
+def split_rows(
+    name: str, field: str, split: Split, make: Callable[[Any, int, int], TokenPieces]
+) -> TrainHeldout[TokenPieces]:
+    """Pieces of a dataset: its first rows are trained on, those after them held out.
 
     make: pieces of the rows between two numbers. Raises DataError.
     """
     rows = open_dataset(name, field=field)
     first, last = split.cuts(len(rows))
-    return make(rows, 0, first), make(rows, first, last) if split.heldout else None
+    return TrainHeldout(make(rows, 0, first), make(rows, first, last) if split.heldout else None)

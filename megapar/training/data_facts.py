@@ -17,7 +17,7 @@ from megapar.data.fingerprint import (
     fingerprint_of_file,
     fingerprints_of,
 )
-from megapar.data.store import Split
+from megapar.data.split import Split
 from megapar.errors import DataError
 
 KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # what is read beside the sources

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
-from megapar.data.samples import NO_LOSS, Pieces, Sample
+from megapar.data.samples import NO_LOSS, Sample, TokenPieces
 from megapar.rules.tasks import DOCUMENT_LM
 
 
@@ -17,7 +17,7 @@ from megapar.rules.tasks import DOCUMENT_LM
 class DocumentLm:
     """pieces: of at most S - 2 ids."""
 
-    pieces: Pieces
+    pieces: TokenPieces
     frame: Frame
     name: str = DOCUMENT_LM
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megapar.data.draws import Draws
 from megapar.data.ernie import mask_words
 from megapar.data.frame import Frame
-from megapar.data.samples import Pieces, Sample
+from megapar.data.samples import Sample, TokenPieces
 from megapar.data.tasks.lexicon import Lexicon
 from megapar.rules.tasks import KNOWLEDGE_MLM
 
@@ -19,7 +19,7 @@ from megapar.rules.tasks import KNOWLEDGE_MLM
 class KnowledgeMlm:
     """pieces: of at most S - 2 ids. lexicon: what is a unit beside words. probability: of a unit to be masked."""
 
-    pieces: Pieces
+    pieces: TokenPieces
     frame: Frame
     lexicon: Lexicon
     probability: float

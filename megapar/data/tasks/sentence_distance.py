@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
 from megapar.data.samples import Sample, beside
-from megapar.data.tasks.task import Documents, cut_evenly
+from megapar.data.tasks.task import DocumentPieces, cut_evenly
 from megapar.errors import DataError
 from megapar.rules.tasks import DISTANCE, DISTANCES
 
@@ -29,12 +29,12 @@ _TRIES = 16  # draws of another document before the pieces are walked through
 class SentenceDistance:
     """pieces: of 3 to S - 3 ids, of at least two documents."""
 
-    pieces: Documents
+    pieces: DocumentPieces
     frame: Frame
     name: str = DISTANCE
 
     def __post_init__(self) -> None:
-        # Pieces lie in the order of their documents.
+        # Pieces are in the order of their documents.
         if self.pieces.document(0) == self.pieces.document(len(self.pieces) - 1):
             raise DataError(f"{DISTANCE} needs sentences of different documents, and the corpus holds one document")
 

@@ -22,8 +22,8 @@ class Task(Protocol):
         """Sample ``number`` of this task; depends on it and on ``draws`` only."""
 
 
-class Documents(Protocol):
-    """Pieces that know which document they are from."""
+class DocumentPieces(Protocol):
+    """Token pieces that know which document they are from."""
 
     def __len__(self) -> int: ...
 
