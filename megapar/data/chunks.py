@@ -1,4 +1,4 @@
-"""The one reader of text: inputs cut in chunks, which give the same documents whoever reads them.
+"""The one reader of text: inputs cut in chunks, which give the same documents to every reader.
 
 Text and JSONL files are cut every 16 MiB, files below 4 GiB in 256 chunks of at least 1 MiB, and the end of a file four
 times as finely, so that workers finish together: a chunk holds the documents that begin in its bytes. A compressed

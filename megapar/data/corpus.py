@@ -40,7 +40,7 @@ DEFAULT_SPLIT = "95,5"
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become samples of a decoder.
+    """Options for the samples of a decoder.
 
     packed: documents are joined to full samples; off: a sample holds (a piece of) one document and is padded.
     The others: see samples.Boundaries.
@@ -52,7 +52,7 @@ class Packing:
     mask_loss: bool = False
 
     def boundaries(self, tokenizer: Tokenizer) -> Boundaries | None:
-        """What ends of documents mean; None where they mean nothing. Raises DataError without an end token."""
+        """The meaning of the ends of documents; None where they have none. Raises DataError without an end token."""
         if not (self.reset_positions or self.reset_attention or self.mask_loss):
             return None
         end = tokenizer.special.need("eos")
@@ -61,7 +61,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a trainer reads.
+    """The data of a trainer.
 
     train, heldout: samples by number; held-out ones in a fixed order that no seed changes, None where the split holds
     nothing out.
@@ -180,7 +180,7 @@ def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> 
     if list(data_path) != [MOCK]:
         return False
     if eval_data_path and list(eval_data_path) != [MOCK]:
-        raise DataError("--data-path mock holds out random tokens of its own; leave --eval-data-path out")
+        raise DataError("--data-path mock holds out random tokens itself; leave --eval-data-path out")
     return True
 
 

@@ -1,9 +1,9 @@
-"""Where a run's data changes on the way: sources that stay go on where they were, new ones begin at their start.
+"""A run whose data changes on the way: sources that stay resume where they were, new ones begin at their start.
 
     phase 0, from sample 0       1/2 A  1/2 B      A 0  B 0  A 1  B 1
     phase 1, from sample 4       3/4 A  1/4 C                          A 2  A 3  C 0  A 4  ..
 
-Each source has an order of its own, named by its lane, and how far it was read follows from the phases in closed form.
+Each source has its own order, named by its lane; the phases tell in closed form how far it was read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Phase:
     lanes: tuple[str, ...]
 
     def taken(self, lane: str, count: int) -> int:
-        """How many of the phase's first ``count`` samples are from a lane."""
+        """The number of samples from a lane among the phase's first ``count``."""
         if lane not in self.lanes:
             return 0
         return count if self.weights is None else Shares(self.weights).count(self.lanes.index(lane), count)
@@ -44,7 +44,7 @@ Course = tuple[Phase, ...]
 
 
 def first_lanes(weights: Sequence[Fraction] | None) -> tuple[str, ...]:
-    """Of a run that begins: the orders that ``Blend`` gives."""
+    """The lanes of a run that begins: the orders that ``Blend`` gives."""
     return ("",) if weights is None else tuple(f"mixture/{number}/" for number in range(len(weights)))
 
 
@@ -67,7 +67,7 @@ class Coursed:
         return self._pieces[number]
 
     def document(self, number: int) -> int:
-        """Which document a piece is from, where the pieces know."""
+        """The document that a piece is from, where the pieces know."""
         own: int = self._pieces.document(number)  # type: ignore[attr-defined]
         return own
 

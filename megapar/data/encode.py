@@ -48,7 +48,7 @@ Progress = Callable[[int, int, Done], None]
 
 @dataclass(frozen=True)
 class Encoding:
-    """How documents become ids.
+    """The settings that turn documents into ids.
 
     dtype: of the ids in the file. end: the token after each document; None: there is none. skip_bad: broken records are
     left out and counted; otherwise the first one stops the work.

@@ -1,4 +1,4 @@
-"""ERNIE's samples: two consecutive pieces of a document, whole words masked, sentence order to be told."""
+"""ERNIE's samples: two consecutive pieces of a document, whole words masked, sentence order to be predicted."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def cut_at(starts: np.ndarray, where: float) -> int:
 def mask_words(
     ids: np.ndarray, starts: np.ndarray, probability: float, mask: int, ordinary: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whole-word masking: (what the model is shown [T], labels [T] with NO_LOSS where nothing is asked).
+    """Whole-word masking: (what the model is shown [T], labels [T] with NO_LOSS where nothing is predicted).
 
     Every word is chosen with ``probability``, at least one always. Of the chosen words 80 % become [MASK],
     10 % random ordinary ids, 10 % stay as they are; a word shares one fate, as in ERNIE's knowledge masking.

@@ -110,7 +110,7 @@ class DocumentWindows:
 
 
 class PieceOrder(Protocol):
-    """Which piece sample ``number`` of the run is made from."""
+    """Maps the number of a sample to that of its piece."""
 
     def __getitem__(self, number: int) -> int: ...
 
@@ -149,7 +149,7 @@ class Order:
 
 
 class InOrder:
-    """The pieces as they stand, again and again."""
+    """The pieces in the order of their numbers, again and again."""
 
     def __init__(self, pieces: int) -> None:
         self._pieces = pieces
@@ -167,10 +167,10 @@ def order_of(pieces: TokenPieces, seed: int | None, stream: str) -> PieceOrder:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What the end of a document means inside a packed sample. A document ends with its end token.
+    """The meaning of the end of a document inside a packed sample. A document ends with its end token.
 
     end: the end token. reset_positions: positions count from 0 in every document. reset_attention: no position sees
-    another document. mask_loss: nothing is asked at an end token, whose label begins another document.
+    another document. mask_loss: nothing is predicted at an end token, whose label begins another document.
     """
 
     end: int
@@ -183,8 +183,8 @@ class DecoderSamples:
     """Samples for a causal model: ``tokens`` [S] and ``labels`` [S] int64, the labels one position ahead.
 
     A piece shorter than S + 1 is padded: its tokens with id 0, its labels with NO_LOSS, and only then there is
-    ``valid`` [S] bool. Where boundaries ask for it there are ``positions`` [S] and ``ends`` [documents], both int64:
-    the position behind each document of the sample, the last one S.
+    ``valid`` [S] bool. Where boundaries need them there are ``positions`` [S] and ``ends`` [documents], both int64:
+    the position after each document of the sample, the last one S.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class DecoderSamples:
 
         tokens = sample["tokens"]
         at_end = tokens == boundaries.end
-        starts = np.flatnonzero(at_end) + 1  # of the documents behind the first one
+        starts = np.flatnonzero(at_end) + 1  # of the documents after the first one
         starts = starts[starts < len(tokens)]
         if boundaries.mask_loss:
             sample["labels"] = np.where(at_end, NO_LOSS, sample["labels"])

@@ -125,7 +125,7 @@ class SelectedTokens:
 
 
 def indexed_store(dataset: IndexedDataset, first: int, last: int, notes: tuple[str, ...] = ()) -> TokenStore:
-    """Documents first .. last - 1 of an indexed file. Costs the same whatever their number."""
+    """Documents first .. last - 1 of an indexed file. Costs the same for any number of them."""
     offsets = DocumentOffsets(dataset, first, last)
     start, end = dataset.document_start(first), dataset.document_start(last)
     return TokenStore(dataset.tokens[start:end], offsets, notes)

@@ -200,8 +200,8 @@ def open_sources(
 ) -> tuple[TextSource, ...]:
     """The sources that ``--data-path`` names, in order; a folder stands for its files, sorted by name.
 
-    field: of records, the one that holds the document. say: is told what is skipped of a folder. may_read: otherwise
-    Unread is raised where whole files would have to be read to tell copies apart.
+    field: of records, the one that holds the document. say: called with what is skipped of a folder. may_read: if not,
+    Unread is raised where whole files would have to be read to find copies.
     Raises DataError where a path is missing, empty, or of a kind that is read otherwise.
     """
     sources: list[TextSource] = []
@@ -218,7 +218,7 @@ def open_sources(
 
 
 def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
-    """How much would be read to know the hashes of all that ``open_sources`` finds, and which of it are copies.
+    """The bytes to read before all hashes of what ``open_sources`` finds are known, and its copies found.
 
     Raises DataError as that does.
     """
@@ -234,7 +234,7 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
 
 
 def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[TextSource]:
-    """Its files, each content once: a second copy in a folder is a mistake more often than a wish."""
+    """The files of a folder, each content once: a second copy is more often a mistake than intended."""
     found, skipped = listing(folder)
     if not found:
         raise DataError(f"{folder}: {nothing_read(folder)}")
@@ -256,7 +256,7 @@ def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read:
 
 
 def _may_be_copies(files: Sequence[Path]) -> set[Path]:
-    """Those as large as another one, or called like one but for its compression: only they are worth reading twice."""
+    """The files that have the size of another one, or its name but for compression: only these are read twice."""
     alike: dict[object, list[Path]] = {}
     for file in files:
         for mark in (file.stat().st_size, file.stem if is_compressed(file) else file.name):

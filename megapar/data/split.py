@@ -24,7 +24,7 @@ class TrainHeldout(Generic[T]):
     heldout: T | None
 
     def map(self, function: Callable[[T], U]) -> TrainHeldout[U]:
-        """The same function of both values."""
+        """Applies a function to both values."""
         return TrainHeldout(function(self.train), None if self.heldout is None else function(self.heldout))
 
 
@@ -79,7 +79,7 @@ class Split:
         return found
 
     def cuts(self, documents: int) -> tuple[int, int]:
-        """Where the training documents end, and where the held-out ones after them end."""
+        """The numbers where the training documents end, and where the held-out ones after them end."""
         train = round(documents * self.train)
         return train, max(train, min(documents, round(documents * (self.train + self.heldout))))
 

@@ -1,4 +1,4 @@
-"""Training straight from a ``datasets`` source: rows are tokenised when a sample asks for them, nothing is prepared."""
+"""Training straight from a ``datasets`` source: rows are tokenised when a sample needs them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
             found = found[part]
     except DataError:
         raise
-    except Exception as error:  # whatever datasets raises for what it cannot read
+    except Exception as error:  # datasets raises many kinds for what it cannot read
         raise DataError(f"{name}: datasets cannot read it here ({type(error).__name__}: {error})") from error
     if field not in found.column_names:
         columns = ", ".join(map(repr, found.column_names))
@@ -66,7 +66,7 @@ def _found(datasets: Any, name: str) -> Any:
 
 @contextmanager
 def _offline(datasets: Any) -> Iterator[None]:
-    """Nothing under it asks the network, which would try again and again before it says that a name is not here."""
+    """Keeps the libraries off the network, where they would retry for long before they report a missing name."""
     from huggingface_hub import constants
 
     modules: tuple[Any, ...] = (constants, datasets.config)
@@ -172,7 +172,7 @@ class _Spanned(NamedTuple):
 class RowSpans(_RowPieces):
     """ERNIE's pieces: every row cut in spans as ``ernie.Spans`` cuts the documents of a store.
 
-    Several tasks go through the blocks in orders of their own, so a block for each is kept.
+    Several tasks go through the blocks in different orders, so a block for each is kept.
     Raises DataError where rows are too short for a span.
     """
 
@@ -232,7 +232,7 @@ def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _BlockOrder:
-    """Blocks in a random order, the windows of each in a random order; without a seed as they stand."""
+    """Blocks in a random order, the windows of each in a random order; without a seed in the order of their numbers."""
 
     blocks: int
     windows: int

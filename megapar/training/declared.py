@@ -26,7 +26,7 @@ from megapar.core.world import roll_call
 from megapar.data.corpus import Corpus
 from megapar.data.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
-from megapar.training.data_facts import KNOWLEDGE, Data
+from megapar.training.data_facts import KNOWLEDGE, DataFacts
 from megapar.training.identity import made_by
 
 _LAST_WORD = timedelta(seconds=30)  # for ranks to hear that they are refused, before the first one ends
@@ -129,7 +129,7 @@ def _text(config: Config, flag: Flag) -> str:
 def _data(config: Config) -> dict[str, str]:
     """What is read, by its content."""
     data = config.data
-    read = Data.of(config)
+    read = DataFacts.of(config)
     found = _sources("the data", read.sources)
     apart = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
     found |= _sources("--eval-data-path", apart)

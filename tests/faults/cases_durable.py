@@ -1,4 +1,4 @@
-"""Caches, exports and prepared data after a power failure or with damaged files: whole, or made anew and told."""
+"""Caches, exports and prepared data after a power failure or with damaged files: whole, or made again and reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.cases_watching import NO_RIGHT, make_ext4, mounted
 from tests.faults.job import PATIENCE_SECONDS, ROOT, Ended, _ended, _environ, flags_of
 from tests.faults.outcome import NONE, Outcome, compared
 
-ANEW = "it is made anew"
+ANEW = "it is made again"
 
 
 class Disk:

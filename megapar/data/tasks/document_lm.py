@@ -22,7 +22,7 @@ class DocumentLm:
     name: str = DOCUMENT_LM
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """[CLS] a b c [SEP], asked for a b c [SEP] and nothing."""
+        """[CLS] a b c [SEP], predicting a b c [SEP] and nothing."""
         ids = self.pieces[number]
         sample = self.frame.sample((ids, None))
         sample["labels"][: len(ids) + 1] = sample["tokens"][1 : len(ids) + 2]

@@ -1,4 +1,4 @@
-"""Universal knowledge-text prediction: a triple and a sentence that says it; one is to be told from the other.
+"""Universal knowledge-text prediction: a triple and a sentence that says it; one is predicted from the other.
 
     [CLS] head relation tail [SEP] sentence [SEP]     the relation is masked whole, or words of the sentence are
 

@@ -2,7 +2,7 @@
 
     document   a b c     0: a b, or b c     1: a c     2: a and a part of another document
 
-All parts are thirds of pieces, so that lengths tell nothing. Items: samples. Metric: accuracy.
+All parts are thirds of pieces, so that lengths reveal nothing. Items: samples. Metric: accuracy.
 Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2.
 """
 

@@ -16,7 +16,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """Of ``rules.tasks``."""
+        """Its name in ``rules.tasks``."""
 
     def make(self, number: int, draws: Draws) -> Sample:
         """Sample ``number`` of this task; depends on it and on ``draws`` only."""
@@ -30,7 +30,7 @@ class DocumentPieces(Protocol):
     def __getitem__(self, number: int) -> np.ndarray: ...
 
     def document(self, number: int) -> int:
-        """Which document piece ``number`` is from; equal numbers, equal documents."""
+        """The document that piece ``number`` is from; equal numbers, equal documents."""
 
 
 def cut_evenly(starts: np.ndarray, parts: int) -> list[slice]:
