@@ -191,7 +191,7 @@ def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
 
 
 def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
-    """The names of columns stand in the footer as they are; only its own reader knows the rest."""
+    """Looks for the column's name in the footer, where names are plain text; pyarrow knows the rest."""
     with path.open("rb") as file:
         first = file.read(4)
         file.seek(max(0, path.stat().st_size - 8))
@@ -201,9 +201,9 @@ def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
         footer = file.read(length)
     if first != _PARQUET_MAGIC or last[4:] != _PARQUET_MAGIC or len(footer) != length:
         yield Complaint("file", f"{spelling} {path} is not a parquet file, or is cut off.")
-    elif importlib.util.find_spec("datasets") is None:
-        message = f"{spelling} {path}: parquet files need the package datasets."
-        yield Complaint("package", message, "Install it: pip install datasets.")
+    elif importlib.util.find_spec("pyarrow") is None:
+        message = f"{spelling} {path}: parquet files need the package pyarrow."
+        yield Complaint("package", message, "Install it: pip install pyarrow.")
     elif field.encode() not in footer:
         message = f"{spelling} {path} has no column {field!r}."
         yield Complaint("record", message, "Name the one that holds the text: --text-field NAME.")
@@ -233,9 +233,9 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
 
 def _dataset(name: str, field: str) -> Iterator[Complaint]:
     """A name that is neither here nor in the cache of ``datasets``, and a saved one without the column."""
-    if importlib.util.find_spec("datasets") is None:
+    if importlib.util.find_spec("pyarrow") is None:
         yield Complaint(
-            "package", f"--hf-dataset {name} needs the package datasets.", "Install it: pip install datasets."
+            "package", f"--hf-dataset {name} needs the package datasets.", "Install it: pip install pyarrow."
         )
     elif not Path(name).exists():
         if not _is_cached(name):

@@ -1,6 +1,6 @@
 """Manifests: what a file or folder held when it was whole, by sizes and SHA-256. Standard library only.
 
-{"name": "tokens/4f2a..", "files": {"train.uint16": [size, "sha256"], ...}}
+{"name": "tokens/4f2a..", "files": {"corpus.bin": [size, "sha256"], ...}}
 """
 
 from __future__ import annotations

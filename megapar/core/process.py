@@ -102,3 +102,8 @@ def _started(pid: int) -> int:
 def _is_over(pid: int) -> bool:
     """Whether it has ended and nobody has asked how; while a thread of it is still stuck in the kernel it has not."""
     return fields_of(pid)[0] in "ZX" and len(list((_PROC / str(pid) / "task").iterdir())) <= 1
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

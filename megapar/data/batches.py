@@ -24,15 +24,15 @@ class MicroBatch:
 
     tensors: what the model's forward takes, int64 unless said.
         Decoder: tokens, labels (NO_LOSS: none), positions [B, S]; ends [documents], only where attention stays inside
-        documents: the place behind each, flat into B * S, ascending, a sample's last one at its end.
+        documents: the place after each, flat into B * S, ascending, a sample's last one at its end.
         ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
         masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
         Both: valid [B, S] bool, only where some position is padding.
         For a rank of cp S is its positions (``data.own``), but for ``ends``; beside valid there is lengths [B], the
         valid positions of whole samples, and for a decoder tokens_ahead, labels_ahead [B, S], those of the
-        position behind each, which a rank cannot know from its own. What follows is always that of whole samples.
+        position after each, which a rank cannot know from its own. What follows is always that of whole samples.
     counts: items of each loss term in it: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
-        token is asked for and the one behind it too), {"lm": M, "sop": B} for ERNIE.
+        token is predicted and the one after it, too), {"lm": M, "sop": B} for ERNIE.
     valid_tokens: positions that are not padding. tokens: all positions, B * S.
     """
 
@@ -42,7 +42,7 @@ class MicroBatch:
     tokens: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same with its tensors on ``device``, but for what the host reads."""
+        """A copy with its tensors on ``device``, except those that the host reads."""
         moved = {
             name: tensor if name in (ENDS, LENGTHS) else tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self.tensors.items()
@@ -54,7 +54,7 @@ Collate = Callable[[Sequence[Sample]], MicroBatch]
 
 
 def pinned(collate: Collate, pin: Callable[[torch.Tensor], torch.Tensor]) -> Collate:
-    """``collate``, and its tensors as ``pin`` gives them: copies to the device then hold up nobody."""
+    """``collate``, and its tensors as ``pin`` gives them: copies to the device then do not block."""
 
     def made(samples: Sequence[Sample]) -> MicroBatch:
         batch = collate(samples)
@@ -131,8 +131,8 @@ class Loader:
     so that its k-th is j = k R + r. K may change from step to step (batch ramp-up).
 
     While a step is being trained on, a thread makes the batches that come next if all goes on alike; a step
-    that asks for others gets those. The thread holds one step at most. An error in it is raised by the step
-    that asks for what it was making.
+    that needs others gets those. The thread holds one step at most. An error in it is raised by the step
+    that needs what it was making.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Loader:
     def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
         """This rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples.
 
-        length: samples are drawn whatever it is, and cropped to it; None leaves them whole.
+        length: samples are drawn independently of it, and cropped to it; None leaves them whole.
         """
         request = _Request(consumed_samples, num_micro_batches, length)
         ahead, self._ahead = self._ahead, None
@@ -176,7 +176,7 @@ class Loader:
         return batches
 
     def first_of(self, data_rank: int, consumed_samples: int, length: int | None = None) -> MicroBatch:
-        """What another data rank's first micro-batch of the step after ``consumed_samples`` is."""
+        """The first micro-batch of another data rank in the step after ``consumed_samples``."""
         request = _Request(consumed_samples, 1, length)
         if self._worker is None:
             return self._made(request, data_rank)[0]
@@ -193,7 +193,7 @@ class Loader:
         ]
 
     def close(self) -> None:
-        """End the thread; what it was making is dropped. Steps asked for later are made without it."""
+        """End the thread; what it was making is dropped. Later steps are made without it."""
         worker, self._worker, self._ahead = self._worker, None, None
         if worker is not None:
             worker.shutdown(wait=True, cancel_futures=True)

@@ -117,7 +117,7 @@ def unwrap(text: str) -> str:
 
 
 def _continues(previous: str, line: str) -> bool:
-    """Whether ``line`` goes on with the sentence that ``previous`` had no room for."""
+    """Decides if ``line`` continues the sentence that ``previous`` had no room for."""
     body = line.lstrip()
     same_indent = len(line) - len(body) == len(previous) - len(previous.lstrip())
     prose = body[:1].isalpha() or body[:1] in "(\"'`*"

@@ -1,8 +1,8 @@
 """The cache folder: things made once from a corpus, shared by all ranks and all later runs. Standard library only.
 
 An entry is a file or a folder whose name carries a hash of everything it was made from, so it is never
-updated: it is there and whole, or it is made anew. It is made aside and renamed, under a lock, so that any
-number of processes may ask for it at once and one of them makes it.
+updated: it is there and whole, or it is made again. It is made in a scratch folder and renamed, under a lock, so
+that any number of processes may need it at once and one of them makes it.
 
     tokens/4f2a..                      a folder, with manifest.json in it
     hashes/91c0..                      a file
@@ -59,8 +59,8 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The path of cache entry ``name``; where it is missing or damaged, ``make(path)`` writes it first.
 
     make: writes the file or folder at the path it is given, which is a temporary one; what it raises is
-        passed on and leaves nothing behind.
-    Raises DataError where the cache folder cannot be written. That an entry is made anew is told by ``logging``.
+        passed on and leaves nothing.
+    Raises DataError where the cache folder cannot be written. An entry that is made again is reported by ``logging``.
     """
     target = cache_folder() / name
     if _whole(target, name):
@@ -70,7 +70,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
             problem = _problem(target, name, remember=True)
             if problem is not None:
                 if problem:
-                    logging.getLogger(__name__).warning("the cache entry %s %s; it is made anew", target, problem)
+                    logging.getLogger(__name__).warning("the cache entry %s %s; it is made again", target, problem)
                 _make_aside(target, name, make)
     except DataError:
         if _problem(target, name, remember=False) is not None:  # a cache that can only be read is hashed every time
@@ -85,7 +85,7 @@ def known(name: str) -> Path | None:
 
 
 def _whole(target: Path, name: str) -> bool:
-    """Whether the entry fits its manifest, by bytes that were hashed under this boot."""
+    """True if the entry fits its manifest, by bytes that were hashed under this boot."""
     manifest, problem = _by_sizes(target, name)
     if manifest is None or problem:
         return False
@@ -98,7 +98,7 @@ def _whole(target: Path, name: str) -> bool:
 
 
 def _problem(target: Path, name: str, *, remember: bool) -> str | None:
-    """What is wrong with an entry, by all of its bytes; "" where it is not there, None where it is whole."""
+    """The defect of an entry, by all of its bytes; "" where it is not there, None where it is whole."""
     manifest, problem = _by_sizes(target, name)
     if manifest is None or problem:
         return problem
@@ -133,7 +133,7 @@ def _manifest_path(target: Path, folder: bool) -> Path:
 
 
 def _mark(target: Path) -> dict[str, Any]:
-    """Under which boots the entry was hashed, and when its files had been changed before; nothing where nobody did."""
+    """The boots under which the entry was hashed, and the times of change of its files then; empty without a record."""
     try:
         found = json.loads(target.with_name(f".{target.name}.checked").read_bytes())
         if isinstance(found, dict) and isinstance(found.get("boots"), list):
@@ -144,7 +144,7 @@ def _mark(target: Path) -> dict[str, Any]:
 
 
 def _remember(target: Path, times: list[list[Any]]) -> None:
-    """That the entry was hashed under this boot. Machines that share the folder have one each."""
+    """Record that the entry was hashed under this boot. Machines that share the folder have one each."""
     mark = _mark(target)
     boots = mark["boots"] if mark["times"] == times else []
     text = json.dumps({"boots": [*boots, boot_id()][-_MOST_BOOTS:], "times": times})

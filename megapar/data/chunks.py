@@ -1,9 +1,9 @@
-"""Inputs of ``megapar data prepare``, cut in chunks that do not depend on who reads them.
+"""The one reader of text: inputs cut in chunks, which give the same documents to every reader.
 
-Text and JSONL files are cut at every 16 MiB, those below 4 GiB in 256 chunks of 1 MiB at least, and towards their end
-four times as often, so that no worker waits long for another at the end: a chunk holds the documents that begin in its
-bytes. A compressed file is one chunk, because it is read from its beginning only. Parquet files are cut by row groups,
-``datasets`` sources by 8,192 rows.
+Text and JSONL files are cut every 16 MiB, files below 4 GiB in 256 chunks of at least 1 MiB, and the end of a file four
+times as finely, so that workers finish together: a chunk holds the documents that begin in its bytes. A compressed
+file is one chunk, because it can be read from its beginning only. Parquet files are cut by row groups, ``datasets``
+sources by 8,192 rows.
 """
 
 from __future__ import annotations
@@ -23,25 +23,51 @@ from megapar.config.record import (
     text_of_line,
     too_long,
 )
-from megapar.data.source import BadRecords, BuiltinSource, JsonlFile, ParquetFile, Source, TextFile, open_sources
+from megapar.data.bad_records import BadRecords
 from megapar.errors import DataError
 
 CHUNK_BYTES = 16 << 20
 LEAST_CHUNK_BYTES = 1 << 20
-CHUNKS = 256  # of a file, where they are not larger or smaller than these
-LAST = 4  # so many chunks at the end of a file are cut again, in pieces of
-LAST_BYTES = 1 << 18  # at least
-_END = 1 << 62  # of a file whose length nobody knows
+CHUNKS = 256  # chunks of a file, unless that makes them larger or smaller than the limits above
+LAST = 4  # chunks at the end of a file that are cut again,
+LAST_BYTES = 1 << 18  # in pieces of at least this size
 CHUNK_ROWS = 8192
-_WHITE_SPACE = " \t\n\r\v\f"  # as of bytes
-_BLOCK_BYTES = 1 << 18  # read and decoded at a time, and the rest of the last line
+_END = 1 << 62  # stands for the unknown length of a compressed file
+_WHITE_SPACE = " \t\n\r\v\f"  # what bytes.strip() takes for white space
+_BLOCK_BYTES = 1 << 18  # read and decoded at once, plus the rest of the last line
+
+
+class LineNumbers:
+    """Counts the lines before a place in a file, which only messages need.
+
+    A reader that goes through the chunks of a file in order reads each of its bytes once. bytes_read: so far.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._path, self._end, self._lines = "", 0, 0
+
+    def before(self, path: str, end: int) -> int:
+        """The number of line ends in the first ``end`` bytes of a file."""
+        if path != self._path or end < self._end:
+            self._path, self._end, self._lines = path, 0, 0
+        with open(path, "rb") as file:
+            file.seek(self._end)
+            while self._end < end and (block := file.read(min(1 << 20, end - self._end))):
+                self._lines += block.count(b"\n")
+                self._end += len(block)
+                self.bytes_read += len(block)
+        return self._lines
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A stretch of one input. kind: jsonl, lines, blank (documents between blank lines), parquet, rows.
+class TextChunk:
+    """A stretch of one input.
 
-    first, last: bytes of a file, row groups of a parquet file, rows of a dataset.
+    kind: jsonl, lines, blank (documents between blank lines), parquet, rows (of a ``datasets`` source).
+    path: the file; of a ``datasets`` source, its name and split with a zero character between them.
+    first, last: bytes of a file, row groups of a parquet file, or rows; ``last`` is excluded.
+    field: the field or column that holds the document.
     """
 
     kind: str
@@ -50,42 +76,36 @@ class Chunk:
     last: int
     field: str = FIELD
 
-    def documents(self, bad: BadRecords) -> Iterator[str]:
-        """The documents that begin in it; broken records go to ``bad`` by their line or row of the whole input."""
-        readers = {"jsonl": _jsonl, "lines": _lines, "blank": _blank, "parquet": _parquet, "rows": _rows}
-        return readers[self.kind](self, bad)
+    def documents(self, bad: BadRecords, numbers: LineNumbers | None = None) -> Iterator[str]:
+        """The documents that begin in the chunk; documents of white space only are left out.
+
+        bad: takes broken records, with their line or row in the whole input. numbers: shared by the chunks that one
+        reader goes through.
+        """
+        if self.kind in _ROW_READERS:
+            return _ROW_READERS[self.kind](self, bad)
+        return _LINE_READERS[self.kind](self, _Lines(self, numbers or LineNumbers()), bad)
 
 
-def chunks_of(
-    paths: Sequence[str], dataset: str | None, part: str, field: str, say: Callable[[str], object] = lambda text: None
-) -> list[Chunk]:
-    """The chunks of all inputs. dataset: a ``datasets`` source, of which ``part`` is read; raises DataError.
-
-    say: is told what is skipped of a folder.
-    """
-    sources = open_sources(paths, field, say) if paths else ()
-    found = [chunk for source in sources for chunk in _of_source(source, field)]
-    if dataset is not None:
-        found += _steps("rows", f"{dataset}\0{part}", len(_dataset(dataset, part, field)), CHUNK_ROWS, field)
-    return found
+def file_chunks(kind: str, path: Path, field: str = FIELD) -> list[TextChunk]:
+    """The chunks of a text or JSONL file."""
+    if is_compressed(path):
+        return [TextChunk(kind, str(path), 0, _END, field)]
+    return [TextChunk(kind, str(path), *stretch, field) for stretch in _stretches(path.stat().st_size)]
 
 
-def _of_source(source: Source, field: str) -> list[Chunk]:
-    if isinstance(source, BuiltinSource):
-        source, field = source.file(), FIELD
-    if isinstance(source, ParquetFile):
-        return _steps("parquet", source.name, _parquet_file(source.name, field).num_row_groups, 1, field)
-    assert isinstance(source, JsonlFile | TextFile)
-    kind = "jsonl"
-    if isinstance(source, TextFile):
-        kind = "blank" if source.has_blank_line() else "lines"
-    if is_compressed(source.path):
-        return [Chunk(kind, source.name, 0, _END, field)]
-    return [Chunk(kind, source.name, *piece, field) for piece in _pieces(source.path.stat().st_size)]
+def parquet_chunks(path: Path, field: str = FIELD) -> list[TextChunk]:
+    """The row groups of a parquet file. Raises DataError where it cannot be read or has no such column."""
+    return _steps("parquet", str(path), _parquet_file(str(path), field).num_row_groups, 1, field)
 
 
-def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    """Where the chunks of so many bytes begin and end."""
+def dataset_chunks(name: str, split: str, field: str = FIELD) -> list[TextChunk]:
+    """The chunks of one split of a ``datasets`` source. Raises DataError where it cannot be read."""
+    return _steps("rows", f"{name}\0{split}", len(_dataset(name, split, field)), CHUNK_ROWS, field)
+
+
+def _stretches(size: int) -> Iterator[tuple[int, int]]:
+    """First and last byte of the chunks of a file of ``size`` bytes."""
     step = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, size // CHUNKS))
     edge = max(0, size // step - LAST) * step
     last = min(step, max(LAST_BYTES, step // 4))
@@ -93,27 +113,28 @@ def _pieces(size: int) -> Iterator[tuple[int, int]]:
     yield from zip(begins, [*begins[1:], size], strict=True)
 
 
-def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[Chunk]:
-    return [Chunk(kind, path, first, min(first + step, size), field) for first in range(0, size, step)]
+def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[TextChunk]:
+    return [TextChunk(kind, path, first, min(first + step, size), field) for first in range(0, size, step)]
 
 
 class _Lines:
-    """The lines of a file that begin in a chunk, and those behind it for whoever asks for them.
+    """The lines of a file that begin in a chunk; ``places`` also gives those after it.
 
-    ``refuse`` names the line that was given last; only then are the lines before the chunk counted, once.
+    ``refuse`` names the line that was given last. The lines before the chunk are counted for the first such message.
     """
 
-    def __init__(self, chunk: Chunk) -> None:
+    def __init__(self, chunk: TextChunk, numbers: LineNumbers) -> None:
         self._path = chunk.path
         self._first, self._last = chunk.first, chunk.last
         self._given = 0
+        self._numbers = numbers
         self._before: int | None = None
 
     def texts(self) -> Iterator[str | bytes | None]:
-        """Those that begin in the chunk, decoded; the lines of a block that is not UTF-8 are given as they are.
+        """The lines that begin in the chunk, decoded; the lines of a block that is not UTF-8 are given as bytes.
 
-        None stands for a line of more than LONGEST_LINE bytes, of which no more is held. A block is decoded at once and
-        cut then, which takes half the time of its lines one by one.
+        None stands for a line of more than LONGEST_LINE bytes, which is not held in memory. A block is decoded as a
+        whole and then cut, which takes half the time of decoding line by line.
         """
         with opened(Path(self._path)) as file:
             place = self._seek(file)
@@ -143,7 +164,7 @@ class _Lines:
                 place += size
 
     def _seek(self, file: IO[bytes]) -> int:
-        """To the first line that begins in the chunk or behind it; its place."""
+        """Go to the first line that begins at the chunk's first byte or after it; returns its place."""
         if self._first:
             file.seek(self._first - 1)
             rest_of_line(file)
@@ -153,7 +174,7 @@ class _Lines:
     def refuse(self, error: DataError) -> DataError:
         """The same error with file and line before it."""
         if self._before is None:
-            self._before = _newlines(self._path, self._first)
+            self._before = self._numbers.before(self._path, self._first)
         return DataError(f"{self._path}, line {self._before + self._given}{error}")
 
 
@@ -165,8 +186,7 @@ def _cut(block: bytes) -> Sequence[str | bytes]:
         return block.split(b"\n")
 
 
-def _jsonl(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
-    lines = _Lines(chunk)
+def _jsonl(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
     for line in lines.texts():
         if line is None:
             bad.take(lines.refuse(too_long("")))
@@ -182,8 +202,7 @@ def _jsonl(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
             yield text
 
 
-def _lines(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
-    lines = _Lines(chunk)
+def _lines(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
     for line in lines.texts():
         if line is None:
             bad.take(lines.refuse(too_long("")))
@@ -197,12 +216,11 @@ def _lines(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
             yield text.rstrip()
 
 
-def _blank(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
-    """From the first blank line in the chunk (or the file's begin) to the first one behind the chunk.
+def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+    """The documents from the first blank line in the chunk (or the file's beginning) to the first one after it.
 
-    Blank is what ``TextFile`` takes for it: a line of white space as of Unicode.
+    A line is blank where it holds nothing but white space of Unicode.
     """
-    lines = _Lines(chunk)
     document: list[str] = []
     held, inside = 0, chunk.first == 0
     for place, line in lines.places():
@@ -212,7 +230,7 @@ def _blank(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
             held += size
             if inside and error is not None:
                 bad.take(lines.refuse(error))
-            if inside and held > LONGEST_LINE:  # the rest up to a blank line goes with it
+            if inside and held > LONGEST_LINE:  # the rest of the document is skipped too, up to a blank line
                 if held - size <= LONGEST_LINE:
                     bad.take(lines.refuse(too_long("")))
                 document = []
@@ -231,20 +249,11 @@ def _blank(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
 
 
 def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
-    """A line's text, "" of a blank one; None, and why, of one that is none, or (without a reason) too long."""
+    """(A line's text, "" of a blank line, None where it is not UTF-8 or too long; the error where it is not UTF-8)."""
     try:
         return (None if line is None else decoded(line, "").rstrip()), None
     except DataError as error:
         return None, error
-
-
-def _newlines(path: str, end: int) -> int:
-    count = 0
-    with open(path, "rb") as file:
-        while end > 0 and (block := file.read(min(1 << 20, end))):
-            count += block.count(b"\n")
-            end -= len(block)
-    return count
 
 
 def _parquet_file(path: str, field: str) -> Any:
@@ -254,7 +263,7 @@ def _parquet_file(path: str, field: str) -> Any:
         raise DataError(f"{path}: parquet files need the package pyarrow (pip install pyarrow)") from error
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # whatever pyarrow raises for a file it cannot read
+    except Exception as error:  # pyarrow raises many kinds for a file that it cannot read
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
     if field not in file.schema_arrow.names:
         columns = ", ".join(map(repr, file.schema_arrow.names))
@@ -262,7 +271,7 @@ def _parquet_file(path: str, field: str) -> Any:
     return file
 
 
-def _parquet(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
+def _parquet(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
     file = _parquet_file(chunk.path, chunk.field)
     row = sum(file.metadata.row_group(i).num_rows for i in range(chunk.first))
     try:
@@ -270,17 +279,19 @@ def _parquet(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
             for text in batch.column(0).to_pylist():
                 yield from _text(text, f"{chunk.path}, row {row}", chunk.field, bad)
                 row += 1
-    except OSError as error:
+    except DataError:
+        raise
+    except Exception as error:
         raise DataError(f"{chunk.path}: not a readable parquet file ({error})") from error
 
 
-def _dataset(name: str, part: str, field: str) -> Any:
+def _dataset(name: str, split: str, field: str) -> Any:
     from megapar.data.streaming import open_dataset
 
-    return open_dataset(name, part, field)
+    return open_dataset(name, split, field)
 
 
-def _rows(chunk: Chunk, bad: BadRecords) -> Iterator[str]:
+def _rows(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
     name, part = chunk.path.split("\0")
     rows = _dataset(name, part, chunk.field)
     for first in range(chunk.first, chunk.last, 256):
@@ -298,12 +309,20 @@ def _text(text: Any, place: str, field: str, bad: BadRecords) -> Iterator[str]:
         yield good
 
 
-def describe(chunks: Sequence[Chunk]) -> list[list[Any]]:
-    """What decides the content of the chunks: paths, stretches, and size and time of change of each file."""
-    told = []
+_LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]]] = {
+    "jsonl": _jsonl,
+    "lines": _lines,
+    "blank": _blank,
+}
+_ROW_READERS: dict[str, Callable[[TextChunk, BadRecords], Iterator[str]]] = {"parquet": _parquet, "rows": _rows}
+
+
+def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:
+    """All that decides the content of the chunks: paths, stretches, and size and time of change of each file."""
+    found = []
     for chunk in chunks:
         path = Path(chunk.path.split("\0")[0])
         status = path.stat() if path.is_file() else None
         stamp = [status.st_size, status.st_mtime_ns] if status else []
-        told.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
-    return told
+        found.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
+    return found

@@ -1,4 +1,4 @@
-"""What a corpus holds, for people: counts that its stores know already, nothing is read for them."""
+"""The counts of a corpus that the log shows: its stores know them, nothing is read for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from megapar.data.blend import Part, Side
+from megapar.data.blend import BlendSource
 from megapar.data.source import BUILTIN
+from megapar.data.store import StoreBlend
 
 MOST_NAMES = 3  # of one corpus' files
 
@@ -19,7 +20,7 @@ class _Sized(Protocol):
 
 @dataclass(frozen=True)
 class Content:
-    """One corpus of one side. name: its files. documents, tokens: None where nobody has counted them.
+    """The training or the held-out documents of one corpus. name: its files. documents, tokens: None if not counted.
 
     samples: of one epoch, where samples are pieces of this corpus. weight: of a mixture.
     """
@@ -40,22 +41,23 @@ class Content:
         return f"{self.name}: {', '.join([*counted, *weight]) or 'not counted'}"
 
 
-def contents_of(parts: Sequence[Part], side: Side, pieces: Sequence[_Sized]) -> tuple[Content, ...]:
-    """Of every corpus of a side: its part, and what its samples are made from, in the order of ``side.stores``."""
-    rows = zip(parts, side.stores, pieces, strict=True)
+def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Sequence[_Sized]) -> tuple[Content, ...]:
+    """The counts of every store of a blend. sources, pieces: of the stores, in their order."""
+    rows = zip(sources, blend.stores, pieces, strict=True)
     return tuple(
-        Content(_name(part), store.documents, len(store.tokens), len(piece), part.weight) for part, store, piece in rows
+        Content(_name(source), store.documents, len(store.tokens), len(piece), source.weight)
+        for source, store, piece in rows
     )
 
 
-def _name(part: Part) -> str:
-    if part.indexed is not None:
-        return f"{part.name} (.bin/.idx)"
-    names = [_told(source.name) for source in part.sources]
+def _name(source: BlendSource) -> str:
+    if source.indexed is not None:
+        return f"{source.name} (.bin/.idx)"
+    names = [_shown(one.name) for one in source.sources]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     files = f" ({len(names)} files)" if len(names) > 1 else ""
     return f"{', '.join(names[:MOST_NAMES])}{more}{files}"
 
 
-def _told(name: str) -> str:
+def _shown(name: str) -> str:
     return "the built-in text, Python's documentation" if name == BUILTIN else name

@@ -1,4 +1,4 @@
-"""A corpus, ready to train on: samples of both sides, the tokenizer, and what a model that knows nothing would lose."""
+"""A corpus, ready to train on: training and held-out samples, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megapar.config.record import FIELD, LONGEST_LINE
 from megapar.config.vocabulary import too_large
+from megapar.data.bad_records import BadRecords
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
-from megapar.data.blend import Part, Side, open_parts, open_sides
+from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.cache import digest, made_once
 from megapar.data.contents import Content, contents_of
 from megapar.data.course import Course, Coursed
@@ -20,12 +21,15 @@ from megapar.data.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
 from megapar.data.frame import PAIR_MARKS
 from megapar.data.mixture import Blend
 from megapar.data.mock import MockTokenizer, RandomPieces
-from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Pieces, Samples, Windows
-from megapar.data.source import MOCK, BadRecords, Source, all_documents, sources_hash
-from megapar.data.store import Split, TokenStore
-from megapar.data.streaming import RowSpans, RowWindows, both_sides, open_dataset
+from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Samples, TokenPieces, Windows
+from megapar.data.source import MOCK, all_documents, sources_hash
+from megapar.data.split import Split, TrainHeldout
+from megapar.data.store import StoreBlend, TokenStore
+from megapar.data.streaming import RowSpans, RowWindows, open_dataset, split_rows
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
+from megapar.data.tasks.task import DocumentPieces
+from megapar.data.token_cache import TokenCache
 from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
 
@@ -34,27 +38,9 @@ KINDS = ("moe", ERNIE)
 DEFAULT_SPLIT = "95,5"
 
 
-class Unigram(NamedTuple):
-    """Nats per token of the training tokens' own frequencies: what a model loses that knows only those.
-
-    train: their entropy. heldout: the cross-entropy of the held-out tokens under them (counts plus one), not a number
-    where nothing is held out.
-    """
-
-    train: float
-    heldout: float
-
-
-class Both(NamedTuple):
-    """The ids of both sides: stores, or several of them together."""
-
-    train: TokenStore | Side
-    heldout: TokenStore | Side | None
-
-
 @dataclass(frozen=True)
 class Packing:
-    """How documents become samples of a decoder.
+    """Options for the samples of a decoder.
 
     packed: documents are joined to full samples; off: a sample holds (a piece of) one document and is padded.
     The others: see samples.Boundaries.
@@ -66,7 +52,7 @@ class Packing:
     mask_loss: bool = False
 
     def boundaries(self, tokenizer: Tokenizer) -> Boundaries | None:
-        """What ends of documents mean; None where they mean nothing. Raises DataError without an end token."""
+        """The meaning of the ends of documents; None where they have none. Raises DataError without an end token."""
         if not (self.reset_positions or self.reset_attention or self.mask_loss):
             return None
         end = tokenizer.special.need("eos")
@@ -75,12 +61,13 @@ class Packing:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a trainer reads.
+    """The data of a trainer.
 
     train, heldout: samples by number; held-out ones in a fixed order that no seed changes, None where the split holds
     nothing out.
     collate: makes a micro-batch of such samples. vocab_size: rows of the embedding, at least tokenizer.size.
-    notes: what people should know, such as records that were passed over. contents, heldout_contents: of both sides.
+    stores: the tokens that samples are cut from; None of random tokens and of a streamed dataset.
+    notes: messages for the log, such as records that were skipped. contents: counts of each corpus.
     """
 
     train: Samples
@@ -88,37 +75,16 @@ class Corpus:
     tokenizer: Tokenizer
     vocab_size: int
     collate: Collate
-    _stores: Both | None
+    stores: TrainHeldout[StoreBlend] | None = None
     notes: tuple[str, ...] = ()
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
     _on_course: Callable[[Course], Samples] | None = None
 
     def on_course(self, course: Course) -> Corpus:
-        """The same with the training samples that follow where a run's data changed on the way."""
+        """The same with the training samples of a run whose data changed on the way."""
         assert self._on_course is not None
         return replace(self, train=self._on_course(course))
-
-    def unigram_entropy(self) -> Unigram:
-        """Counted over all tokens of both sides, end tokens included; of random tokens it is known.
-
-        Raises DataError for a stream, whose tokens nobody has counted.
-        """
-        import numpy as np
-
-        if self._stores is None:
-            if not isinstance(self.tokenizer, MockTokenizer):
-                raise DataError("the tokens of a streamed dataset are not counted; prepare a file of it")
-            known = float(np.log(len(self.tokenizer.ordinary_ids)))
-            return Unigram(known, known)
-        train = self._stores.train.counts(self.vocab_size)
-        share = train[train > 0] / train.sum()
-        entropy = float(-(share * np.log(share)).sum())
-        if self._stores.heldout is None:
-            return Unigram(entropy, float("nan"))
-        heldout = self._stores.heldout.counts(self.vocab_size)
-        smooth = (train + 1) / (train.sum() + len(train))
-        return Unigram(entropy, float(-(heldout * np.log(smooth)).sum() / heldout.sum()))
 
 
 def build(
@@ -161,34 +127,40 @@ def build(
     if kind == ERNIE and seq_length < SHORTEST_SEQUENCE:
         raise DataError(f"sentence pairs need a --seq-length of at least {SHORTEST_SEQUENCE}, not {seq_length}")
     halves = Split.parse(split or DEFAULT_SPLIT)
-    cut = _Cut(kind, seq_length, packing, seed, mlm_probability, tasks, halves)
+    maker = _SampleMaker(kind, seq_length, packing, seed, mlm_probability, tasks, halves)
     if hf_dataset is not None:
-        return _streamed(hf_dataset, text_field, halves, tokenizer_model, vocab_size, cut)
+        return _streamed(hf_dataset, text_field, halves, tokenizer_model, vocab_size, maker)
     if _is_mock(data_path, eval_data_path):
         tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
         _check_size(tokenizer, tokenizer_model, vocab_size)
-        made = cut.corpus(cut.mock(tokenizer, seed, "train"), cut.mock(tokenizer, 0, "heldout"), tokenizer, vocab_size)
+        pieces = TrainHeldout(maker.mock(tokenizer, seed, "train"), maker.mock(tokenizer, 0, "heldout"))
+        made = maker.corpus(pieces, tokenizer, vocab_size)
         return replace(made, contents=(Content("mock, random tokens", None, None, None),))
-    told: list[str] = []
-    data = _Data.open(data_path, eval_data_path, halves, skip_bad, text_field, told.append)
-    tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else data.own_tokenizer(vocab_size)
+    skipped: list[str] = []
+    train_data = open_blend(data_path, text_field, skipped.append)
+    heldout_data = open_blend(eval_data_path, text_field, skipped.append) if eval_data_path else None
+    data = TrainHeldout(train_data, heldout_data)
+    tokenizer, path = (
+        (load_tokenizer(tokenizer_model), Path(tokenizer_model))
+        if tokenizer_model
+        else _own_tokenizer(data, halves, vocab_size, skip_bad)
+    )
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    ids = tokenizer.size if tokenizer_model else vocab_size  # an own one knows nothing of indexed files
-    sides = open_sides(data.train, data.heldout, halves, tokenizer, ids, skip_bad=skip_bad)
-    train, contents = cut.pieces(sides[0], data.train, held_out=False)
-    heldout, aside = (None, ()) if sides[1] is None else cut.pieces(sides[1], data.heldout or data.train, held_out=True)
-    notes = tuple(dict.fromkeys([*told, *(note for side in sides if side is not None for note in side.notes)]))
-    both = Both(_counted(sides[0]), None if sides[1] is None else _counted(sides[1]))
-    made = cut.corpus(train, heldout, tokenizer, vocab_size, both, notes)
-    return replace(made, contents=contents, heldout_contents=aside)
+    ids = tokenizer.size if tokenizer_model else vocab_size  # one trained here knows nothing of indexed files
+    stores = open_stores(data, halves, TokenCache(tokenizer, path, skip_bad), ids)
+    train, contents = maker.pieces(stores.train, data.train, held_out=False)
+    heldout, heldout_contents = None, tuple[Content, ...]()
+    if stores.heldout is not None:
+        heldout, heldout_contents = maker.pieces(stores.heldout, data.heldout or data.train, held_out=True)
+    made = maker.corpus(TrainHeldout(train, heldout), tokenizer, vocab_size)
+    notes = (*skipped, *stores.train.notes, *(stores.heldout.notes if stores.heldout else ()))
+    every = tuple(dict.fromkeys(notes))
+    return replace(made, stores=stores, notes=every, contents=contents, heldout_contents=heldout_contents)
 
 
-def _counted(side: Side) -> TokenStore | Side:
-    """One store is counted by itself, several by their weights."""
-    return side.stores[0] if len(side.stores) == 1 else side
-
-
-def _streamed(name: str, field: str, split: Split, tokenizer_model: str | None, vocab_size: int, cut: _Cut) -> Corpus:
+def _streamed(
+    name: str, field: str, split: Split, tokenizer_model: str | None, vocab_size: int, maker: _SampleMaker
+) -> Corpus:
     if tokenizer_model:
         tokenizer = load_tokenizer(tokenizer_model)
     else:
@@ -196,65 +168,49 @@ def _streamed(name: str, field: str, split: Split, tokenizer_model: str | None, 
         first = split.cuts(len(rows))[0]
         documents = (rows[i][field] for i in range(first))
         read_as = () if field == FIELD else (field,)
-        tokenizer = _trained((text for text in documents if text), vocab_size, name, str(rows._fingerprint), *read_as)
+        texts = (text for text in documents if text)
+        tokenizer, _ = _trained(texts, vocab_size, name, str(rows._fingerprint), *read_as)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    train, heldout = cut.rows(name, field, split, tokenizer)
-    made = cut.corpus(train, heldout, tokenizer, vocab_size)
-    return replace(made, contents=(Content(f"{name}, streamed", None, None, len(train)),))
+    pieces = maker.streamed(name, field, split, tokenizer)
+    made = maker.corpus(pieces, tokenizer, vocab_size)
+    return replace(made, contents=(Content(f"{name}, streamed", None, None, len(pieces.train)),))
 
 
 def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> bool:
     if list(data_path) != [MOCK]:
         return False
     if eval_data_path and list(eval_data_path) != [MOCK]:
-        raise DataError("--data-path mock holds out random tokens of its own; leave --eval-data-path out")
+        raise DataError("--data-path mock holds out random tokens itself; leave --eval-data-path out")
     return True
 
 
-class _Data(NamedTuple):
-    """The parts of a corpus. heldout: parts of their own, or None where ``split`` decides."""
+def _own_tokenizer(
+    data: TrainHeldout[tuple[BlendSource, ...]], split: Split, vocab_size: int, skip_bad: bool
+) -> tuple[Tokenizer, Path | None]:
+    """A tokenizer of ``vocab_size`` ids trained on the training documents, once, and its file.
 
-    train: tuple[Part, ...]
-    heldout: tuple[Part, ...] | None
-    split: Split
-    skip_bad: bool
-
-    @classmethod
-    def open(
-        cls,
-        data_path: Sequence[str],
-        eval_data_path: Sequence[str] | None,
-        split: Split,
-        skip_bad: bool,
-        field: str,
-        say: Callable[[str], object],
-    ) -> _Data:
-        heldout = open_parts(eval_data_path, field, say) if eval_data_path else None
-        return cls(open_parts(data_path, field, say), heldout, split, skip_bad)
-
-    def own_tokenizer(self, vocab_size: int) -> Tokenizer:
-        """One of ``vocab_size`` ids trained on the training documents, once; of indexed files alone there is none."""
-        sources = tuple(source for part in self.train for source in part.sources)
-        indexed = [part.name for part in (*self.train, *(self.heldout or ())) if part.indexed]
-        if indexed and (sources or any(part.sources for part in self.heldout or ())):
-            raise DataError(
-                f"{indexed[0]} holds tokens of a tokenizer that was chosen before, and text beside it must be "
-                "tokenised by the same one; give --tokenizer-model"
-            )
-        if indexed:
-            return NoTokenizer(vocab_size)
-        apart = "apart" if self.heldout else repr(self.split.train)
-        names = ", ".join(source.name for source in sources)
-        key = (sources_hash(sources), apart, str(LONGEST_LINE))
-        return _trained(self._training_documents(sources), vocab_size, names, *key)
-
-    def _training_documents(self, sources: Sequence[Source]) -> Iterator[str]:
-        documents = all_documents(sources, BadRecords(stops=not self.skip_bad))
-        return documents if self.heldout else (text for text in documents if self.split.side(text) == 0)
+    Without text there is none to train, and no file. Raises DataError for text beside indexed files.
+    """
+    everything = (*data.train, *(data.heldout or ()))
+    indexed = [source.name for source in everything if source.indexed]
+    if indexed and any(source.sources for source in everything):
+        raise DataError(
+            f"{indexed[0]} holds tokens of a tokenizer that was chosen before, and text beside it must be "
+            "tokenised by the same one; give --tokenizer-model"
+        )
+    if indexed:
+        return NoTokenizer(vocab_size), None
+    sources = tuple(text for source in data.train for text in source.sources)
+    apart = "apart" if data.heldout else repr(split.train)
+    names = ", ".join(source.name for source in sources)
+    documents = all_documents(sources, BadRecords(stops=not skip_bad))
+    if not data.heldout:
+        documents = (text for text in documents if split.side(text) == 0)
+    return _trained(documents, vocab_size, names, sources_hash(sources), apart, str(LONGEST_LINE))
 
 
-def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -> Tokenizer:
-    """The tokenizer trained on these documents, from the cache where it is there."""
+def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -> tuple[Tokenizer, Path]:
+    """The tokenizer trained on these documents, from the cache where it is there, and its file."""
     import sentencepiece
 
     from megapar.data.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
@@ -269,7 +225,7 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
         path.write_bytes(train(chain([first], documents), vocab_size))
 
     path = made_once(f"tokenizers/{entry}.model", make)
-    return SentencePieceTokenizer(path.read_bytes(), name=str(path))
+    return SentencePieceTokenizer(path.read_bytes(), name=str(path)), path
 
 
 def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None:
@@ -278,8 +234,8 @@ def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How stores become samples."""
+class _SampleMaker:
+    """Makes samples from token stores; see ``build`` for the fields."""
 
     kind: str
     seq_length: int
@@ -289,31 +245,33 @@ class _Cut:
     tasks: TaskData | None
     split: Split
 
-    def pieces(self, side: Side, parts: Sequence[Part], *, held_out: bool) -> tuple[Pieces, tuple[Content, ...]]:
-        """What the samples of one side are made from, and what it holds. parts: where its stores are from, in order."""
-        pieces = [self._of_store(store, held_out) for store in side.stores]
-        contents = contents_of(parts, side, pieces)
-        return (pieces[0] if len(pieces) == 1 else Blend(pieces, side.weights)), contents
+    def pieces(
+        self, blend: StoreBlend, sources: Sequence[BlendSource], *, held_out: bool
+    ) -> tuple[TokenPieces, tuple[Content, ...]]:
+        """The pieces that samples are made from, and the counts of each store. sources: of the stores, in order."""
+        pieces = [self._of_store(store, held_out) for store in blend.stores]
+        contents = contents_of(sources, blend, pieces)
+        return (pieces[0] if len(pieces) == 1 else Blend(pieces, blend.weights)), contents
 
-    def _of_store(self, store: TokenStore, held_out: bool) -> Pieces:
+    def _of_store(self, store: TokenStore, held_out: bool) -> TokenPieces:
         if self.kind == ERNIE:
             return Spans(store, self.seq_length - PAIR_MARKS)
         if not self.packing.packed:
             return DocumentWindows(store, self.seq_length)
         return Windows(store, self.seq_length, shortest=2 if held_out else None)
 
-    def rows(self, name: str, field: str, split: Split, tokenizer: Tokenizer) -> tuple[Pieces, Pieces | None]:
-        """Pieces of both sides of a streamed dataset."""
+    def streamed(self, name: str, field: str, split: Split, tokenizer: Tokenizer) -> TrainHeldout[TokenPieces]:
+        """Pieces of a streamed dataset."""
         length = self.seq_length
 
-        def make(rows: Any, first: int, last: int) -> RowSpans | RowWindows:
+        def make(rows: Any, first: int, last: int) -> TokenPieces:
             if self.kind == ERNIE:
                 return RowSpans(rows, first, last, tokenizer, name, field, length - PAIR_MARKS)
             return RowWindows(rows, first, last, tokenizer, name, field, length)
 
-        return both_sides(name, field, split, make)
+        return split_rows(name, field, split, make)
 
-    def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> Pieces:
+    def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> TokenPieces:
         """Random pieces; of a decoder that knows documents, with end tokens in them."""
         longest = self.seq_length + 1
         shortest, ids, end = longest, tokenizer.ordinary_ids, None
@@ -327,41 +285,28 @@ class _Cut:
             end = boundaries.end if boundaries else None
         return RandomPieces(ids, shortest, longest, seed, stream, end=end)
 
-    def corpus(
-        self,
-        train: Pieces,
-        heldout: Pieces | None,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        stores: Both | None = None,
-        notes: tuple[str, ...] = (),
-    ) -> Corpus:
-        """Samples of both sides, and all around them."""
-        made = self._corpus(train, heldout, tokenizer, vocab_size, stores, notes)
+    def corpus(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer, vocab_size: int) -> Corpus:
+        """The samples of these pieces, and all around them."""
+        samples = self._samples(pieces, tokenizer)
+        collate = collate_ernie if self.kind == ERNIE else collate_decoder
+        if self.tasks is not None:
+            collate = partial(collate_tasks, names=self.tasks.names)
 
         def on_course(course: Course) -> Samples:
-            return self._corpus(Coursed(train, course), heldout, tokenizer, vocab_size, stores, notes).train
+            return self._samples(replace(pieces, train=Coursed(pieces.train, course)), tokenizer).train
 
-        return replace(made, _on_course=on_course)
+        return Corpus(samples.train, samples.heldout, tokenizer, vocab_size, collate, _on_course=on_course)
 
-    def _corpus(
-        self,
-        train: Pieces,
-        heldout: Pieces | None,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        stores: Both | None,
-        notes: tuple[str, ...],
-    ) -> Corpus:
+    def _samples(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer) -> TrainHeldout[Samples]:
         if self.tasks is not None:
-            sides = self.tasks.sides(train, heldout, tokenizer, self.seq_length, self.seed, self.split)  # type: ignore[arg-type]
-            return Corpus(*sides, tokenizer, vocab_size, partial(collate_tasks, names=self.tasks.names), stores, notes)
-        held_out = None if heldout is None else self._samples(heldout, tokenizer, None)
-        collate = collate_ernie if self.kind == ERNIE else collate_decoder
-        samples = self._samples(train, tokenizer, self.seed)
-        return Corpus(samples, held_out, tokenizer, vocab_size, collate, stores, notes)
+            documents: TrainHeldout[DocumentPieces] = pieces  # type: ignore[assignment]
+            return self.tasks.samples(documents, tokenizer, self.seq_length, self.seed, self.split)
+        train = self._samples_of(pieces.train, tokenizer, self.seed)
+        return TrainHeldout(
+            train, None if pieces.heldout is None else self._samples_of(pieces.heldout, tokenizer, None)
+        )
 
-    def _samples(self, pieces: Pieces, tokenizer: Tokenizer, seed: int | None) -> Samples:
+    def _samples_of(self, pieces: TokenPieces, tokenizer: Tokenizer, seed: int | None) -> Samples:
         if self.kind == ERNIE:
             return ErnieSamples(pieces, self.seq_length, tokenizer, self.mlm_probability, seed)
         return DecoderSamples(pieces, self.seq_length, seed, self.packing.boundaries(tokenizer))

@@ -1,4 +1,4 @@
-"""How many pieces documents give, and which document a piece belongs to, by sparse prefix sums."""
+"""Counts of the pieces that documents give, and the document of each piece, by sparse prefix sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = STRIDE << 10  # documents read at a time
 
 
 class PieceCounts:
-    """Sums of the pieces of all documents before every 1,024th one; the sums between are made when they are asked for.
+    """Sums of the pieces of all documents before every 1,024th one; the sums between are made when they are needed.
 
     Takes one pass over the lengths of all documents, and 8 bytes per 1,024 of them.
     """

@@ -1,9 +1,9 @@
-"""Where a run's data changes on the way: sources that stay go on where they were, new ones begin at their start.
+"""A run whose data changes on the way: sources that stay resume where they were, new ones begin at their start.
 
     phase 0, from sample 0       1/2 A  1/2 B      A 0  B 0  A 1  B 1
     phase 1, from sample 4       3/4 A  1/4 C                          A 2  A 3  C 0  A 4  ..
 
-Each source has an order of its own, named by its lane, and how far it was read follows from the phases in closed form.
+Each source has its own order, named by its lane; the phases tell in closed form how far it was read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from megapar.data.mixture import Blend, Shares
-from megapar.data.samples import PieceOrder, Pieces, beside, order_of
+from megapar.data.samples import PieceOrder, TokenPieces, beside, order_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ class Phase:
     lanes: tuple[str, ...]
 
     def taken(self, lane: str, count: int) -> int:
-        """How many of the phase's first ``count`` samples are from a lane."""
+        """The number of samples from a lane among the phase's first ``count``."""
         if lane not in self.lanes:
             return 0
         return count if self.weights is None else Shares(self.weights).count(self.lanes.index(lane), count)
@@ -44,19 +44,19 @@ Course = tuple[Phase, ...]
 
 
 def first_lanes(weights: Sequence[Fraction] | None) -> tuple[str, ...]:
-    """Of a run that begins: the orders that ``Blend`` gives."""
+    """The lanes of a run that begins: the orders that ``Blend`` gives."""
     return ("",) if weights is None else tuple(f"mixture/{number}/" for number in range(len(weights)))
 
 
 class Coursed:
     """Pieces, in the order of the last phase of a course; ``order`` knows no sample before that."""
 
-    def __init__(self, pieces: Pieces, course: Course) -> None:
+    def __init__(self, pieces: TokenPieces, course: Course) -> None:
         """pieces: of the last phase, with as many parts as it has lanes."""
         self._pieces = pieces
         self._course = course
         mixed = isinstance(pieces, Blend) and pieces.weights is not None
-        self._parts: tuple[Pieces, ...] = pieces.parts if mixed else (pieces,)  # type: ignore[attr-defined]
+        self._parts: tuple[TokenPieces, ...] = pieces.parts if mixed else (pieces,)  # type: ignore[attr-defined]
         if len(self._parts) != len(course[-1].lanes):
             raise ValueError(f"{len(self._parts)} sources on {len(course[-1].lanes)} lanes")
 
@@ -67,7 +67,7 @@ class Coursed:
         return self._pieces[number]
 
     def document(self, number: int) -> int:
-        """Which document a piece is from, where the pieces know."""
+        """The document that a piece is from, where the pieces know."""
         own: int = self._pieces.document(number)  # type: ignore[attr-defined]
         return own
 

@@ -1,4 +1,4 @@
-"""ERNIE's samples: two consecutive pieces of a document, whole words masked, sentence order to be told."""
+"""ERNIE's samples: two consecutive pieces of a document, whole words masked, sentence order to be predicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megapar.data.counts import PieceCounts
 from megapar.data.draws import Draws
 from megapar.data.frame import PAIR_MARKS, Frame
-from megapar.data.samples import NO_LOSS, Pieces, Sample, order_of
+from megapar.data.samples import NO_LOSS, Sample, TokenPieces, order_of
 from megapar.data.store import TokenStore
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
@@ -71,7 +71,7 @@ class ErnieSamples:
     """
 
     def __init__(
-        self, pieces: Pieces, seq_length: int, tokenizer: Tokenizer, mlm_probability: float, seed: int | None
+        self, pieces: TokenPieces, seq_length: int, tokenizer: Tokenizer, mlm_probability: float, seed: int | None
     ) -> None:
         """pieces: of 2 to S - 3 ids. seed: of the order, the cuts and the masks; None: the fixed held-out ones.
 
@@ -117,7 +117,7 @@ def cut_at(starts: np.ndarray, where: float) -> int:
 def mask_words(
     ids: np.ndarray, starts: np.ndarray, probability: float, mask: int, ordinary: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whole-word masking: (what the model is shown [T], labels [T] with NO_LOSS where nothing is asked).
+    """Whole-word masking: (what the model is shown [T], labels [T] with NO_LOSS where nothing is predicted).
 
     Every word is chosen with ``probability``, at least one always. Of the chosen words 80 % become [MASK],
     10 % random ordinary ids, 10 % stay as they are; a word shares one fate, as in ERNIE's knowledge masking.

@@ -1,4 +1,4 @@
-"""Fingerprints of what ``--data-path`` and ``--hf-dataset`` name: the same data has the same one, wherever it lies.
+"""Fingerprints of the data of ``--data-path`` and ``--hf-dataset``: the same for the same data in any place.
 
     text, JSONL, parquet    SHA-256 of all bytes, and how they are read
     PREFIX.bin, PREFIX.idx  SHA-256 of the index; the length of the tokens and 64 blocks of 1 MiB spread over them
@@ -28,9 +28,9 @@ from megapar.errors import DataError
 
 BLOCKS = 64  # of a file of tokens that are looked at, of
 BLOCK_BYTES = 1 << 20
-_NAMES = 3  # of one corpus' paths that are told
+_NAMES = 3  # paths of one corpus that are shown
 BY_TEXT, BY_POSITION = "text", "position"
-"""How documents are put on the sides of a split: by a hash of their text, or by their numbers."""
+"""The two ways to split documents: by a hash of their text, or by their numbers."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Fingerprint:
 
 
 def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
-    """Of each source that ``--data-path`` names, in order. field: see source.open_sources.
+    """Fingerprints of the sources that ``--data-path`` names, in order. field: see source.open_sources.
 
-    may_read: otherwise only what the cache knows is told. Raises DataError.
+    may_read: False takes from the cache only. Raises DataError.
     """
     if list(paths) == [MOCK]:
         return (Fingerprint("mock", "mock", None, ""),)
@@ -124,7 +124,7 @@ def _blocks(tokens: Path) -> str:
 
 
 def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
-    """Of a file that is no corpus, by its bytes. name: for people. may_read: see fingerprints_of. Raises DataError."""
+    """The fingerprint of a file that is not a corpus, by its bytes. name: for messages. Raises DataError."""
     try:
         value = remembered(path, lambda: _bytes(path), "bytes", may_read=may_read)
     except Unread as unread:
@@ -143,7 +143,7 @@ def _bytes(path: Path) -> str:
 
 
 def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
-    """Of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers.
+    """The fingerprint of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers.
 
     Raises DataError.
     """
@@ -171,7 +171,7 @@ def _listed(folder: Path) -> Iterator[str]:
 
 
 def _cached(name: str) -> Iterator[str]:
-    """What the caches of the Hub's library and of ``datasets`` have under a name: the revision, and files."""
+    """Revision and files of a name in the caches of the Hub's library and of ``datasets``."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
     try:

@@ -1,4 +1,4 @@
-"""What ERNIE's samples look like, whatever the objective.
+"""The form of ERNIE's samples, common to all objectives.
 
 [CLS] part .. [SEP] part .. [SEP] pad ..        token types 0, 1, 1, ..; positions from 0
 """
@@ -19,7 +19,7 @@ PAIR_MARKS = 3  # [CLS], [SEP], [SEP]
 
 @dataclass(frozen=True)
 class Frame:
-    """How ids become a sample of ``seq_length`` positions. ordinary: ids that a random replacement may be."""
+    """Makes samples of ``seq_length`` positions from ids. ordinary: ids that a random replacement may be."""
 
     seq_length: int
     cls: int
@@ -42,7 +42,7 @@ class Frame:
         return self.seq_length - PAIR_MARKS
 
     def sample(self, *parts: tuple[np.ndarray, np.ndarray | None], label: int = NO_LOSS) -> Sample:
-        """Each part: (ids as shown, labels or None where nothing is asked). label: the sample's class, if it has one.
+        """Each part: (ids as shown, labels or None where nothing is predicted). label: the sample's class, or None.
 
         tokens, token_types, labels [S] int64, valid [S] bool, label [] int64.
         """

@@ -42,10 +42,10 @@ class HuggingFaceTokenizer:
                 )
             else:
                 self._inner = PreTrainedTokenizerFast(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
-        except Exception as error:  # the loaders raise whatever their parsers do
+        except Exception as error:  # the loaders raise many kinds of errors
             raise DataError(f"{path}: not a usable Hugging Face tokenizer ({error})") from error
         self._inner.model_max_length = int(1e30)  # documents longer than a model's context are cut later, here
-        # The library itself is asked where it is underneath: transformers' call costs as much as a short document.
+        # Calls the library below, where there is one: transformers' call costs as much as a short document.
         self._fast = getattr(self._inner, "backend_tokenizer", None)
         if self._fast is not None:
             self._fast.no_truncation()
@@ -63,7 +63,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special(self) -> SpecialTokens:
-        """See Tokenizer. Roles without a token of their own fall back: end to separator, class to begin, and so on."""
+        """See Tokenizer. Roles without a token fall back: end to separator, class to begin, and so on."""
         found: dict[str, int | None] = {}
         for role in _ROLES:
             own = getattr(self._inner, f"{role}_token_id", None)
@@ -96,9 +96,9 @@ class HuggingFaceTokenizer:
 
     @property
     def joins(self) -> list[list[Any]] | None:
-        """What the ids of a text depend on beside those of the tokens: merges in their order, or each token's score.
+        """The facts that decide the ids of a text beside those of the tokens: merges in order, or each token's score.
 
-        None where the tokenizer has neither, or does not tell. Older libraries write a merge as one text.
+        None where the tokenizer has neither, or does not say. Older libraries write a merge as one text.
         """
         if self._fast is None:
             return None

@@ -1,4 +1,4 @@
-"""What a tokenizer makes of text, as facts that a checkpoint keeps and another tokenizer is compared with."""
+"""The ids that a tokenizer makes of text, as facts that a checkpoint keeps and another tokenizer is compared with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megapar.data.tokenizer import NoTokenizer, Tokenizer
 _VERSION = "2"  # of the facts
 _LARGE_BYTES = 16 << 20
 _OF_A_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|.*\.(model|tiktoken|spm)$")
-"""Files of such names are read whatever their size, others up to _LARGE_BYTES."""
+"""Files of such names are read at any size, others up to _LARGE_BYTES."""
 
 Facts = dict[str, Any]
 """fingerprint: of the files. ids: of every token's id and of some texts' (None: the fingerprint says it). size.
 
-joins: of what makes tokens of pieces, merges or scores, where the library tells it. Facts of before do not have it.
+joins: of what makes tokens of pieces, merges or scores, where the library says it. Older facts do not have it.
 """
 
 _PROBES = (
@@ -52,7 +52,7 @@ def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
 
 
 def known_facts(path: str) -> Facts | None:
-    """The same of a path as --tokenizer-model takes it, without the library that runs it; None where that is needed."""
+    """The facts of a path as --tokenizer-model takes it, without the library that runs it; None if that is needed."""
     place = Path(path)
     try:
         if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
@@ -67,7 +67,7 @@ def known_facts(path: str) -> Facts | None:
 
 
 def same_ids(there: Facts, here: Facts) -> bool:
-    """Whether two tokenizers give the same ids."""
+    """True if two tokenizers give the same ids."""
     if there.get("fingerprint") == here.get("fingerprint"):
         return True
     joins = there.get("joins"), here.get("joins")

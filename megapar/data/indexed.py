@@ -46,7 +46,7 @@ _BLOCK = 1 << 20  # sequences or tokens that a full pass holds at a time
 
 
 class Summary(NamedTuple):
-    """What a full check has seen. largest: the largest id, -1 of an empty file."""
+    """The result of a full check. largest: the largest id, -1 of an empty file."""
 
     documents: int
     sequences: int
@@ -55,7 +55,7 @@ class Summary(NamedTuple):
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx, memory-mapped: opening costs the same whatever their size.
+    """The sequences of PREFIX.bin and PREFIX.idx, memory-mapped: opening costs the same at any size.
 
     ``len(dataset)``: sequences. ``dataset[i]``: [T] their ids in the file's dtype; no copy. ``document_indices``: [D]
     int64, see the format. ``lengths`` [N] int32, ``pointers`` [N] int64, ``modes`` [N] int8 or None.
@@ -94,7 +94,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def document_start(self, document: int) -> int:
-        """Where document ``document`` begins in ``tokens``; of the number of documents: where the last one ends."""
+        """The place in ``tokens`` where a document begins; of the number of documents: where the last one ends."""
         sequence = int(self.document_indices[document])
         if sequence == len(self):
             return len(self.tokens)
@@ -240,7 +240,9 @@ class IndexedDatasetBuilder:
         self._files["bin"].write(self._checked(tokens).tobytes())
 
     def copy_documents(self, ids: IO[bytes], lengths: np.ndarray) -> None:
-        """The same with ids from a file of this dtype, from where it stands. Raises DataError where it ends early."""
+        """Like ``add_documents``, with ids from a file of this dtype, from its position on.
+
+        Raises DataError where it ends early."""
         self._index(lengths)
         left = int(lengths.sum()) * self.dtype.itemsize
         while left:
@@ -278,7 +280,7 @@ class IndexedDatasetBuilder:
             documents.seek(-8, os.SEEK_END)
             (ended,) = struct.unpack("<q", documents.read(8))
         if ended != self._sequences:
-            raise DataError(f"{self.prefix}: {self._sequences - ended} sequences stand after the last end_document()")
+            raise DataError(f"{self.prefix}: {self._sequences - ended} sequences follow the last end_document()")
         out.write(HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents))
         self._copy("lengths")
         for pointers in self._pointers():
@@ -289,7 +291,7 @@ class IndexedDatasetBuilder:
         for kind in ("bin", "idx"):
             self._files[kind].flush()
             os.fsync(self._files[kind].fileno())
-        # Between the two renames there is no index: never one of other data, on disk neither.
+        # Between the two renames there is no index, so that there is never one of other data, not even on disk.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         Path(f"{self.prefix}.hashes").unlink(missing_ok=True)
         folder = Path(self.prefix).parent
@@ -359,7 +361,7 @@ def without_suffix(path: str | os.PathLike[str]) -> str:
 
 
 def is_indexed(path: str | os.PathLike[str]) -> bool:
-    """Whether the path names an indexed corpus: by its suffix, or because PREFIX.idx or PREFIX.bin is there."""
+    """True if the path names an indexed corpus: by its suffix, or because PREFIX.idx or PREFIX.bin is there."""
     text = os.fspath(path)
     if text.endswith((".bin", ".idx")):
         return True

@@ -17,7 +17,7 @@ from megapar.errors import CheckpointError, DataError
 def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
     """Write what gives the same ids again into ``root``/tokenizer; what people should know of it. One rank calls it.
 
-    The folder appears when it is complete. Another tokenizer that lies there is moved aside and not lost. Runs without
+    The folder appears when it is complete. Another tokenizer that is there is moved aside and not lost. Runs without
     text (mock data, files of tokens without a tokenizer) keep none. Raises CheckpointError where it cannot be written.
     """
     if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):

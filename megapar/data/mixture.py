@@ -9,14 +9,14 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING
 
-from megapar.data.samples import InOrder, Order, PieceOrder, Pieces
+from megapar.data.samples import InOrder, Order, PieceOrder, TokenPieces
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 class Shares:
-    """Which part each number 0, 1, 2, .. belongs to, so that part p gets its share of every beginning.
+    """The part that each number 0, 1, 2, .. belongs to, so that part p gets its share of every beginning.
 
     The parts are halved again and again. At a node whose left half has the share L of T, of the first n numbers
     floor(n L / T) go left, and number n does where that floor rises: an even spread, known without looking at the
@@ -45,7 +45,7 @@ class Shares:
         return low, number
 
     def count(self, part: int, number: int) -> int:
-        """How many of the numbers below ``number`` belong to the part."""
+        """The count of numbers below ``number`` that belong to the part."""
         low, high = 0, len(self._until) - 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -61,11 +61,11 @@ class Shares:
 class Blend:
     """The pieces of several corpora under one numbering: those of the first, then those of the second, ..
 
-    With weights a sample's corpus follows from its number by Shares, and each corpus goes through epochs of its own;
+    With weights a sample's corpus follows from its number by Shares, and each corpus goes through its own epochs;
     without, all pieces together are one epoch.
     """
 
-    def __init__(self, parts: Sequence[Pieces], weights: Sequence[Fraction] | None = None) -> None:
+    def __init__(self, parts: Sequence[TokenPieces], weights: Sequence[Fraction] | None = None) -> None:
         self.parts = tuple(parts)
         self.weights = weights
         self._starts = [0, *accumulate(len(part) for part in parts)]
@@ -78,7 +78,7 @@ class Blend:
         return self.parts[part][number - self._starts[part]]
 
     def document(self, number: int) -> int:
-        """Which document a piece is from, where the parts know; counted by part first."""
+        """The document that a piece is from, where the parts know; numbered by part first."""
         part = bisect_right(self._starts, number) - 1
         own: int = self.parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
         return part << 48 | own

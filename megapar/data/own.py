@@ -43,9 +43,9 @@ def _cut(batch: MicroBatch, layout: SequenceLayout, rank: int) -> MicroBatch:
 
 
 def ahead(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(token t + 1, label of t + 1) at every position t of [B, S]: what multi-token prediction reads and is asked for.
+    """(token t + 1, label of t + 1) at every position t of [B, S]: what multi-token prediction reads and predicts.
 
-    Nothing is asked for where t has no label. (The model does the same where it has whole sequences.)
+    Nothing is predicted where t has no label. (The model does the same where it has whole sequences.)
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Finished parts of a work that may be broken off: PREFIX.parts/, held by one run at a time, used by the next one.
+"""Finished parts of work that may be killed: a folder that one run holds at a time, and the next one resumes from.
 
 key             what is made here; locked by the run that makes it, its worker processes included
 00000000.part   a part: ids of its documents | their lengths, int32 | their texts' hashes, uint64 |
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megapar.core.durable import sync_folder
-from megapar.data.source import BadRecords
+from megapar.data.bad_records import BadRecords
 from megapar.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _LOCK_SECONDS = 5.0  # the workers of a run that was killed end by themselves wi
 
 @dataclass(frozen=True)
 class Done:
-    """What one chunk gave, or all together. bad: records passed over; first_bad: what was wrong with the first."""
+    """The result of one chunk, or of all together. bad: records left out. first_bad: messages of the first of them."""
 
     documents: int = 0
     tokens: int = 0
@@ -61,7 +61,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
             for old in folder.iterdir():
                 if old != mark:
                     old.unlink()
-            sync_folder(folder)  # after a power failure, too, no part of another work lies beside this key
+            sync_folder(folder)  # after a power failure, too, there is no part of other work beside this key
             lock.truncate(0)
             lock.write(key)
             lock.flush()
@@ -82,12 +82,12 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def claims(folder: Path, key: str) -> bool:
-    """Whether the parts in the folder, if there is one, are of this work."""
+    """True if there is a folder and its parts are of this work."""
     mark = folder / KEY
     return mark.is_file() and mark.read_text(encoding="utf-8") == key
 
 
-class Part:
+class PartWriter:
     """A part while it is written; it has its name when it is whole, and without ``finish`` nothing remains of it."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -97,7 +97,7 @@ class Part:
         self._lengths: list[bytes] = []
         self._hashes: list[bytes] = []
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> PartWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -121,7 +121,7 @@ class Part:
 
 
 def finished(folder: Path, number: int) -> Done | None:
-    """What a part holds; None while it is not whole, or where a crash of the machine has cut it."""
+    """The result that a part holds; None while it is not whole, or where a crash of the machine has cut it."""
     try:
         with open(_path(folder, number), "rb") as file:
             said = _said(file)
@@ -151,7 +151,7 @@ def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, n
 
 
 def _said(file: IO[bytes]) -> dict[str, Any] | None:
-    """What the end of a part says of it; None where that is not what the file holds."""
+    """The record at the end of a part; None where it does not fit the file."""
     size = os.fstat(file.fileno()).st_size
     if size < _END.size:
         return None

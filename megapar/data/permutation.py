@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 class Permutation:
     """A bijection of range(n) chosen by a key: a Feistel network on the next power of four, walked back into range.
 
-    ``permutation[i]`` takes a few microseconds whatever n is; nothing of size n is ever held.
+    ``permutation[i]`` takes a few microseconds for any n; nothing of size n is ever held.
     """
 
     def __init__(self, n: int, seed: int, stream: str) -> None:

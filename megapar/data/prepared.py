@@ -44,7 +44,7 @@ def index_hash(prefix: str, *, may_read: bool = True) -> str:
 
 
 def hashes_of(texts: Sequence[str]) -> np.ndarray:
-    """[n] uint64: what ``source.place_of`` makes places of."""
+    """[n] uint64: the hashes that ``split.place_of`` turns into places."""
     import numpy as np
 
     return np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts), dtype="<u8")
@@ -67,11 +67,11 @@ class HashesWriter:
         self._aside.unlink(missing_ok=True)
 
     def add(self, hashes: np.ndarray) -> None:
-        """Of the documents that follow."""
+        """Append the hashes of the documents that follow."""
         self._file.write(hashes.astype("<u8", copy=False).tobytes())
 
     def finish(self, index: Path) -> None:
-        """Say which index they belong to, which may still lie aside, and bring them to disk."""
+        """Record the index they belong to, which may not have its name yet, and bring them to disk."""
         documents = (self._file.tell() - HEADER.size) // 8
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, VERSION, documents, bytes.fromhex(sha256_of(index))))
@@ -94,7 +94,7 @@ def read_hashes(prefix: str, documents: int) -> np.ndarray | None:
         head = file.read(HEADER.size)
     fix = "prepare the corpus again, or remove the file to have documents split by their numbers"
     if len(head) < HEADER.size or head[:8] != MAGIC:
-        raise DataError(f"{path} is no file of hashes; {fix}")
+        raise DataError(f"{path} is not a file of hashes; {fix}")
     _, version, count, index = HEADER.unpack(head)
     if version != VERSION:
         raise DataError(f"{path}: version {version} of the format, where {VERSION} is read")

@@ -1,4 +1,4 @@
-"""What was learned once by reading a whole file, kept in the cache by the file's path, size and time of change."""
+"""Facts that reading a whole file has shown once, kept in the cache by the file's path, size and time of change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megapar.data.cache import digest, known, made_once
 
 
 class Unread(Exception):
-    """A value that only reading would tell, where nothing is to be read. bytes: how much it would be."""
+    """Raised for a value that needs reading, where nothing may be read. bytes: how much there is to read."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size} bytes are not read")

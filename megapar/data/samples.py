@@ -30,8 +30,8 @@ class Samples(Protocol):
         """Sample ``number`` of the run, any number from 0 on."""
 
 
-class Pieces(Protocol):
-    """Pieces of a token store, by number; what one sample is made from."""
+class TokenPieces(Protocol):
+    """Pieces of a token store by number; a sample is made from one of them."""
 
     def __len__(self) -> int:
         """Number of pieces."""
@@ -110,14 +110,14 @@ class DocumentWindows:
 
 
 class PieceOrder(Protocol):
-    """Which piece sample ``number`` of the run is made from."""
+    """Maps the number of a sample to that of its piece."""
 
     def __getitem__(self, number: int) -> int: ...
 
 
 @runtime_checkable
 class Ordered(Protocol):
-    """Pieces with an order of their own."""
+    """Pieces that bring an order."""
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """The order of a run; of held-out pieces, which no seed changes, where there is none."""
@@ -125,13 +125,13 @@ class Ordered(Protocol):
 
 @runtime_checkable
 class Beside(Protocol):
-    """Pieces of which some are at hand when one of them is."""
+    """Pieces that are cheap to read after one near them was read."""
 
     def beside(self, number: int) -> range:
         """Pieces that cost nothing more where piece ``number`` has been read."""
 
 
-def beside(pieces: Pieces, number: int) -> range:
+def beside(pieces: TokenPieces, number: int) -> range:
     """The pieces that may be read beside one of them: all, unless they say otherwise."""
     return pieces.beside(number) if isinstance(pieces, Beside) else range(len(pieces))
 
@@ -149,7 +149,7 @@ class Order:
 
 
 class InOrder:
-    """The pieces as they stand, again and again."""
+    """The pieces in the order of their numbers, again and again."""
 
     def __init__(self, pieces: int) -> None:
         self._pieces = pieces
@@ -158,7 +158,7 @@ class InOrder:
         return number % self._pieces
 
 
-def order_of(pieces: Pieces, seed: int | None, stream: str) -> PieceOrder:
+def order_of(pieces: TokenPieces, seed: int | None, stream: str) -> PieceOrder:
     """The order in which a run takes these pieces. seed: None keeps the pieces' own. stream: what the order is for."""
     if isinstance(pieces, Ordered):
         return pieces.order(seed, stream)
@@ -167,10 +167,10 @@ def order_of(pieces: Pieces, seed: int | None, stream: str) -> PieceOrder:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What the end of a document means inside a packed sample. A document ends with its end token.
+    """The meaning of the end of a document inside a packed sample. A document ends with its end token.
 
     end: the end token. reset_positions: positions count from 0 in every document. reset_attention: no position sees
-    another document. mask_loss: nothing is asked at an end token, whose label begins another document.
+    another document. mask_loss: nothing is predicted at an end token, whose label begins another document.
     """
 
     end: int
@@ -183,11 +183,13 @@ class DecoderSamples:
     """Samples for a causal model: ``tokens`` [S] and ``labels`` [S] int64, the labels one position ahead.
 
     A piece shorter than S + 1 is padded: its tokens with id 0, its labels with NO_LOSS, and only then there is
-    ``valid`` [S] bool. Where boundaries ask for it there are ``positions`` [S] and ``ends`` [documents], both int64:
-    the position behind each document of the sample, the last one S.
+    ``valid`` [S] bool. Where boundaries need them there are ``positions`` [S] and ``ends`` [documents], both int64:
+    the position after each document of the sample, the last one S.
     """
 
-    def __init__(self, pieces: Pieces, seq_length: int, seed: int | None, boundaries: Boundaries | None = None) -> None:
+    def __init__(
+        self, pieces: TokenPieces, seq_length: int, seed: int | None, boundaries: Boundaries | None = None
+    ) -> None:
         """pieces: of S + 1 ids. seq_length: S. seed: of the order; None keeps the pieces' own (held-out)."""
         self._pieces = pieces
         self._seq_length = seq_length
@@ -216,7 +218,7 @@ class DecoderSamples:
 
         tokens = sample["tokens"]
         at_end = tokens == boundaries.end
-        starts = np.flatnonzero(at_end) + 1  # of the documents behind the first one
+        starts = np.flatnonzero(at_end) + 1  # of the documents after the first one
         starts = starts[starts < len(tokens)]
         if boundaries.mask_loss:
             sample["labels"] = np.where(at_end, NO_LOSS, sample["labels"])

@@ -1,4 +1,4 @@
-"""Documents of an indexed file as stores: a stretch of them, or those that a hash of their text puts on one side."""
+"""Documents of an indexed file as stores: a stretch of them, or those that the hash of their text selects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megapar.data.cache import digest, made_once
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import hashes_path, index_hash, read_hashes
 from megapar.data.remembered import remembered
-from megapar.data.store import Split, TokenStore
+from megapar.data.split import Split, TrainHeldout
+from megapar.data.store import TokenStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,25 +19,28 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 20  # documents at a time
 
 
-def split_stores(dataset: IndexedDataset, split: Split) -> tuple[TokenStore, TokenStore | None]:
-    """Both sides of an indexed file, the second one None where nothing is held out.
+def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] = ()) -> TrainHeldout[TokenStore]:
+    """The training and the held-out documents of an indexed file. notes: of its text, for the training store.
 
-    By the texts' hashes where PREFIX.hashes has them; by the documents' numbers otherwise, which is noted. Raises
-    DataError where that file is damaged or of another index.
+    Split by the texts' hashes where PREFIX.hashes has them; otherwise by the documents' numbers, which is noted. Raises
+    DataError where that file is damaged or belongs to another index.
     """
     hashes = read_hashes(dataset.prefix, dataset.documents)
+    if split.trains_all:
+        return TrainHeldout(indexed_store(dataset, 0, dataset.documents, notes), None)
     if hashes is None:
         first, last = split.cuts(dataset.documents)
         note = (
-            f"{dataset.prefix}: documents are split by their numbers, as no {hashes_path(dataset.prefix).name} lies "
-            "beside it (megapar data prepare writes one)"
+            f"{dataset.prefix}: documents are split by their numbers, as there is no "
+            f"{hashes_path(dataset.prefix).name} beside it (megapar data prepare writes one)"
         )
         cut = first < dataset.documents
         heldout = indexed_store(dataset, first, last) if split.heldout else None
-        return indexed_store(dataset, 0, first, (note,) if cut else ()), heldout
+        return TrainHeldout(indexed_store(dataset, 0, first, (*notes, note) if cut else notes), heldout)
     key = digest(index_hash(dataset.prefix), _hash_of(hashes), f"{split.train!r},{split.heldout!r}")
     folder = made_once(f"selected/{key}", lambda path: _select(path, dataset, hashes, split))
-    return _selected(dataset, folder / "0"), _selected(dataset, folder / "1") if split.heldout else None
+    heldout = _selected(dataset, folder / "1") if split.heldout else None
+    return TrainHeldout(_selected(dataset, folder / "0", notes), heldout)
 
 
 def _hash_of(hashes: np.ndarray) -> str:
@@ -76,20 +80,23 @@ def _select(folder: Path, dataset: IndexedDataset, hashes: np.ndarray, split: Sp
             ends[side] = int(along[-1]) if len(along) else ends[side]
 
 
-def _selected(dataset: IndexedDataset, path: Path) -> TokenStore:
+def _selected(dataset: IndexedDataset, path: Path, notes: tuple[str, ...] = ()) -> TokenStore:
     import numpy as np
 
-    filled = path.with_suffix(".starts").stat().st_size > 0
-    starts = np.memmap(path.with_suffix(".starts"), dtype="<i8", mode="r") if filled else np.empty(0, dtype="<i8")
-    offsets = np.memmap(path.with_suffix(".offsets"), dtype="<i8", mode="r")
-    return TokenStore(SelectedTokens(dataset.tokens, starts, offsets), offsets)
+    def mapped(name: str) -> np.ndarray:
+        """The array itself: a slice of a memmap takes ten times as long."""
+        file = path.with_suffix(name)
+        return np.asarray(np.memmap(file, dtype="<i8", mode="r") if file.stat().st_size else np.empty(0, dtype="<i8"))
+
+    starts, offsets = mapped(".starts"), mapped(".offsets")
+    return TokenStore(SelectedTokens(dataset.tokens, starts, offsets), offsets, notes)
 
 
 class SelectedTokens:
     """The tokens of some documents, one after the other, put together as they are read."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, offsets: np.ndarray) -> None:
-        """tokens: of the whole file. starts: [D], where each document begins in it. offsets: [D + 1], and here."""
+        """tokens: of the whole file. starts: [D], where each document begins in it; offsets: [D + 1], and here."""
         self._tokens, self._starts, self._offsets = tokens, starts, offsets
 
     def __len__(self) -> int:
@@ -101,9 +108,12 @@ class SelectedTokens:
         first, last, _ = places.indices(len(self))
         if last <= first:
             return self._tokens[:0]
-        begin = int(np.searchsorted(self._offsets, first, side="right")) - 1
-        end = int(np.searchsorted(self._offsets, last, side="left"))
-        # What lies in the file as it does here is read at once.
+        begin = int(self._offsets.searchsorted(first, side="right")) - 1
+        end = int(self._offsets.searchsorted(last, side="left"))
+        moved, moved_last = (int(self._starts[one]) - int(self._offsets[one]) for one in (begin, end - 1))
+        if moved == moved_last:  # every document between them was selected, too
+            return self._tokens[first + moved : last + moved]
+        # Documents that follow each other in the file are read at once.
         shift = np.asarray(self._starts[begin:end]) - self._offsets[begin:end]
         runs = begin + np.concatenate(([0], np.flatnonzero(np.diff(shift)) + 1, [end - begin]))
         pieces = []
@@ -111,11 +121,11 @@ class SelectedTokens:
             moved = int(shift[one - begin])
             start, stop = max(first, int(self._offsets[one])), min(last, int(self._offsets[following]))
             pieces.append(self._tokens[start + moved : stop + moved])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(pieces)
 
 
 def indexed_store(dataset: IndexedDataset, first: int, last: int, notes: tuple[str, ...] = ()) -> TokenStore:
-    """Documents first .. last - 1 of an indexed file. Costs the same whatever their number."""
+    """Documents first .. last - 1 of an indexed file. Costs the same for any number of them."""
     offsets = DocumentOffsets(dataset, first, last)
     start, end = dataset.document_start(first), dataset.document_start(last)
     return TokenStore(dataset.tokens[start:end], offsets, notes)

@@ -25,7 +25,7 @@ TRAINING_CHARACTERS = 6_000_000  # more text changes a vocabulary little and cos
 LONG_TEXT = 50_000  # characters of a text that is looked at for repeats
 REPEATS = 25  # times that such a text is packed smaller than it is
 REPEATED_CHARACTERS = 10_000  # of it that are trained on
-FIRST_PIECE = 8  # behind the special ids and the newline
+FIRST_PIECE = 8  # after the special ids and the newline
 SMALLEST_BYTE_FALLBACK = 1024  # ids; below that, 256 of them are too many to spend on single bytes
 SCORE_STEPS = 64  # scores are multiples of 1/64, see Note [Exact scores]
 NEWLINE_SCORE = -2.0
@@ -37,7 +37,7 @@ NEWLINE_SCORE = -2.0
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, whatever its algorithm."""
+    """A sentencepiece model of any algorithm."""
 
     def __init__(self, model: bytes, name: str = "the sentencepiece model") -> None:
         """model: the bytes of a ``.model`` file. name: for messages."""
@@ -121,7 +121,7 @@ class SentencePieceTokenizer:
         return [cast("list[int]", self._processor.encode(text)) for text in texts]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray] | None:
-        """The same as int32 arrays, which no Python number is made for; None where the library is too old for it."""
+        """``encode_batch`` as int32 arrays, without a Python number per id; None where the library is too old."""
         encode = getattr(self._processor, "EncodeAsNumpy", None)
         return None if encode is None else [encode(text) for text in texts]
 
@@ -199,7 +199,7 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _told_once(text: str) -> str:
-    """Of a long text that is one word or sentence over and over, the beginning.
+    """The beginning of a long text that repeats one word or sentence over and over.
 
     Training takes the square of its length, hours for a megabyte, and learns nothing from the rest. Ordinary text is
     packed to a third.

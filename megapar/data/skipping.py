@@ -15,12 +15,12 @@ def parse_range(text: str) -> Range:
     """``A-B``, both included, as (A, B). Raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,18})-([0-9]{1,18})", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise ValueError(f"{text!r} is no range A-B of sample numbers with A <= B")
+        raise ValueError(f"{text!r} is not a range A-B of sample numbers with A <= B")
     return int(match[1]), int(match[2])
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same numbers in rising ranges that do not touch."""
+    """Ranges of the same numbers, rising and not touching."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -43,14 +43,14 @@ def sample_at(position: int, ranges: Sequence[Range]) -> int:
     return position
 
 
-def effective(asked: Sequence[Range], before: Sequence[Range], position: int) -> list[Range]:
-    """The ranges of a run that goes on at a position: those ``before`` it as they were, and what is ``asked`` behind.
+def effective(wanted: Sequence[Range], before: Sequence[Range], position: int) -> list[Range]:
+    """The ranges of a run that resumes at a position: those ``before`` it as they were, those ``wanted`` after it.
 
     What was read already stays where it is, so that the next sample is the one that the run would have read.
     """
     next_sample = sample_at(position, before)
     past = [(first, min(last, next_sample - 1)) for first, last in before if first < next_sample]
-    ahead = [(max(first, next_sample), last) for first, last in asked if last >= next_sample]
+    ahead = [(max(first, next_sample), last) for first, last in wanted if last >= next_sample]
     return merged([*past, *ahead])
 
 

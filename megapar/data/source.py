@@ -1,4 +1,4 @@
-"""Sources of documents: the built-in text, text files, JSONL files, parquet files. One iterator of texts each."""
+"""Sources of documents: the built-in text, text files, JSONL files, parquet files; each is read chunk by chunk."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from megapar.config.data_files import (
     INDEXED,
     MOST_TOLD,
+    first_line,
     is_compressed,
     kind_of,
     listing,
@@ -21,74 +22,47 @@ from megapar.config.data_files import (
     refusal_of,
 )
 from megapar.config.hints import near_path
-from megapar.config.record import (
-    FIELD,
-    JSONL,
-    LONGEST_LINE,
-    checked_text,
-    decoded,
-    numbered_lines,
-    text_of_line,
-    too_long,
-)
+from megapar.config.record import FIELD, JSONL, numbered_lines, text_of_line
 from megapar.data import builtin
+from megapar.data.bad_records import BadRecords
 from megapar.data.cache import digest, known, made_once
+from megapar.data.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
 from megapar.data.remembered import Unread, remembered
 from megapar.errors import DataError
 
 BUILTIN = "builtin"
 MOCK = "mock"
-_UNPACKED = 4  # times as large as its file is what a compressed one holds, about
+_UNPACKED = 4  # a compressed file holds about four times its size
+_LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to its reader
 
 
-class BadRecords:
-    """Records that were passed over: how many, and what was wrong with the first ones.
-
-    stops: nothing is passed over, the first one is raised.
-    """
-
-    KEPT = 5
-
-    def __init__(self, *, stops: bool = False) -> None:
-        self.count = 0
-        self.first: list[str] = []
-        self._stops = stops
-
-    def take(self, error: DataError) -> None:
-        """One more broken record."""
-        if self._stops:
-            raise error
-        self.count += 1
-        if len(self.first) < self.KEPT:
-            self.first.append(str(error))
-
-    def __str__(self) -> str:
-        more = f"; and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
-        return f"{self.count} broken records were passed over: {'; '.join(self.first)}{more}"
-
-
-class Source(Protocol):
+class TextSource(Protocol):
     """A named collection of documents in a fixed order."""
 
     @property
     def name(self) -> str:
-        """What the user called it."""
+        """The name that the user gave it."""
 
-    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
-        """The documents, none of them empty; a broken one goes to ``bad``, or raises DataError with file and line."""
+    @property
+    def bytes(self) -> int:
+        """Bytes of text, estimated where the file is compressed."""
+
+    def chunks(self) -> list[TextChunk]:
+        """The chunks in which it is read, in order; together they give its documents. Raises DataError."""
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """A hash of the content, whatever the file is called. may_read: see ``remembered``."""
+        """A hash of the content, independent of the file's name. may_read: see ``remembered``."""
 
 
 @dataclass(frozen=True)
 class BuiltinSource:
-    """The text every CPython carries, kept in the cache after it has been collected once."""
+    """The text that every CPython carries, kept in the cache after it has been collected once."""
 
     name: str = BUILTIN
+    bytes: int = builtin.ABOUT_BYTES
 
     def file(self) -> JsonlFile:
-        """The JSONL file that it is kept in."""
+        """The JSONL file in the cache that holds it."""
         return JsonlFile(made_once(self._entry(), _write_builtin))
 
     @staticmethod
@@ -98,12 +72,12 @@ class BuiltinSource:
         version = "{}.{}.{}-{}".format(*sys.version_info[:4])
         return f"text/builtin-{builtin.VERSION}-python-{version}.jsonl"
 
-    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
-        """See Source."""
-        return self.file().documents(bad)
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return self.file().chunks()
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """See Source."""
+        """See TextSource."""
         if not may_read and known(self._entry()) is None:
             raise Unread(builtin.ABOUT_BYTES)
         return self.file().content_hash(may_read=may_read)
@@ -119,17 +93,24 @@ def _write_builtin(path: Path) -> None:
 class _File:
     path: Path
 
+    read_as: ClassVar[str]  # part of content hashes, which checkpoints record: never changed
+
     @property
     def name(self) -> str:
         """The path."""
         return str(self.path)
+
+    @property
+    def bytes(self) -> int:
+        """See TextSource."""
+        return self.path.stat().st_size * (_UNPACKED if is_compressed(self.path) else 1)
 
     def content_hash(self, *, may_read: bool = True) -> str:
         """SHA-256 of the file's bytes, unpacked, and how it is read; remembered by path, size and time of change."""
         packed = is_compressed(self.path)
         unpacked = ("unpacked",) if packed else ()
         try:
-            return digest(*self._read_as(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
+            return digest(*self._reading(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
         except Unread as unread:
             raise Unread(unread.bytes * (_UNPACKED if packed else 1)) from None
 
@@ -140,9 +121,9 @@ class _File:
                 state.update(block)
         return state.hexdigest()
 
-    def _read_as(self) -> tuple[str, ...]:
-        """What makes other documents of the same bytes."""
-        return (type(self).__name__,)
+    def _reading(self) -> tuple[str, ...]:
+        """All that can make other documents of the same bytes."""
+        return (self.read_as,)
 
 
 @dataclass(frozen=True)
@@ -151,8 +132,8 @@ class _Records(_File):
 
     field: str = FIELD
 
-    def _read_as(self) -> tuple[str, ...]:
-        return (type(self).__name__, *(() if self.field == FIELD else (self.field,)))
+    def _reading(self) -> tuple[str, ...]:
+        return (self.read_as, *(() if self.field == FIELD else (self.field,)))
 
 
 @dataclass(frozen=True)
@@ -162,42 +143,14 @@ class TextFile(_File):
     A file without any blank line holds one document per line.
     """
 
-    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
-        """See Source."""
-        bad = bad or BadRecords(stops=True)
-        line_is_document = not self.has_blank_line()
-        lines: list[str] = []
-        held = 0  # bytes of the document so far, of which no more than LONGEST_LINE are kept
-        with opened(self.path) as file:
-            for number, line in numbered_lines(file):
-                text, size = self._text(number, line, bad)
-                held += size
-                if size and held > LONGEST_LINE:  # what follows up to a blank line goes with it
-                    if held - size <= LONGEST_LINE:
-                        bad.take(too_long(f"{self.path}, line {number}"))
-                    lines = []
-                elif text:
-                    lines.append(text)
-                if line_is_document or not size:
-                    if lines:
-                        yield "\n".join(lines)
-                    lines, held = [], 0
-        if lines:
-            yield "\n".join(lines)
+    read_as = "TextFile"
 
-    def _text(self, number: int, line: bytes | None, bad: BadRecords) -> tuple[str, int]:
-        """(a line's text, its bytes, 0 of a blank one); "" for one that is too long or no text."""
-        if line is None:
-            return "", LONGEST_LINE + 1
-        try:
-            text = decoded(line, f"{self.path}, line {number}").rstrip()
-            return text, len(line) if text else 0
-        except DataError as error:
-            bad.take(error)
-            return "", len(line)
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return file_chunks("blank" if self._has_blank_line() else "lines", self.path)
 
-    def has_blank_line(self) -> bool:
-        """Whether a blank line stands between two others."""
+    def _has_blank_line(self) -> bool:
+        """Looks for a blank line between two others."""
         seen = blank = False
         with opened(self.path) as file:
             for _, line in numbered_lines(file):
@@ -212,51 +165,24 @@ class TextFile(_File):
 
 @dataclass(frozen=True)
 class JsonlFile(_Records):
-    """A JSONL file: one object per line, the document in one of its fields; blank lines are passed over."""
+    """A JSONL file: one object per line, the document in one of its fields; blank lines are skipped."""
 
-    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
-        """See Source."""
-        bad = bad or BadRecords(stops=True)
-        with opened(self.path) as file:
-            for number, line in numbered_lines(file):
-                if line is None or line.strip():
-                    place = f"{self.path}, line {number}"
-                    try:
-                        if line is None:
-                            raise too_long(place)
-                        text = text_of_line(line, place, self.field)
-                    except DataError as error:
-                        bad.take(error)
-                        continue
-                    if text.strip():
-                        yield text
+    read_as = "JsonlFile"
+
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return file_chunks("jsonl", self.path, self.field)
 
 
 @dataclass(frozen=True)
 class ParquetFile(_Records):
-    """A parquet file with the documents in one of its columns, read in batches through the package ``datasets``."""
+    """A parquet file with the documents in one of its columns, read by the package ``pyarrow``."""
 
-    def documents(self, bad: BadRecords | None = None) -> Iterator[str]:
-        """See Source."""
-        bad = bad or BadRecords(stops=True)
-        try:
-            import datasets
-        except ImportError as error:
-            raise DataError(f"{self.path}: parquet files need the package datasets (pip install datasets)") from error
-        try:
-            rows = datasets.load_dataset("parquet", data_files=str(self.path), split="train", streaming=True)
-            for number, row in enumerate(rows):
-                try:
-                    text = checked_text(row.get(self.field), row, f"{self.path}, row {number}", self.field)
-                except DataError as error:
-                    bad.take(error)
-                    continue
-                if text.strip():
-                    yield text
-        except DataError:
-            raise
-        except Exception as error:  # whatever pyarrow and datasets raise for a file they cannot read
-            raise DataError(f"{self.path}: not a readable parquet file ({error})") from error
+    read_as = "ParquetFile"
+
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return parquet_chunks(self.path, self.field)
 
 
 _FORMATS: tuple[tuple[tuple[str, ...], type[JsonlFile] | type[ParquetFile]], ...] = (
@@ -271,14 +197,14 @@ def open_sources(
     say: Callable[[str], object] = lambda text: None,
     *,
     may_read: bool = True,
-) -> tuple[Source, ...]:
+) -> tuple[TextSource, ...]:
     """The sources that ``--data-path`` names, in order; a folder stands for its files, sorted by name.
 
-    field: of records, the one that holds the document. say: is told what is skipped of a folder. may_read: otherwise
-    Unread is raised where whole files would have to be read to tell copies apart.
+    field: of records, the one that holds the document. say: called with what is skipped of a folder. may_read: if not,
+    Unread is raised where whole files would have to be read to find copies.
     Raises DataError where a path is missing, empty, or of a kind that is read otherwise.
     """
-    sources: list[Source] = []
+    sources: list[TextSource] = []
     for path in paths:
         if path == BUILTIN:
             sources.append(BuiltinSource())
@@ -292,7 +218,7 @@ def open_sources(
 
 
 def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
-    """How much would be read to know the hashes of all that ``open_sources`` finds, and which of it are copies.
+    """The bytes to read before all hashes of what ``open_sources`` finds are known, and its copies found.
 
     Raises DataError as that does.
     """
@@ -307,12 +233,12 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     return total
 
 
-def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[Source]:
-    """Its files, each content once: a second copy in a folder is a mistake more often than a wish."""
+def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[TextSource]:
+    """The files of a folder, each content once: a second copy is more often a mistake than intended."""
     found, skipped = listing(folder)
     if not found:
         raise DataError(f"{folder}: {nothing_read(folder)}")
-    sources: list[Source] = []
+    sources: list[TextSource] = []
     told = [f"{name} ({reason})" for name, reason in skipped]
     twins, seen = _may_be_copies(found), dict[str, Path]()
     for file in found:
@@ -330,7 +256,7 @@ def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read:
 
 
 def _may_be_copies(files: Sequence[Path]) -> set[Path]:
-    """Those as large as another one, or called like one but for its compression: only they are worth reading twice."""
+    """The files that have the size of another one, or its name but for compression: only these are read twice."""
     alike: dict[object, list[Path]] = {}
     for file in files:
         for mark in (file.stat().st_size, file.stem if is_compressed(file) else file.name):
@@ -338,7 +264,7 @@ def _may_be_copies(files: Sequence[Path]) -> set[Path]:
     return {file for group in alike.values() if len(group) > 1 for file in group}
 
 
-def _file_source(path: Path, field: str) -> Source:
+def _file_source(path: Path, field: str) -> TextSource:
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; give --data-path mock alone")
     if not path.is_file():
@@ -357,17 +283,26 @@ def _file_source(path: Path, field: str) -> Source:
     return TextFile(path)
 
 
-def all_documents(sources: Iterable[Source], bad: BadRecords | None = None) -> Iterator[str]:
+def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) -> Iterator[str]:
     """The documents of all sources, one source after the other. bad: takes broken records; None: they are raised."""
+    bad, numbers = bad or BadRecords(stops=True), LineNumbers()
     for source in sources:
-        yield from source.documents(bad)
+        for chunk in source.chunks():
+            yield from chunk.documents(bad, numbers)
 
 
-def sources_hash(sources: Sequence[Source]) -> str:
+def check_first_records(sources: Iterable[TextSource]) -> None:
+    """Refuse a wrong field by the first line of each JSONL file.
+
+    Workers that read in parallel would otherwise report whichever of their lines came first. Raises DataError.
+    """
+    for source in sources:
+        if isinstance(source, JsonlFile):
+            number, line = first_line(source.path, _LONGEST_LOOK)
+            if 0 < len(line) < _LONGEST_LOOK:
+                text_of_line(line, f"{source.path}, line {number}", source.field)
+
+
+def sources_hash(sources: Sequence[TextSource]) -> str:
     """One hash over the content of all sources, in order."""
     return digest(*(source.content_hash() for source in sources))
-
-
-def place_of(text: str) -> float:
-    """Where a document falls in [0, 1): a hash of its text, so that copies of it never end on two sides."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") / 2**64

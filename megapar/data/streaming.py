@@ -1,4 +1,4 @@
-"""Training straight from a ``datasets`` source: rows are tokenised when a sample asks for them, nothing is prepared."""
+"""Training straight from a ``datasets`` source: rows are tokenised when a sample needs them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megapar.config.record import FIELD, checked_text
 from megapar.data.ernie import SHORTEST_SPAN, span_counts
 from megapar.data.permutation import Permutation
-from megapar.data.samples import PieceOrder
-from megapar.data.store import Split
+from megapar.data.samples import PieceOrder, TokenPieces
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 
@@ -44,7 +44,7 @@ def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
             found = found[part]
     except DataError:
         raise
-    except Exception as error:  # whatever datasets raises for what it cannot read
+    except Exception as error:  # datasets raises many kinds for what it cannot read
         raise DataError(f"{name}: datasets cannot read it here ({type(error).__name__}: {error})") from error
     if field not in found.column_names:
         columns = ", ".join(map(repr, found.column_names))
@@ -66,7 +66,7 @@ def _found(datasets: Any, name: str) -> Any:
 
 @contextmanager
 def _offline(datasets: Any) -> Iterator[None]:
-    """Nothing under it asks the network, which would try again and again before it says that a name is not here."""
+    """Keeps the libraries off the network, where they would retry for long before they report a missing name."""
     from huggingface_hub import constants
 
     modules: tuple[Any, ...] = (constants, datasets.config)
@@ -172,7 +172,7 @@ class _Spanned(NamedTuple):
 class RowSpans(_RowPieces):
     """ERNIE's pieces: every row cut in spans as ``ernie.Spans`` cuts the documents of a store.
 
-    Several tasks go through the blocks in orders of their own, so a block for each is kept.
+    Several tasks go through the blocks in different orders, so a block for each is kept.
     Raises DataError where rows are too short for a span.
     """
 
@@ -232,7 +232,7 @@ def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _BlockOrder:
-    """Blocks in a random order, the windows of each in a random order; without a seed as they stand."""
+    """Blocks in a random order, the windows of each in a random order; without a seed in the order of their numbers."""
 
     blocks: int
     windows: int
@@ -255,14 +255,13 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-P = TypeVar("P", bound=_RowPieces)
-
-
-def both_sides(name: str, field: str, split: Split, make: Callable[[Any, int, int], P]) -> tuple[P, P | None]:
-    """Both sides of a dataset: its first rows are trained on, the ones behind them held out (None by a share of 0).
+def split_rows(
+    name: str, field: str, split: Split, make: Callable[[Any, int, int], TokenPieces]
+) -> TrainHeldout[TokenPieces]:
+    """Pieces of a dataset: its first rows are trained on, those after them held out.
 
     make: pieces of the rows between two numbers. Raises DataError.
     """
     rows = open_dataset(name, field=field)
     first, last = split.cuts(len(rows))
-    return make(rows, 0, first), make(rows, first, last) if split.heldout else None
+    return TrainHeldout(make(rows, 0, first), make(rows, first, last) if split.heldout else None)

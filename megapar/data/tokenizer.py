@@ -1,4 +1,4 @@
-"""What a tokenizer is: text to ids and back, its special ids, and where its words begin."""
+"""The tokenizer protocol: text to ids and back, special ids, and the beginnings of words."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class WordMarks:
-    """Which ids begin a word and which end one, by white space or by the mark of the tokenizer's kind.
+    """The ids that begin a word and those that end one, by white space or by the mark of the tokenizer's kind.
 
     starts: [size] bool; the piece begins a word by itself.
-    ends: [size] bool; whatever follows the piece begins a word.
+    ends: [size] bool; the piece that follows begins a word.
     """
 
     starts: np.ndarray
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
 
     @property
     def word_marks(self) -> WordMarks:
-        """Where words begin."""
+        """The ids at which words begin and end."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""

@@ -1,4 +1,4 @@
-"""``megapar data``: files of tokens made, checked, and tokenizers trained."""
+"""``megapar data``: makes and checks files of tokens, and trains tokenizers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megapar.core.durable import write_file
+from megapar.core.process import cores
 from megapar.errors import DataError, MegaparError
-from megapar.tools.environment import cores
 from megapar.tools.parser import Parser, count
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"megapar data: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("megapar data: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        print("megapar data: interrupted; the same command resumes from what is finished", file=sys.stderr)
         return 130
 
 
@@ -51,12 +51,13 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .hashes")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
     parser.add_argument("--workers", type=count, default=cores(), help="processes (default: all cores)")
-    parser.add_argument("--no-append-eod", action="store_true", help="no end token behind each document")
+    parser.add_argument("--no-append-eod", action="store_true", help="no end token after each document")
     parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx")
     parser.set_defaults(run=_prepare)
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    from megapar.data.bad_records import skipped_text
     from megapar.data.parts import Done
     from megapar.data.prepare import prepare
 
@@ -86,7 +87,7 @@ def _prepare(args: argparse.Namespace) -> int:
         f"({done.tokens / max(seconds, 1e-9):,.0f} tokens/s, {args.workers} worker{'s' * (args.workers > 1)})"
     )
     if done.bad:
-        print(f"{done.bad} broken records were passed over: {'; '.join(done.first_bad)}", file=sys.stderr)
+        print(skipped_text(done.bad, list(done.first_bad)), file=sys.stderr)
     return 0
 
 
@@ -95,10 +96,10 @@ def _say_aside(text: str) -> None:
 
 
 class _Progress:
-    """A bar on a terminal, else a line every ten seconds."""
+    """A bar on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self) -> None:
-        self._start = self._told = time.monotonic()
+        self._start = self._shown = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -115,8 +116,8 @@ class _Progress:
         rate = f"{tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=finished, total=chunks, rate=rate, refresh=True)
-        elif now - self._told >= 10:
-            self._told = now
+        elif now - self._shown >= 10:
+            self._shown = now
             print(f"{finished}/{chunks} chunks, {tokens:,} tokens, {rate}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -165,9 +166,10 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megapar.data.chunks import chunks_of
+    from megapar.data.bad_records import BadRecords
+    from megapar.data.chunks import LineNumbers
+    from megapar.data.prepare import input_chunks
     from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer, train
-    from megapar.data.source import BadRecords
 
     if not args.input and args.hf_dataset is None:
         print("megapar data train-tokenizer: give --input or --hf-dataset", file=sys.stderr)
@@ -179,9 +181,9 @@ def _train(args: argparse.Namespace) -> int:
         not args.overwrite or any(output.samefile(one) for one in args.input if Path(one).exists())
     ):
         raise DataError(f"--output {output} is there already; give another one, or --overwrite for a model of before")
-    bad = BadRecords(stops=args.on_bad_record == "stop")
-    chunks = chunks_of(args.input, args.hf_dataset, args.hf_split, args.field, _say_aside)
-    model = train((text for chunk in chunks for text in chunk.documents(bad)), args.vocab_size)
+    bad, numbers = BadRecords(stops=args.on_bad_record == "stop"), LineNumbers()
+    chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _say_aside)
+    model = train((text for chunk in chunks for text in chunk.documents(bad, numbers)), args.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, model)
     tokenizer = SentencePieceTokenizer(model, name=args.output)
@@ -189,7 +191,7 @@ def _train(args: argparse.Namespace) -> int:
         tokenizer.save_hf(args.hf)
     print(f"{args.output}: {tokenizer.size} ids" + (f"; {args.hf}: the same for transformers" if args.hf else ""))
     if tokenizer.size < args.vocab_size:
-        print(f"{args.vocab_size:,} were asked for: the text has no more")
+        print(f"--vocab-size is {args.vocab_size:,}: the text has no more")
     if bad.count:
         print(str(bad), file=sys.stderr)
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megapar.config.config import Config
 from megapar.core.device.kinds import kind_of
 from megapar.core.hiding import OFF
+from megapar.core.process import cores
 from megapar.training.hiding import hiding
 
 MOST_CONNECTIONS = "32"
@@ -31,11 +31,6 @@ def environment(ranks: int, config: Config | None, cuda: bool | None = None, npu
         found |= {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "TASK_QUEUE_ENABLE": "1"}
         found |= {"HCCL_CONNECT_TIMEOUT": "1200"}
     return found
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _connections(config: Config | None) -> str:

@@ -1,4 +1,4 @@
-"""What a run reads, as its checkpoints record it, and where the data of two runs differs. No torch."""
+"""The data of a run, as its checkpoints record it, and the differences between the data of two runs. No torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megapar.data.fingerprint import (
     fingerprint_of_file,
     fingerprints_of,
 )
-from megapar.data.store import Split
+from megapar.data.split import Split
 from megapar.errors import DataError
 
 KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # what is read beside the sources
 _LONGEST = 300  # characters of a source's name
-APART = "apart"  # in place of a split: what is held out has files of its own
+APART = "apart"  # in place of a split: held-out documents have their own files
 
 
 class Apart(NamedTuple):
@@ -33,7 +33,7 @@ class Apart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Data:
+class DataFacts:
     """sources: of a mixture, in order. split: shares as --split takes them, or APART. seed: of the order.
 
     knowledge: files of KNOWLEDGE that are given, by the flags; None of a checkpoint that does not say.
@@ -46,7 +46,7 @@ class Data:
     knowledge: tuple[Fingerprint, ...] | None = None
 
     @classmethod
-    def of(cls, config: Config, *, may_read: bool = True) -> Data:
+    def of(cls, config: Config, *, may_read: bool = True) -> DataFacts:
         """may_read: otherwise a source of which the cache does not know the fingerprint has none. Raises DataError."""
         data = config.data
         if data.data_source == "hf":
@@ -59,7 +59,7 @@ class Data:
 
     @property
     def weights(self) -> tuple[Fraction, ...] | None:
-        """Of the sources; None of a single one."""
+        """The weights of the sources; None of a single one."""
         weights = tuple(one.weight for one in self.sources if one.weight is not None)
         return weights if len(weights) > 1 else None
 
@@ -80,7 +80,7 @@ class Data:
         )
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Data:
+    def from_json(cls, value: Mapping[str, Any]) -> DataFacts:
         """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
         sources = tuple(
             Fingerprint(str(one["name"])[:_LONGEST], str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
@@ -98,8 +98,8 @@ class Data:
                 raise ValueError(str(error)) from error
         return cls(sources, split, seed, seq_length, _knowledge(value.get("knowledge")))
 
-    def matched(self, later: Data) -> list[int | None]:
-        """Of each source of ``later`` which of these it is; one whose content is not known is taken by its name."""
+    def matched(self, later: DataFacts) -> list[int | None]:
+        """For each source of ``later`` its number among these; one whose content is not known is taken by its name."""
         free = list(range(len(self.sources)))
         found: list[int | None] = []
         for one in later.sources:
@@ -114,8 +114,8 @@ class Data:
                 free.remove(same[0])
         return found
 
-    def apart(self, later: Data) -> list[Apart]:
-        """Where the data of a run that goes on is another than this, which it goes on from."""
+    def apart(self, later: DataFacts) -> list[Apart]:
+        """The differences between this data and that of a run that resumes from it."""
         pairs = self.matched(later)
         found = [*self._sources(later, pairs), *self._weights(later, pairs), *self._split(later, pairs)]
         if self.seed != later.seed:
@@ -125,7 +125,7 @@ class Data:
             found.append(Apart("seq-length", said))
         return [*found, *self._knowledge(later)]
 
-    def _sources(self, later: Data, pairs: list[int | None]) -> list[Apart]:
+    def _sources(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
         gone = [one for number, one in enumerate(self.sources) if number not in pairs]
         new = [one for one, number in zip(later.sources, pairs, strict=True) if number is None and not one.unread]
         if not new and (not gone or any(one.unread for one in later.sources)):
@@ -139,7 +139,7 @@ class Data:
         ]
         return [Apart("sources", ", ".join([*said, *only]))]
 
-    def _knowledge(self, later: Data) -> list[Apart]:
+    def _knowledge(self, later: DataFacts) -> list[Apart]:
         if self.knowledge is None or later.knowledge is None:
             return []
         there = {one.name: one.value for one in self.knowledge}
@@ -151,8 +151,8 @@ class Data:
         said += [f"{name} has another content here than there" for name in both if there[name] != here[name]]
         return [Apart("knowledge", ", ".join(said))] if said else []
 
-    def _weights(self, later: Data, pairs: list[int | None]) -> list[Apart]:
-        """Of the sources that both have: what comes or goes takes its share from all of them alike."""
+    def _weights(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
+        """Compares the sources that both have: one that is added or removed changes their shares alike."""
         both = [(self.sources[n], one) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
         shares = [_shares([pair[side].weight for pair in both]) for side in (0, 1)]
         if shares[0] == shares[1]:
@@ -160,7 +160,7 @@ class Data:
         texts = [", ".join(f"{pair[side].name} {float(pair[side].weight or 1):g}" for pair in both) for side in (0, 1)]
         return [Apart("weights", f"weights are {texts[0]} there and {texts[1]} here")]
 
-    def _split(self, later: Data, pairs: list[int | None]) -> list[Apart]:
+    def _split(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
         cuts = [(self.sources[n].cut, one.cut) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
         if not any(there or here for there, here in cuts):
             return []  # random tokens have no documents
@@ -175,7 +175,7 @@ class Data:
 
 
 def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
-    """Of the files of KNOWLEDGE that are given. may_read: see Data.of. Raises DataError."""
+    """Fingerprints of the files of KNOWLEDGE that are given. may_read: see DataFacts.of. Raises DataError."""
     paths = {FLAGS[name].spelling: getattr(config.data, name) for name in KNOWLEDGE}
     given = ((spelling, Path(path)) for spelling, path in paths.items() if path is not None)
     return tuple(fingerprint_of_file(spelling, path, may_read=may_read) for spelling, path in given)

@@ -27,7 +27,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
 from megapar.schema.flag import SCRIPTS, Flag
-from megapar.training.data_facts import KNOWLEDGE, Data
+from megapar.training.data_facts import KNOWLEDGE, DataFacts
 from megapar.training.identity import made_by
 
 _LAST_WORD = timedelta(seconds=30)  # for ranks to hear that they are refused, before the first one ends
@@ -130,7 +130,7 @@ def _text(value: Any, flag: Flag) -> str:
 def _data(config: Config) -> dict[str, str]:
     """What is read, by its content."""
     data = config.data
-    read = Data.of(config)
+    read = DataFacts.of(config)
     found = _sources("the data", read.sources)
     apart = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
     found |= _sources("--eval-data-path", apart)

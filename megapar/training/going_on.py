@@ -18,8 +18,8 @@ from megapar.data.corpus import Corpus
 from megapar.data.ids import facts_of
 from megapar.data.skipping import Range, sample_at
 from megapar.errors import Complaint, ConfigError, MegaparError
-from megapar.training.data_facts import Data
-from megapar.training.identity import OPTIMIZER, RECORD, Identity, Phase, flags_of, made_by, refused, told
+from megapar.training.data_facts import DataFacts
+from megapar.training.identity import OPTIMIZER, RECORD, DataPhase, Identity, flags_of, made_by, refused, told
 from megapar.training.state import Loaded
 
 
@@ -60,13 +60,13 @@ def _look(
     config: Config, corpus: Corpus, before: Loaded | None, place: Path | None, skipped: Sequence[Range]
 ) -> dict[str, Any]:
     try:
-        data = Data.of(config)
+        data = DataFacts.of(config)
         tokenizer = facts_of(corpus.tokenizer, config.data.tokenizer_model)
     except (MegaparError, OSError) as error:
         return {"refused": [["data", f"The data cannot be read again: {error}", ""]]}
     size = config.grid.world_size
     nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    first = Phase(0, course.first_lanes(data.weights), data)
+    first = DataPhase(0, course.first_lanes(data.weights), data)
     here = Identity(OPTIMIZER, tokenizer, (first,), made_by(size, nodes), flags_of(config))
     alone = {"record": here.to_json(), "refused": [], "on_course": False}
     if before is None:
@@ -94,28 +94,28 @@ def _look(
     return {"record": kept.to_json(), "notes": notes, "refused": refusals, "on_course": on_course}
 
 
-def _phases(before: Sequence[Phase], data: Data, start: int) -> tuple[Phase, ...]:
+def _phases(before: Sequence[DataPhase], data: DataFacts, start: int) -> tuple[DataPhase, ...]:
     """The phases of a run that reads ``data`` from sample ``start`` on; a new one where that is a change."""
     last = before[-1]
     pairs = last.data.matched(data)
     apart = {one.field for one in last.data.apart(data)}
     if _is_read_on(last, data):
-        return (*before[:-1], Phase(last.start, last.lanes, data))
+        return (*before[:-1], DataPhase(last.start, last.lanes, data))
     known = {} if apart & {"split", "seed", "seq-length"} else dict(enumerate(last.lanes))
     lanes = tuple(
         known[pair] if pair in known else f"phase/{len(before)}/{number}/" for number, pair in enumerate(pairs)
     )
     if not apart & {"split", "seed", "seq-length"}:
         lanes = _seen_before(before, data, lanes)
-    return (*before, Phase(start, lanes, data))
+    return (*before, DataPhase(start, lanes, data))
 
 
-def _is_read_on(last: Phase, data: Data) -> bool:
+def _is_read_on(last: DataPhase, data: DataFacts) -> bool:
     """Whether ``data`` is that of the phase, its sources in the same order."""
     return not last.data.apart(data) and last.data.matched(data) == list(range(len(last.lanes)))
 
 
-def _seen_before(before: Sequence[Phase], data: Data, lanes: tuple[str, ...]) -> tuple[str, ...]:
+def _seen_before(before: Sequence[DataPhase], data: DataFacts, lanes: tuple[str, ...]) -> tuple[str, ...]:
     """A source that an earlier phase of the same order had, and a later one had not, goes on where that left it."""
     found = list(lanes)
     for phase in reversed(before[:-1]):
@@ -127,11 +127,11 @@ def _seen_before(before: Sequence[Phase], data: Data, lanes: tuple[str, ...]) ->
     return tuple(found)
 
 
-def _course(phases: Sequence[Phase]) -> course.Course:
+def _course(phases: Sequence[DataPhase]) -> course.Course:
     return tuple(course.Phase(phase.start, phase.data.weights, phase.lanes) for phase in phases)
 
 
-def _change(phases: Sequence[Phase]) -> str:
+def _change(phases: Sequence[DataPhase]) -> str:
     """What becomes of each source where a phase begins."""
     *before, now = _course(phases)
     ends = [phase.start for phase in phases[1:]]

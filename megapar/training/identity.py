@@ -1,7 +1,7 @@
-"""What a run is, as its checkpoints record it, and where a run that goes on from one is another. No torch.
+"""The identity of a run, as its checkpoints record it, and its differences from a run that resumes. No torch.
 
-Another architecture, optimizer or tokenizer is another model. Other data is refused where nobody names it; layout,
-ranks, versions, code and other flags are told.
+Another architecture, optimizer or tokenizer is another model. Other data is refused unless --override-data names it;
+layout, ranks, versions, code and other flags are reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megapar.arguments import FLAGS, Config
 from megapar.config.stored import stored_scalars
 from megapar.data.ids import Facts, known_facts, same_ids
 from megapar.errors import Complaint, DataError
-from megapar.training.data_facts import Data
+from megapar.training.data_facts import DataFacts
 
 VERSION = 1
 OPTIMIZER = "adamw"
@@ -37,21 +37,21 @@ _TOLD = 12  # differences of flags
 
 
 @dataclass(frozen=True)
-class Phase:
+class DataPhase:
     """A stretch of a run with one kind of data. start: its first sample. lanes: see data.course.Phase."""
 
     start: int
     lanes: tuple[str, ...]
-    data: Data
+    data: DataFacts
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {"start": self.start, "lanes": list(self.lanes), **self.data.to_json()}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Phase:
+    def from_json(cls, value: Mapping[str, Any]) -> DataPhase:
         """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
-        start, lanes, data = value["start"], tuple(map(str, value["lanes"])), Data.from_json(value)
+        start, lanes, data = value["start"], tuple(map(str, value["lanes"])), DataFacts.from_json(value)
         if not isinstance(start, int) or start < 0 or len(lanes) != len(data.sources):
             raise ValueError(f"a phase from {start!r} on with {len(lanes)} lanes")
         return cls(start, lanes, data)
@@ -59,7 +59,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint records of its run.
+    """The record of its run in a checkpoint.
 
     tokenizer: see data.ids; None without text. phases: which data was read from which sample on; the last one is the
     current one. made_by: versions, code, ranks. flags: what else may change numbers, by name.
@@ -67,13 +67,13 @@ class Identity:
 
     optimizer: str
     tokenizer: Facts | None
-    phases: tuple[Phase, ...]
+    phases: tuple[DataPhase, ...]
     made_by: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def data(self) -> Data:
-        """What is read now."""
+    def data(self) -> DataFacts:
+        """The data that is read now."""
         return self.phases[-1].data
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Identity:
     def from_json(cls, value: Any) -> Identity | None:
         """None for what ``to_json`` did not write, as checkpoints of before have nothing."""
         try:
-            phases = tuple(Phase.from_json(one) for one in value["phases"])
+            phases = tuple(DataPhase.from_json(one) for one in value["phases"])
             starts = [phase.start for phase in phases]
             tokenizer, made_by, flags = value["tokenizer"], dict(value["made_by"]), dict(value["flags"])
             sound = value["version"] == VERSION and phases and starts == sorted(starts) and starts[0] == 0
@@ -112,7 +112,7 @@ def code_hash() -> str:
 
 
 def made_by(ranks: int, nodes: int) -> dict[str, Any]:
-    """Who makes the checkpoints of this process's run."""
+    """Versions, code and ranks that make the checkpoints of this process's run."""
     versions = {"megapar": megapar.__version__, "torch": _version("torch"), "python": platform.python_version()}
     return {**versions, "code": code_hash(), "ranks": ranks, "nodes": nodes}
 
@@ -136,7 +136,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def refused(
-    there: Identity, optimizer: str, tokenizer: Facts | None, data: Data | None, config: Config, where: str
+    there: Identity, optimizer: str, tokenizer: Facts | None, data: DataFacts | None, config: Config, where: str
 ) -> list[Complaint]:
     """What of a run is not that of the checkpoint it goes on from, as complaints; what --override-data names is none.
 
@@ -146,7 +146,7 @@ def refused(
     if there.optimizer != optimizer:
         message = f"{where} is of another optimizer: {there.optimizer} there and {optimizer} here."
         found.append(
-            Complaint("checkpoint-optimizer", message, "Its moments mean nothing here; --finetune starts anew.")
+            Complaint("checkpoint-optimizer", message, "Its moments mean nothing here; --finetune starts over.")
         )
     if there.tokenizer is not None and tokenizer is not None and not same_ids(there.tokenizer, tokenizer):
         prints = _shown(there.tokenizer.get("fingerprint")), tokenizer["fingerprint"]
@@ -199,8 +199,8 @@ def another_run(config: Config, folder: Path) -> tuple[list[Complaint], str]:
     data = None
     try:
         if not isinstance(iteration, int) or config.training.train_iters > iteration:
-            data = Data.of(config, may_read=not config.runtime.validate_only)
-            data = Data.of(config) if data.unread <= READ_AT_ONCE else data
+            data = DataFacts.of(config, may_read=not config.runtime.validate_only)
+            data = DataFacts.of(config) if data.unread <= READ_AT_ONCE else data
     except DataError as error:
         return [Complaint("data", f"{error}.")], ""
     where = f"--load {config.checkpoint.load}: {folder.name}"

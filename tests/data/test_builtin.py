@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapar.data import builtin
-from megapar.data.source import all_documents, open_sources, place_of, sources_hash
+from megapar.data.source import all_documents, open_sources, sources_hash
+from megapar.data.split import place_of
 from megapar.errors import DataError
 
 

@@ -113,7 +113,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("make", [_folder, _file])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_is_damaged_is_made_anew_and_told(
+def test_what_is_damaged_is_made_again_and_reported(
     kind: str,
     make: Callable[[Path], None],
     small: bool,
@@ -135,7 +135,7 @@ def test_what_is_damaged_is_made_anew_and_told(
     assert known("kind/entry") == path
 
 
-def test_an_entry_of_another_name_or_without_a_manifest_is_made_anew(
+def test_an_entry_of_another_name_or_without_a_manifest_is_made_again(
     fresh_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = made_once("kind/one", _folder)

@@ -16,12 +16,23 @@ import numpy as np
 import pytest
 
 from megapar.data import Corpus, build
+from megapar.data.blend import open_blend, open_stores
 from megapar.data.sentencepiece_tokenizer import train
 from megapar.data.source import all_documents, open_sources
-from megapar.data.store import Split, open_stores
+from megapar.data.split import Split, TrainHeldout
+from megapar.data.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
+from tests.support.unigram import store_counts, unigram_entropy
 
 SMALL: dict[str, Any] = {"vocab_size": 600, "seq_length": 16, "seed": 1}
+
+
+def _stores(corpus: Corpus) -> tuple[Any, Any]:
+    """The only training store, and the only held-out one."""
+    assert corpus.stores is not None
+    assert corpus.stores.heldout is not None
+    (train,), (heldout,) = corpus.stores.train.stores, corpus.stores.heldout.stores
+    return train, heldout
 
 
 def test_importing_the_package_is_light() -> None:
@@ -38,22 +49,20 @@ def test_the_second_build_takes_no_time(decoder_corpus: Corpus) -> None:
 
 
 def test_no_text_is_on_both_sides(decoder_corpus: Corpus) -> None:
-    stores = decoder_corpus._stores
-    assert stores is not None
+    train, heldout = _stores(decoder_corpus)
 
     def texts(store: Any) -> set[bytes]:
         return {store.tokens[a:b].tobytes() for a, b in zip(store.offsets[:-1], store.offsets[1:], strict=True)}
 
-    train_texts, heldout_texts = map(texts, stores)
-    assert not train_texts & heldout_texts
-    total = stores.train.documents + stores.heldout.documents
-    assert 0.02 < stores.heldout.documents / total < 0.09
-    ends = stores.train.tokens[np.asarray(stores.train.offsets[1:]) - 1]
+    assert not texts(train) & texts(heldout)
+    total = train.documents + heldout.documents
+    assert 0.02 < heldout.documents / total < 0.09
+    ends = train.tokens[0 : len(train.tokens)][np.asarray(train.offsets[1:]) - 1]
     assert (ends == decoder_corpus.tokenizer.special.eos).all()
 
 
 def test_unigram_entropy(decoder_corpus: Corpus) -> None:
-    unigram = decoder_corpus.unigram_entropy()
+    unigram = unigram_entropy(decoder_corpus)
     assert 4.5 < unigram.train < math.log(2048)
     assert abs(unigram.train - unigram.heldout) < 0.3
 
@@ -63,10 +72,11 @@ def test_unigram_entropy_by_hand(tmp_path: Path, fresh_cache: Path) -> None:
 
     (tmp_path / "train.txt").write_text("t7 t7 t8\n")
     (tmp_path / "eval.txt").write_text("t9\n")
-    train_source, eval_source = (open_sources([str(tmp_path / name)]) for name in ("train.txt", "eval.txt"))
+    train_data, heldout_data = (open_blend([str(tmp_path / name)]) for name in ("train.txt", "eval.txt"))
     tokenizer = MockTokenizer(10)
-    stores = open_stores(train_source, eval_source, Split(0.5, 0.5), tokenizer)
-    unigram = Corpus([], [], tokenizer, 10, lambda samples: None, stores).unigram_entropy()  # type: ignore[arg-type, return-value]
+    data = TrainHeldout(train_data, heldout_data)
+    stores = open_stores(data, Split(0.5, 0.5), TokenCache(tokenizer, None), 10)
+    unigram = unigram_entropy(Corpus([], [], tokenizer, 10, lambda samples: None, stores))  # type: ignore[arg-type, return-value]
     assert unigram.train == pytest.approx(1.5 * math.log(2))  # 7 7 8 end: 1/2, 1/4, 1/4
     assert unigram.heldout == pytest.approx(-(math.log(1 / 14) + math.log(2 / 14)) / 2)  # 9 end
 
@@ -79,7 +89,7 @@ def test_mock_needs_no_text() -> None:
         assert len(sample["tokens"]) == 16
         assert not np.array_equal(sample["tokens"], corpus.train[6]["tokens"])
         assert len(corpus.heldout) >= 1000
-        assert corpus.unigram_entropy().train == pytest.approx(math.log(93))
+        assert unigram_entropy(corpus).train == pytest.approx(math.log(93))
     with pytest.raises(DataError, match="leave --eval-data-path out"):
         build("moe", data_path=["mock"], eval_data_path=["builtin"], **SMALL)
 
@@ -101,13 +111,12 @@ def test_eval_data_apart_and_splits(tmp_path: Path, small_jsonl: Path) -> None:
     path, other = str(small_jsonl), tmp_path / "b.txt"
     other.write_text("Held out apart, a sentence of some words.\n\nAnd a second document of words that are held out.\n")
     apart = build("moe", data_path=[path], eval_data_path=[str(other)], **SMALL)
-    assert apart._stores is not None
-    assert (apart._stores.train.documents, apart._stores.heldout.documents) == (200, 2)
+    assert [store.documents for store in _stores(apart)] == [200, 2]
     assert 1 <= len(apart.heldout) < 10
     three = build("moe", data_path=[path], split="50,30,20", **SMALL)
-    assert three._stores is not None
-    assert 70 < three._stores.train.documents < 130
-    assert 40 < three._stores.heldout.documents < 80
+    train, heldout = _stores(three)
+    assert 70 < train.documents < 130
+    assert 40 < heldout.documents < 80
     for wrong in ("100", "0,1", "a,b", "1,2,3,4", "-1,2"):
         with pytest.raises(DataError, match="is not two or three weights"):
             Split.parse(wrong)
@@ -155,11 +164,11 @@ def test_what_was_read_under_another_longest_line_is_read_again(
     more = {"split": "100,0", "skip_bad": True, **({} if own else {"tokenizer_model": str(model)})}
 
     def documents(longest: int) -> tuple[int, str]:
-        for place in ("config.record", "data.source", "data.store", "data.corpus"):
+        monkeypatch.setattr("megapar.data.chunks._BLOCK_BYTES", 512)  # below it, as in earnest
+        for place in ("config.record", "data.chunks", "data.token_cache", "data.corpus"):
             monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", longest, raising=False)
         corpus = build("moe", data_path=[str(path)], **SMALL, **more)
-        assert corpus._stores is not None
-        return corpus._stores.train.documents, corpus.tokenizer.fingerprint()
+        return corpus.contents[0].documents or 0, corpus.tokenizer.fingerprint()
 
     before, now = documents(1 << 30), documents(1000)
     assert (before[0], now[0]) == (201, 200)
@@ -207,5 +216,4 @@ def test_a_compressed_corpus_gives_the_samples_of_the_plain_one(
     assert content.name == str(packed)
     assert (content.documents or 0) + (aside.documents or 0) == 200
     assert content.samples == len(plain.train)
-    assert unpacked._stores is not None
-    assert content.tokens == int(unpacked._stores.train.counts(600).sum())
+    assert content.tokens == int(store_counts(_stores(unpacked)[0], 600).sum())

@@ -203,7 +203,7 @@ def test_nothing_is_left_behind_by_an_error(tmp_path: Path) -> None:
         builder.add_item([1, 70_000])
     builder = IndexedDatasetBuilder(tmp_path / "x", "uint16")
     builder.add_item([1])
-    with pytest.raises(DataError, match="1 sequences stand after the last"):
+    with pytest.raises(DataError, match="1 sequences follow the last"):
         builder.finalize()
     builder.close()
     with pytest.raises(DataError, match="complex64 has no code"):

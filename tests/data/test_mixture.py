@@ -25,6 +25,7 @@ from megapar.data.sentencepiece_tokenizer import train
 from megapar.data.store import TokenStore
 from megapar.errors import DataError
 from megapar.rules.data import blend_of
+from tests.support.unigram import unigram_entropy
 
 SMALL: dict[str, Any] = {"vocab_size": 1000, "seq_length": 16, "seed": 5}
 
@@ -136,7 +137,7 @@ def test_text_and_tokens_mix_by_weight(tmp_path: Path) -> None:
     corpus = build("moe", data_path=["1", str(text), "3", tokens], tokenizer_model=model, **SMALL)
     of_file = sum(int(np.median(corpus.train[i]["tokens"])) >= 700 for i in range(400))
     assert of_file == 300
-    assert corpus.unigram_entropy().train > 3
+    assert unigram_entropy(corpus).train > 3
     with pytest.raises(DataError, match=r"b holds tokens of a tokenizer that was chosen before"):
         build("moe", data_path=["1", str(text), "3", tokens], **SMALL)
     apart = build("moe", data_path=[tokens], eval_data_path=[str(text)], tokenizer_model=model, **SMALL)
@@ -146,10 +147,10 @@ def test_text_and_tokens_mix_by_weight(tmp_path: Path) -> None:
 def test_a_split_cuts_files_by_documents(tmp_path: Path) -> None:
     path = _file(tmp_path, "a", 1000, 100)
     corpus = build("moe", data_path=[path], split="969,30,1", **SMALL)
-    assert corpus._stores is not None
-    train, heldout = corpus._stores
-    assert (train.documents, heldout.documents) == (969, 30)  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=r"a: 1000 documents are 1000 to train on and 0 held out"):
+    assert corpus.stores is not None
+    assert corpus.stores.heldout is not None
+    assert [blend.stores[0].documents for blend in (corpus.stores.train, corpus.stores.heldout)] == [969, 30]
+    with pytest.raises(DataError, match=r"a: of 1000 documents 1000 are to train on and 0 held out"):
         build("moe", data_path=[path], split="99999,1", **SMALL)
 
 
@@ -162,10 +163,11 @@ def test_a_split_may_hold_nothing_out(tmp_path: Path) -> None:
         both = build("moe", data_path=["1", path, "1", str(text)], split=split, tokenizer_model=model, **SMALL)
         assert one.heldout is None
         assert both.heldout is None
-        assert np.isnan(both.unigram_entropy().heldout)
-        assert one._stores is not None
-        assert one._stores.train.documents == 100 * share  # type: ignore[union-attr]
-        assert both._stores.train.stores[1].documents == pytest.approx(300 * share, abs=40)  # type: ignore[union-attr]
+        assert np.isnan(unigram_entropy(both).heldout)
+        assert one.stores is not None
+        assert both.stores is not None
+        assert one.stores.train.stores[0].documents == 100 * share
+        assert both.stores.train.stores[1].documents == pytest.approx(300 * share, abs=40)
 
 
 def test_ids_beyond_the_vocabulary_stop_a_run(tmp_path: Path) -> None:
@@ -204,8 +206,9 @@ def test_one_document_per_sample(tmp_path: Path) -> None:
         predicted += int(asked.sum())
         assert 999 not in sample["tokens"][asked]  # an end token is only ever a label
         assert "valid" in sample or asked.all()
-    store = corpus._stores.train  # type: ignore[union-attr]
-    lengths = np.diff(np.asarray(store.offsets[0 : len(store.offsets)]))  # type: ignore[union-attr]
+    assert corpus.stores is not None
+    (store,) = corpus.stores.train.stores
+    lengths = np.diff(np.asarray(store.offsets[0 : len(store.offsets)]))
     assert predicted == int((lengths - 1).sum())
     with pytest.raises(DataError, match="no document of the corpus has two tokens"):
         DocumentWindows(TokenStore(np.zeros(3, dtype=np.uint16), np.arange(4)), 4)

@@ -14,14 +14,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import megapar.data.prepare as module
+import megapar.data.encode as module
 from megapar.data import build
-from megapar.data.chunks import Chunk, _pieces, chunks_of
+from megapar.data.bad_records import BadRecords
+from megapar.data.chunks import LineNumbers, TextChunk, _stretches
 from megapar.data.indexed import IndexedDataset
 from megapar.data.parts import claimed, finished
-from megapar.data.prepare import prepare
+from megapar.data.prepare import input_chunks, prepare
 from megapar.data.sentencepiece_tokenizer import train
-from megapar.data.source import BadRecords, all_documents, open_sources
+from megapar.data.source import all_documents, open_sources
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import DataError
 from megapar.tools.main import main
@@ -74,7 +75,7 @@ def test_chunks_of_any_size_give_every_document_once(
         text = "\n" * rng.randrange(3) + "".join(one + "\n" + "\n" * rng.randrange(1, 4) for one in documents)
     path = tmp_path / ("a.jsonl" if kind == "jsonl" else "a.txt")
     path.write_text(text)
-    chunks = chunks_of([str(path)], None, "train", "text")
+    chunks = input_chunks([str(path)])
     assert {chunk.kind for chunk in chunks} == {kind}
     assert [one for chunk in chunks for one in chunk.documents(BadRecords(stops=True))] == documents
     assert documents == list(all_documents(open_sources([str(path)])))
@@ -103,10 +104,10 @@ def test_a_text_file_gives_the_same_documents_read_straight_and_in_chunks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megapar.data.chunks.CHUNK_BYTES", size)
         patch.setattr("megapar.data.chunks.LEAST_CHUNK_BYTES", 1)
-        for place in ("config.record", "data.chunks", "data.source"):
+        for place in ("config.record", "data.chunks"):
             patch.setattr(f"megapar.{place}.LONGEST_LINE", longest)
         documents = list(all_documents(open_sources([str(path)]), straight))
-        chunks = chunks_of([str(path)], None, "train", "text")
+        chunks = input_chunks([str(path)])
         assert [one for chunk in chunks for one in chunk.documents(prepared)] == documents
     places = [[one.split(" (")[0] for one in bad.first] for bad in (prepared, straight)]
     assert (prepared.count, places[0]) == (straight.count, places[1])
@@ -115,7 +116,7 @@ def test_a_text_file_gives_the_same_documents_read_straight_and_in_chunks(
 def test_blank_lines_are_those_of_unicode(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\u4e00\n\u3000\n\u4e8c\n\n\u3000\u3000\n\n\u4e09")
-    (chunk,) = chunks_of([str(path)], None, "train", "text")
+    (chunk,) = input_chunks([str(path)])
     assert list(chunk.documents(BadRecords(stops=True))) == ["\u4e00", "\u4e8c", "\u4e09"]
 
 
@@ -131,7 +132,7 @@ def test_lines_keep_their_numbers_whatever_is_read_at_once(
     for size in (7, 1000):
         monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", size)
         bad = BadRecords()
-        chunks = chunks_of([str(path)], None, "train", "text")
+        chunks = input_chunks([str(path)])
         assert [one for chunk in chunks for one in chunk.documents(bad)] == ["one", "two", "drei \u00e4", "last"]
         assert [one.split(":")[0][-6:] for one in bad.first] == ["line 4", "line 6", "line 7"]
         assert bad.count == 3
@@ -140,7 +141,7 @@ def test_lines_keep_their_numbers_whatever_is_read_at_once(
 def test_chunks_are_whole_and_smaller_towards_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapar.data.chunks.CHUNK_BYTES", 16 << 20)
     for size in (1, 300_000, 16_000_000, 10**9, 10**12):
-        pieces = list(_pieces(size))
+        pieces = list(_stretches(size))
         assert pieces[0][0] == 0
         assert pieces[-1][1] == size
         assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
@@ -170,7 +171,7 @@ def test_a_killed_run_goes_on_where_it_stood(
 ) -> None:
     prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
     encoded: list[int] = []
-    encode = module._encode
+    encode = module._encode_chunk
 
     def stop_at_the_fifth(number: int, *rest: object) -> object:
         encoded.append(number)
@@ -178,7 +179,7 @@ def test_a_killed_run_goes_on_where_it_stood(
             raise KeyboardInterrupt
         return encode(number, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_encode", stop_at_the_fifth)
+    monkeypatch.setattr(module, "_encode_chunk", stop_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(tmp_path / "broken"), [str(small_jsonl)], model, workers=1)
     assert not (tmp_path / "broken.bin").exists()
@@ -213,9 +214,10 @@ def test_parts_of_another_input_are_not_used(tmp_path: Path, small_jsonl: Path, 
     other = tmp_path / "other.jsonl"
     other.write_text(small_jsonl.read_text().replace(" a ", " another "))
     (tmp_path / "out.parts").mkdir()
-    job = module._Job(str(tmp_path / "out.parts"), model, "uint16", 3, False)
+    encoding = module.Encoding("uint16", 3, False)
     (tmp_path / "out.parts" / "key").write_text("another")
-    module._encode(0, Chunk("jsonl", str(other), 0, 5000), job, load_tokenizer(model))
+    chunk, folder = TextChunk("jsonl", str(other), 0, 5000), str(tmp_path / "out.parts")
+    module._encode_chunk(0, chunk, folder, encoding, load_tokenizer(model), LineNumbers())
     prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
     prepare(str(tmp_path / "good"), [str(small_jsonl)], model, workers=1)
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "good")
@@ -247,14 +249,14 @@ def test_a_field_that_is_another_s_is_told_of_the_first_line(tmp_path: Path, mod
 def test_a_worker_that_dies_is_an_error_and_the_rest_is_kept(
     tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = module._encode
+    encode = module._encode_chunk
 
     def die_at_the_seventh(number: int, *rest: object) -> object:
         if number == 7:
             os._exit(9)
         return encode(number, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_encode", die_at_the_seventh)
+    monkeypatch.setattr(module, "_encode_chunk", die_at_the_seventh)
     with pytest.raises(DataError, match="a worker died"):
         prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=2)
     assert list((tmp_path / "out.parts").glob("*.part"))
@@ -308,15 +310,15 @@ def test_after_a_broken_record_the_finished_parts_serve_the_run_that_skips(
     with pytest.raises(DataError, match=r"line 201: .* chunks are finished and kept in .*out.parts"):
         prepare(str(tmp_path / "out"), [str(path)], model, workers=1)
     encoded: list[int] = []
-    encode = module._encode
+    encode = module._encode_chunk
 
     def note(number: int, *rest: object) -> object:
         encoded.append(number)
         return encode(number, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_encode", note)
+    monkeypatch.setattr(module, "_encode_chunk", note)
     assert prepare(str(tmp_path / "out"), [str(path)], model, workers=1, skip_bad=True).bad == 1
-    assert encoded == [len(chunks_of([str(path)], None, "train", "text")) - 1]
+    assert encoded == [len(input_chunks([str(path)])) - 1]
     path.write_text("{\n")
     with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line, or give --on-bad-record skip$"):
         prepare(str(tmp_path / "none"), [str(path)], model, workers=1)
@@ -405,7 +407,7 @@ def test_the_commands(
 def test_a_line_that_is_too_long_is_named_or_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: str
 ) -> None:
-    for place in ("config.record", "data.chunks", "data.source"):
+    for place in ("config.record", "data.chunks"):
         monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", 40)
     for place in ("config.record", "data.chunks"):
         monkeypatch.setattr(f"megapar.{place}._BLOCK_BYTES", 16)
@@ -414,7 +416,7 @@ def test_a_line_that_is_too_long_is_named_or_passed_over(
     records = [json.dumps({"text": text}) for text in texts] if kind == "jsonl" else texts
     path.write_text(("\n\n" if kind == "blank" else "\n").join(records) + "\n")
     end = path.stat().st_size
-    chunks = [Chunk(kind, str(path), first, min(first + size, end)) for first in range(0, end, size)]
+    chunks = [TextChunk(kind, str(path), first, min(first + size, end)) for first in range(0, end, size)]
     bad = BadRecords()
     assert [one for chunk in chunks for one in chunk.documents(bad)] == ["first", "third", "last"]
     assert bad.count == 2

@@ -17,8 +17,8 @@ from megapar.data.prepare import prepare
 from megapar.data.prepared import HEADER, hashes_of, read_hashes
 from megapar.data.selected import SelectedTokens
 from megapar.data.sentencepiece_tokenizer import train
-from megapar.data.source import JsonlFile, all_documents, open_sources, place_of
-from megapar.data.store import Split
+from megapar.data.source import JsonlFile, all_documents, open_sources
+from megapar.data.split import Split, place_of
 from megapar.errors import DataError
 from megapar.tools.main import main
 

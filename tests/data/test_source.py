@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megapar.data.chunks import chunks_of
-from megapar.data.source import BadRecords, all_documents, open_sources, sources_hash
+from megapar.data.bad_records import BadRecords
+from megapar.data.prepare import input_chunks
+from megapar.data.source import all_documents, open_sources, sources_hash
 from megapar.errors import DataError
 
 
@@ -125,12 +126,12 @@ def test_packages_that_are_not_installed_are_asked_for_where_they_are_needed(
         monkeypatch.setitem(sys.modules, name, None)
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"a.parquet: parquet files need the package datasets"):
+    with pytest.raises(DataError, match=r"a.parquet: parquet files need the package pyarrow"):
         _read(path)
     with pytest.raises(DataError, match=r"a.parquet: parquet files need the package pyarrow"):
-        chunks_of([str(path)], None, "train", "text")
+        input_chunks([str(path)])
     with pytest.raises(DataError, match=r"rows: reading it needs the package datasets"):
-        chunks_of([], "rows", "train", "text")
+        input_chunks([], "rows")
 
 
 LINES = "".join(json.dumps({"text": f"document {number} of many"}) + "\n" for number in range(5000)).encode()
@@ -156,7 +157,7 @@ def test_a_compressed_file_is_what_it_holds(tmp_path: Path, name: str, suffix: s
     assert len(_read(packed)) == (51 if name.startswith("par") else 5000)
     plain, unpacked = (open_sources([str(path)]) for path in (tmp_path / name, packed))
     assert sources_hash(plain) == sources_hash(unpacked)  # so the tokens of one serve the other
-    (chunk,) = chunks_of([str(packed)], None, "train", "text")
+    (chunk,) = input_chunks([str(packed)])
     assert list(chunk.documents(BadRecords())) == _read(packed)
 
 

@@ -1,4 +1,4 @@
-"""Caches, exports and prepared data after a power failure or with damaged files: whole, or made anew and told."""
+"""Caches, exports and prepared data after a power failure or with damaged files: whole, or made again and reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.cases_watching import NO_RIGHT, make_ext4, mounted
 from tests.faults.job import PATIENCE_SECONDS, ROOT, Ended, _ended, _environ, flags_of
 from tests.faults.outcome import NONE, Outcome, compared
 
-ANEW = "it is made anew"
+ANEW = "it is made again"
 
 
 class Disk:
@@ -92,14 +92,14 @@ def damaged(kind: str, told: bool = True) -> Callable[[Path], Outcome]:
     def case(folder: Path) -> Outcome:
         a, b = write_text(folder, "a.jsonl"), write_text(folder, "b.jsonl")
         want = trained(folder / "first", folder / "cache", a)
-        entry = next((folder / "cache").glob("megapar/tokens/*/train.uint*")).parent
+        entry = next((folder / "cache").glob("megapar/tokens/*/corpus.bin")).parent
         if "another" in kind:
             trained(folder / "other", folder / "other-cache", b)
-            other = next((folder / "other-cache").glob("megapar/tokens/*/train.uint*")).parent
+            other = next((folder / "other-cache").glob("megapar/tokens/*/corpus.bin")).parent
             shutil.rmtree(entry)
             shutil.copytree(other, entry)
         else:
-            _damage(next(entry.glob("train.uint*")), kind)
+            _damage(next(entry.glob("corpus.bin")), kind)
         ended = trained(folder / "then", folder / "cache", a)
         outcome = compared(ended, want.losses)
         if told and ended.output.count(ANEW) != 1:

@@ -1,4 +1,4 @@
-"""The samples of a mixture of tasks, of both sides of a corpus."""
+"""The training and held-out samples of a mixture of tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megapar.data.course import Coursed
 from megapar.data.frame import Frame
 from megapar.data.mixture import Shares
 from megapar.data.samples import PieceOrder, Samples, order_of
-from megapar.data.store import Split
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.tasks.document_lm import DocumentLm
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
 from megapar.data.tasks.knowledge_text import KnowledgeText, RandomTriples, Triples, read_triples
@@ -17,7 +17,7 @@ from megapar.data.tasks.lexicon import Lexicon
 from megapar.data.tasks.samples import TaskSamples
 from megapar.data.tasks.sentence_distance import SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder
-from megapar.data.tasks.task import Documents, Task
+from megapar.data.tasks.task import DocumentPieces, Task
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, REORDER, tasks_of
@@ -25,7 +25,7 @@ from megapar.model.ernie3.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNO
 
 @dataclass(frozen=True)
 class TaskData:
-    """What ``--ernie-tasks`` and its lexicons ask for. mixture: as ``model.ernie3.tasks.tasks_of`` reads it."""
+    """The values of ``--ernie-tasks`` and of the flags of its files. mixture: as ``model.ernie3.tasks.tasks_of`` reads it."""
 
     mixture: str | None = None
     phrase_file: str | None = None
@@ -39,40 +39,35 @@ class TaskData:
         """The tasks, in the order of TASKS."""
         return tuple(tasks_of(self.mixture))
 
-    def sides(
-        self,
-        train: Documents,
-        heldout: Documents | None,
-        tokenizer: Tokenizer,
-        seq_length: int,
-        seed: int,
-        split: Split,
-    ) -> tuple[Samples, Samples | None]:
-        """Samples to train on, and held-out ones where documents are held out. Raises DataError."""
+    def samples(
+        self, pieces: TrainHeldout[DocumentPieces], tokenizer: Tokenizer, seq_length: int, seed: int, split: Split
+    ) -> TrainHeldout[Samples]:
+        """Samples of the tasks. Raises DataError."""
         lexicon = Lexicon.read([path for path in (self.phrase_file, self.entity_file) if path], tokenizer)
         frame, triples = Frame.of(tokenizer, seq_length), self._triples(tokenizer, seq_length, seed, split)
-        one = _Side(self, train, frame, lexicon, triples[0], seed)
-        if heldout is None:
-            return one.samples(), None
-        if triples[1] is not None and not len(triples[1]):
+        train = _Side(self, pieces.train, frame, lexicon, triples.train if triples else None, seed)
+        if pieces.heldout is None:
+            return TrainHeldout(train.samples(), None)
+        if triples and not (triples.heldout and len(triples.heldout)):
             raise DataError(f"{self.triples_file}: no triple is held out; give more of them, or another --split")
-        return one.samples(), replace(one, pieces=heldout, triples=triples[1], seed=None).samples()
+        heldout = replace(train, pieces=pieces.heldout, triples=triples.heldout if triples else None, seed=None)
+        return TrainHeldout(train.samples(), heldout.samples())
 
-    def _triples(
-        self, tokenizer: Tokenizer, seq_length: int, seed: int, split: Split
-    ) -> tuple[Triples | None, Triples | None]:
+    def _triples(self, tokenizer: Tokenizer, seq_length: int, seed: int, split: Split) -> TrainHeldout[Triples] | None:
         if KNOWLEDGE_TEXT not in self.names:
-            return None, None
+            return None
         if self.triples_file:
             return read_triples(self.triples_file, tokenizer, split)
         ids, longest = tokenizer.ordinary_ids, max(1, seq_length // 2)
-        return RandomTriples(ids, seed, "train", longest), RandomTriples(ids, 0, "heldout", longest)
+        return TrainHeldout(RandomTriples(ids, seed, "train", longest), RandomTriples(ids, 0, "heldout", longest))
 
 
 @dataclass(frozen=True)
 class _Side:
+    """The training or the held-out documents, as the tasks read them. seed: None of held-out ones."""
+
     data: TaskData
-    pieces: Documents
+    pieces: DocumentPieces
     frame: Frame
     lexicon: Lexicon
     triples: Triples | None
@@ -91,7 +86,7 @@ class _Side:
         return order_of(pieces, self.seed, f"tasks/{task.name}")  # type: ignore[arg-type]
 
     def _count_of(self, task: Task) -> Callable[[int], int]:
-        """How many of the run's first samples are of a task."""
+        """A function of n: how many of the run's first n samples belong to a task."""
         weights = tasks_of(self.data.mixture)
         shares, number = Shares([weights[name] for name in self.data.names]), self.data.names.index(task.name)
         return lambda samples: shares.count(number, samples)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
-from megapar.data.samples import NO_LOSS, Pieces, Sample
+from megapar.data.samples import NO_LOSS, Sample, TokenPieces
 from megapar.model.ernie3.tasks import DOCUMENT_LM
 
 
@@ -17,12 +17,12 @@ from megapar.model.ernie3.tasks import DOCUMENT_LM
 class DocumentLm:
     """pieces: of at most S - 2 ids."""
 
-    pieces: Pieces
+    pieces: TokenPieces
     frame: Frame
     name: str = DOCUMENT_LM
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """[CLS] a b c [SEP], asked for a b c [SEP] and nothing."""
+        """[CLS] a b c [SEP], predicting a b c [SEP] and nothing."""
         ids = self.pieces[number]
         sample = self.frame.sample((ids, None))
         sample["labels"][: len(ids) + 1] = sample["tokens"][1 : len(ids) + 2]

@@ -1,4 +1,4 @@
-"""Knowledge-masked language model: words, phrases and named entities are masked whole and asked for.
+"""Knowledge-masked language model: words, phrases and named entities are masked whole and predicted.
 
 Items: masked tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megapar.data.draws import Draws
 from megapar.data.ernie import mask_words
 from megapar.data.frame import Frame
-from megapar.data.samples import Pieces, Sample
+from megapar.data.samples import Sample, TokenPieces
 from megapar.data.tasks.lexicon import Lexicon
 from megapar.model.ernie3.tasks import KNOWLEDGE_MLM
 
@@ -19,7 +19,7 @@ from megapar.model.ernie3.tasks import KNOWLEDGE_MLM
 class KnowledgeMlm:
     """pieces: of at most S - 2 ids. lexicon: what is a unit beside words. probability: of a unit to be masked."""
 
-    pieces: Pieces
+    pieces: TokenPieces
     frame: Frame
     lexicon: Lexicon
     probability: float

@@ -1,4 +1,4 @@
-"""Universal knowledge-text prediction: a triple and a sentence that says it; one is to be told from the other.
+"""Universal knowledge-text prediction: a triple and a sentence that says it; one is predicted from the other.
 
     [CLS] head relation tail [SEP] sentence [SEP]     the relation is masked whole, or words of the sentence are
 
@@ -15,7 +15,7 @@ from megapar.data.draws import Draws
 from megapar.data.ernie import mask_words
 from megapar.data.frame import Frame
 from megapar.data.samples import NO_LOSS, Sample
-from megapar.data.store import Split
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import KNOWLEDGE_TEXT
@@ -70,10 +70,10 @@ class KnowledgeText:
         return frame.sample((shown, asked), (sentence, None))
 
 
-def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> tuple[list[Triple], list[Triple]]:
-    """Those trained on and those held out, of lines HEAD, RELATION, TAIL, SENTENCE with tabs between them.
+def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainHeldout[Triples]:
+    """Reads lines HEAD, RELATION, TAIL, SENTENCE with tabs between them.
 
-    Which side a line is on is decided by its hash, as with documents. Raises DataError, naming the line.
+    Lines are split by their hash, as documents are. Raises DataError, naming the line.
     """
     import numpy as np
 
@@ -97,7 +97,7 @@ def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> tuple[
             sides[side].append(Triple(*four))
     if not sides[0]:
         raise DataError(f"{path}: of {len(rows)} triples none is to train on")
-    return sides
+    return TrainHeldout[Triples](*sides)
 
 
 @dataclass(frozen=True)

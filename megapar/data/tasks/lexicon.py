@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Lexicon:
-    """Entries as sequences of ids. Matching takes one pass over a piece, whatever the number of entries.
+    """Entries as sequences of ids. Matching takes one pass over a piece, for any number of entries.
 
     Source: Aho and Corasick 1975, by pyahocorasick.
     """
@@ -32,7 +32,7 @@ class Lexicon:
 
     @classmethod
     def read(cls, paths: Iterable[str | Path], tokenizer: Tokenizer) -> Lexicon:
-        """From files with one entry per line. Raises DataError for files that cannot be read or are empty."""
+        """Read files with one entry per line. Raises DataError for files that cannot be read or are empty."""
         texts: list[str] = []
         for path in paths:
             try:

@@ -16,8 +16,8 @@ from megapar.model.ernie3.tasks import CLASSES, GENERATION, TASKS, accuracy_of
 class TaskSamples:
     """Sample ``number`` depends on (seed, number) and nothing else.
 
-    Of the first n numbers every task has its share, evenly spread (mixture.Shares); a task takes its own pieces in an
-    order of its own. To what its task makes, a sample adds ``task``, the number of its task in TASKS.
+    Of the first n numbers every task has its share, evenly spread (mixture.Shares); a task takes its own pieces in its
+    own order. To what its task makes, a sample adds ``task``, the number of its task in TASKS.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch
     """Samples as one micro-batch. names: the tasks of the run; those that no sample has get items of length 0.
 
     Beside what every ERNIE batch has: understanding, generation [rows]: which samples run through which branch; of
-    each task NAME: NAME_index (positions flat in B * S, or samples where it asks for a class) and NAME_labels.
+    each task NAME: NAME_index (positions flat in B * S, or samples where it predicts a class) and NAME_labels.
     """
     import numpy as np
 

@@ -2,7 +2,7 @@
 
     document   a b c     0: a b, or b c     1: a c     2: a and a part of another document
 
-All parts are thirds of pieces, so that lengths tell nothing. Items: samples. Metric: accuracy.
+All parts are thirds of pieces, so that lengths reveal nothing. Items: samples. Metric: accuracy.
 Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
 from megapar.data.samples import Sample, beside
-from megapar.data.tasks.task import Documents, cut_evenly
+from megapar.data.tasks.task import DocumentPieces, cut_evenly
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import DISTANCE, DISTANCES
 
@@ -29,12 +29,12 @@ _TRIES = 16  # draws of another document before the pieces are walked through
 class SentenceDistance:
     """pieces: of 3 to S - 3 ids, of at least two documents."""
 
-    pieces: Documents
+    pieces: DocumentPieces
     frame: Frame
     name: str = DISTANCE
 
     def __post_init__(self) -> None:
-        # Pieces lie in the order of their documents.
+        # Pieces are in the order of their documents.
         if self.pieces.document(0) == self.pieces.document(len(self.pieces) - 1):
             raise DataError(f"{DISTANCE} needs sentences of different documents, and the corpus holds one document")
 

@@ -13,7 +13,7 @@ from math import factorial
 
 from megapar.data.draws import Draws
 from megapar.data.frame import Frame
-from megapar.data.samples import Pieces, Sample
+from megapar.data.samples import Sample, TokenPieces
 from megapar.data.tasks.task import cut_evenly
 from megapar.model.ernie3.tasks import REORDER, reorder_classes
 
@@ -22,7 +22,7 @@ from megapar.model.ernie3.tasks import REORDER, reorder_classes
 class SentenceReorder:
     """pieces: of at most S - 2 ids. most: parts, m."""
 
-    pieces: Pieces
+    pieces: TokenPieces
     frame: Frame
     most: int
     name: str = REORDER

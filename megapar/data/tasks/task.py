@@ -16,21 +16,21 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """Of ``model.ernie3.tasks``."""
+        """Its name in ``model.ernie3.tasks``."""
 
     def make(self, number: int, draws: Draws) -> Sample:
         """Sample ``number`` of this task; depends on it and on ``draws`` only."""
 
 
-class Documents(Protocol):
-    """Pieces that know which document they are from."""
+class DocumentPieces(Protocol):
+    """Token pieces that know which document they are from."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> np.ndarray: ...
 
     def document(self, number: int) -> int:
-        """Which document piece ``number`` is from; equal numbers, equal documents."""
+        """The document that piece ``number`` is from; equal numbers, equal documents."""
 
 
 def cut_evenly(starts: np.ndarray, parts: int) -> list[slice]:

@@ -15,7 +15,7 @@ from megapar.data.draws import Draws
 from megapar.data.frame import Frame
 from megapar.data.mock import MockTokenizer, RandomPieces
 from megapar.data.samples import NO_LOSS, InOrder
-from megapar.data.store import Split
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.document_lm import DocumentLm
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
@@ -193,7 +193,9 @@ def test_triples_are_read_and_held_out(tmp_path: Path) -> None:
     path = tmp_path / "triples.tsv"
     lines = [f"t{10 + n}\tt11 t12\tt13\tt20 t21 t{30 + n}" for n in range(40)]
     path.write_text("\n".join(lines))
-    train, heldout = read_triples(path, TOKENIZER, Split.parse("80,20"))
+    triples = read_triples(path, TOKENIZER, Split.parse("80,20"))
+    train, heldout = triples.train, triples.heldout
+    assert heldout is not None
     assert len(train) + len(heldout) == 40
     assert len(train) > len(heldout) > 0
     assert train[0].relation.tolist() == [11, 12]
@@ -214,7 +216,8 @@ MIXTURE = "knowledge_mlm:1.0,document_lm:1.0,sentence_reorder:0.5,sentence_dista
 def mixed(seed: int = 7) -> tuple[TaskSamples, TaskSamples]:
     data = TaskData(MIXTURE)
     sides = [RandomPieces(TOKENIZER.ordinary_ids, 20, 29, s, name) for s, name in ((seed, "train"), (0, "heldout"))]
-    return data.sides(*sides, TOKENIZER, 32, seed, Split.parse("95,5"))  # type: ignore[return-value]
+    samples = data.samples(TrainHeldout(*sides), TOKENIZER, 32, seed, Split.parse("95,5"))
+    return samples.train, samples.heldout  # type: ignore[return-value]
 
 
 def test_a_sample_depends_on_the_seed_and_its_number_only() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megapar.core.axis import Axis
 from megapar.core.pipeline.stages import Stages
 from megapar.data.mock import MockTokenizer, RandomPieces
-from megapar.data.store import Split
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
@@ -53,7 +53,7 @@ def build(sizes: Ernie3Sizes = SIZES, dtype: torch.dtype = torch.float64) -> Ern
 def samples(numbers: list[int], length: int = 16):
     tokenizer = MockTokenizer(67)
     sides = (RandomPieces(tokenizer.ordinary_ids, 7, length - 3, 1, side) for side in ("train", "heldout"))
-    train, _ = TaskData(MIXTURE).sides(*sides, tokenizer, length, 1, Split.parse("95,5"))
+    train = TaskData(MIXTURE).samples(TrainHeldout(*sides), tokenizer, length, 1, Split.parse("95,5")).train
     return [train[number] for number in numbers]
 
 
