@@ -25,7 +25,10 @@ from megapar.model.ernie3.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNO
 
 @dataclass(frozen=True)
 class TaskData:
-    """The values of ``--ernie-tasks`` and of the flags of its files. mixture: as ``model.ernie3.tasks.tasks_of`` reads it."""
+    """The values of ``--ernie-tasks`` and of the flags of its files.
+
+    mixture: as ``model.ernie3.tasks.tasks_of`` reads it.
+    """
 
     mixture: str | None = None
     phrase_file: str | None = None
