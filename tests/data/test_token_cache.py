@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,13 @@ import pytest
 
 import megapar.data.encode as encoding
 from megapar.data.bad_records import BadRecords
+from megapar.data.blend import open_blend, open_stores
 from megapar.data.chunks import LineNumbers, TextChunk
+from megapar.data.mock import MockTokenizer
 from megapar.data.prepare import prepare
 from megapar.data.sentencepiece_tokenizer import train
 from megapar.data.source import all_documents, open_sources
+from megapar.data.split import Split, TrainHeldout
 from megapar.data.token_cache import EncodedText, TokenCache
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import DataError
@@ -141,3 +146,20 @@ def test_lines_before_a_chunk_are_counted_once(tmp_path: Path) -> None:
     assert numbers.bytes_read == 5400  # those before the last chunk
     assert [numbers.before(str(path), end) for end in (5400, 2, 4001)] == [2700, 1, 2000]
     assert numbers.bytes_read == 5400 + 4001
+
+
+def test_the_tokens_of_text_are_those_of_earlier_versions(tmp_path: Path, fresh_cache: Path) -> None:
+    """Digests of ids and offsets from before text was kept in indexed files: runs that resume read the same."""
+    rng, path = random.Random(3), tmp_path / "a.jsonl"
+    texts = [" ".join(f"t{rng.randrange(7, 90)}" for _ in range(rng.randrange(1, 30))) for _ in range(300)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = TrainHeldout(open_blend([str(path)]), None)
+    stores = open_stores(data, Split.parse("70,20,10"), TokenCache(MockTokenizer(90), None), 90)
+    assert stores.heldout is not None
+    digests = []
+    for blend in (stores.train, stores.heldout):
+        (store,) = blend.stores
+        arrays = (store.tokens[0 : len(store.tokens)], store.offsets[0 : len(store.offsets)])
+        state = b"".join(np.asarray(array, dtype=np.int64).tobytes() for array in arrays)
+        digests.append((hashlib.sha256(state).hexdigest()[:16], store.documents))
+    assert digests == [("b59af7acc1bb1356", 202), ("c9654b5dd2c849c3", 76)]
