@@ -14,7 +14,6 @@ from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.recompute_choice import Block, Choice, Span, recompute_choice
 from megapar.core.sharding.cut import box_at, shard_dim
-from megapar.data.mixture import Shares
 from megapar.errors import Complaint, ConfigError
 from megapar.model.cost.model_cost import ModelCost, UnitCost
 from megapar.model.cost.rank_view import LatentAttention, RankView
@@ -220,6 +219,9 @@ def input_of(costs: ModelCost, chunk: Chunk) -> float:
 
 def task_counts(config: Config) -> Sequence[Mapping[str, float]]:
     """Samples of each task in consecutive micro-batches, until they repeat."""
+    # Plans of models without tasks do without the packages that read data.
+    from megapar.data.mixture import Shares
+
     weights = tasks_of(config.data.ernie_tasks)
     shares, size = Shares(list(weights.values())), config.training.micro_batch_size
     whole = sum(weights.values())

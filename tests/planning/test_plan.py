@@ -63,6 +63,7 @@ def test_it_needs_neither_torch_nor_a_second_and_no_time_grows_with_ranks() -> N
         "'--ep-degree', '8', '--pp-degree', '8', '--mp-degree', '8', '--world-size', '1048576',"
         "'--gradient-merge-acc-step', '8']) == 0\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "assert 'numpy' not in sys.modules, 'data was imported'\n"
         "assert time.process_time() - start < 4, 'something grows with the number of ranks'\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,0 +1,78 @@
+"""Costs of models on ranks: layers are shared, ranks share the work, FLOPs are those of the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapar.model.cost.model_cost import UnitCost
+from megapar.model.cost.rank_view import RankView
+from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.ernie.sizes import ErnieSizes
+from megapar.model.ernie3.sizes import Ernie3Sizes
+from megapar.model.flops import layer_flops, step_flops
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import spec_of
+
+COMMON = {
+    **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 128, "vocab_size": 256},
+    **{"seq_length": 32, "max_position_embeddings": 32},
+}
+DENSE = DecoderSizes(**COMMON, num_query_groups=4, head_dim=8)
+MOE = replace(DENSE, moe=MoeSizes(64, 32, num_experts=8, topk=2), first_k_dense=1)
+ERNIE = ErnieSizes(**COMMON)
+ERNIE3 = Ernie3Sizes(**COMMON, task_layers=2, task_hidden_size=32, task_heads=4, task_type_vocab_size=5)
+VIEW = replace(RankView.alone(32), samples=2, task_counts=lambda: ({"knowledge_mlm": 1.0, "document_lm": 1.0},))
+MODELS = pytest.mark.parametrize("sizes", [DENSE, MOE, ERNIE, ERNIE3], ids=["dense", "moe", "ernie", "ernie3"])
+
+
+def units(sizes: ModelSizes, view: RankView) -> list[UnitCost]:
+    costs = spec_of(sizes).costs(sizes, view)
+    return [costs.embedding, *(costs.layer(number) for number in range(sizes.num_blocks)), costs.head]
+
+
+def products(found: list[UnitCost], *names: str) -> float:
+    return sum(operator.flops for unit in found for operator in unit.operators if operator.name in names)
+
+
+@MODELS
+def test_a_layer_is_computed_once(sizes: ModelSizes) -> None:
+    costs = spec_of(sizes).costs(sizes, VIEW)
+    last = sizes.num_blocks - 1
+    assert costs.layer(last) is costs.layer(last)
+    assert costs.layer(1) is costs.layer(2)
+
+
+@MODELS
+def test_ranks_of_mp_share_the_products_of_attention_and_mlp(sizes: ModelSizes) -> None:
+    names = ("qkv", "core", "proj") if sizes is MOE else ("qkv", "core", "proj", "up", "down")
+    whole, half = (products(units(sizes, replace(VIEW, mp=mp)), *names) for mp in (1, 2))
+    assert half * 2 == whole > 0
+
+
+@MODELS
+def test_one_rank_sends_nothing_and_two_of_mp_do(sizes: ModelSizes) -> None:
+    assert not [sent for unit in units(sizes, VIEW) for sent in unit.sent()]
+    axes = {sent.axis for unit in units(sizes, replace(VIEW, mp=2)) for sent in unit.sent()}
+    assert axes == {"mp"}
+
+
+@MODELS
+def test_selective_recompute_keeps_less_and_multiplies_as_much(sizes: ModelSizes) -> None:
+    kept, selective = (units(sizes, replace(VIEW, selective_recompute=again)) for again in (False, True))
+    assert sum(unit.kept for unit in selective) < sum(unit.kept for unit in kept)
+    assert sum(unit.flops for unit in selective) == sum(unit.flops for unit in kept)
+
+
+@pytest.mark.parametrize("sizes", [DENSE, MOE, ERNIE], ids=["dense", "moe", "ernie"])
+def test_flops_of_layers_are_those_of_the_operators_on_one_rank(sizes: ModelSizes) -> None:
+    layers = units(sizes, RankView.alone(32))[1:-1]
+    assert layer_flops(sizes)[1:-1] == tuple(unit.flops for unit in layers)
+
+
+def test_dropped_tokens_count_as_flops_for_utilization() -> None:
+    assert MOE.moe is not None
+    drops = replace(MOE, moe=replace(MOE.moe, kind="deepspeed_moe", capacity_factor=0.5))
+    assert step_flops(drops, 4, 32) == step_flops(MOE, 4, 32)
+    assert sum(unit.flops for unit in units(drops, VIEW)) < sum(unit.flops for unit in units(MOE, VIEW))
