@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.share import Share
+from megapar.core.execution import DEFAULT, Execution
 from megapar.core.replay import Replay, once
 from megapar.core.tensor_parallel import piece_shape
 from megapar.core.traffic import Traffic
@@ -64,10 +65,10 @@ class MoeLayer(nn.Module):
         mp: Axis | None = None,
         sequence_parallel: bool = False,
         share: Share | None = None,
-        traffic: Traffic | None = None,
         slicing: Slicing | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        execution: Execution = DEFAULT,
     ) -> None:
         """Create the layer with uninitialised parameters.
 
@@ -76,8 +77,8 @@ class MoeLayer(nn.Module):
         ep: experts are dealt out over it in contiguous chunks. emp: each expert's features are cut over it; all of
         mp, or one rank. Left out, an axis has one rank.
         sequence_parallel: positions are cut over mp in contiguous chunks. share: all ranks that have positions of one
-        micro-batch, those of cp too; by default what sequence_parallel says. traffic: takes part in what is launched.
-        slicing: how ``passage`` cuts what travels.
+        micro-batch, those of cp too; by default what sequence_parallel says. slicing: how ``passage`` cuts what
+        travels. execution: how the layer runs; its traffic tracks what the layer launches.
         Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
         """
         super().__init__()
@@ -91,10 +92,10 @@ class MoeLayer(nn.Module):
         # Who is dropped is decided on this rank alone.
         self.alone = not self.parted or sizes.capacity_scope == "rank"
         self.even = sizes.has_capacity and self.alone and (ep.size > 1 or (self.cut and emp.size > 1))
-        self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size)
-        self.experts = _own_experts(sizes, ep, emp, dtype, device)
+        self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size, run=execution.run)
+        self.experts = _own_experts(sizes, ep, emp, dtype, device, execution)
         self.shared = shared
-        self.traffic = traffic or Traffic()
+        self.traffic = execution.traffic or Traffic()
         self.experts_here = sizes.num_experts // ep.size
         widths = sizes.hidden_size, self.experts.down.shape[2]
         self._host_sizes = bool(self.traffic.device.grouped_lacks(dtype, widths))
@@ -313,7 +314,12 @@ def _check_shared(sizes: MoeSizes, shared: nn.Module | None) -> None:
 
 
 def _own_experts(
-    sizes: MoeSizes, ep: Axis, emp: Axis, dtype: torch.dtype, device: torch.device | str | None
+    sizes: MoeSizes,
+    ep: Axis,
+    emp: Axis,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    execution: Execution,
 ) -> Experts:
     """This rank's piece of the experts: some of them over ep, some of their features over emp."""
     return Experts(
@@ -325,6 +331,7 @@ def _own_experts(
         adds_down_bias=emp.rank == 0,
         dtype=dtype,
         device=device,
+        execution=execution,
     )
 
 

@@ -47,12 +47,18 @@ class Router(nn.Module):
     correction_bias: Tensor
 
     def __init__(
-        self, sizes: MoeSizes, *, dtype: torch.dtype, device: torch.device | str | None = None, copies: int = 1
+        self,
+        sizes: MoeSizes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        copies: int = 1,
+        run: Run = plain,
     ) -> None:
         """copies: ranks whose gradients of the same weight are summed though each has a piece of the tokens only."""
         super().__init__()
         self.sizes, self.copies = sizes, copies
-        self.run: Run = plain
+        self.run = run
         exact = wide(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))

@@ -15,12 +15,13 @@ from megapar.arguments import Config
 from megapar.core.adaptive import Adaptive
 from megapar.core.axis import Axis
 from megapar.core.collective_product import enable
-from megapar.core.compiled import Compiled, run_functions
+from megapar.core.compiled import Compiled, plain
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import wide
 from megapar.core.device.kinds import kind_of
-from megapar.core.fp8 import Fp8Linear, odd_widths, torchao_lacks, use_fp8
+from megapar.core.execution import Execution
+from megapar.core.fp8 import Fp8Linear, odd_widths, torchao_lacks
 from megapar.core.hiding import FUSED, OFF
 from megapar.core.kept import Keeper
 from megapar.core.meter import WaitMeter
@@ -36,7 +37,6 @@ from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
-from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.traffic import Traffic
 from megapar.core.units import MEGABYTE
 from megapar.core.weight_gradients import WeightGradients
@@ -46,11 +46,8 @@ from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
 from megapar.model.ernie3.model import Ernie3
 from megapar.model.initialize import fill, std_of
-from megapar.model.layers.attention import Attention
-from megapar.model.layers.mlp import Mlp
 from megapar.model.sizes import Ernie3Sizes, ErnieSizes
 from megapar.model.table import ParameterSpec, placed, table_of
-from megapar.moe.experts import Experts
 from megapar.training.build import DTYPES, compute_dtype, make_layout, make_objective, make_slicing, reduce_dtype
 from megapar.training.hiding import hiding
 from megapar.training.pipelined import PipelinedModel
@@ -93,16 +90,19 @@ def make_job(config: Config, world: World) -> Job:
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
     traffic = Traffic(meter, world.device, chained)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    model = _make_model(
-        config, sizes, stages, world, traffic, wide(dtype) if cut_parameters else dtype, meta=cut_parameters
-    )
-    _choose_products(config, model)
+    execution = make_execution(config, world, sizes, traffic)
+    model_dtype = wide(dtype) if cut_parameters else dtype
+    model = _make_model(config, sizes, stages, world, traffic, execution, model_dtype, meta=cut_parameters)
+    if config.training.fp8:
+        _check_widths(model)
     pipeline: PipelinedModel | None = None
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
         sharding = _full(config, world, sizes, model, trainable, dtype, meter)
     elif world.grid.pp > 1:
-        sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, meter)
+        sharding, pipeline = _pipelined(
+            config, world, stages, model, trainable, dtype, meter, execution.weight_gradients
+        )
     else:
         sharding = _zero(config, world, model, trainable, dtype, meter)
     rows = {spec.name: spec for spec in table}
@@ -134,16 +134,24 @@ def check_device(config: Config, device: Device) -> None:
         raise ConfigError(complaints)
 
 
-def _choose_products(config: Config, model: Model) -> None:
-    """Compiled functions and fp8 products, where they are asked for."""
-    if config.training.compile:
-        run_functions(model, Compiled())
-    if not config.training.fp8:
-        return
+def make_execution(config: Config, world: World, sizes: Sizes, traffic: Traffic) -> Execution:
+    """The way in which the model's layers run on this device."""
+    splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
+    return Execution(
+        overlap=make_overlap(config, world, sizes),
+        traffic=traffic,
+        weight_gradients=WeightGradients() if splits_backward else None,
+        fp8=Fp8Linear() if config.training.fp8 else None,
+        run=Compiled() if config.training.compile else plain,
+        selective=config.recompute.recompute_granularity == "selective",
+    )
+
+
+def _check_widths(model: Model) -> None:
+    """Raise ConfigError for linear layers that have no products in fp8."""
     if odd := odd_widths(model):
         message = f"fp8 products take widths that are multiples of 16; not so {', '.join(odd[:4])}."
         raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or leave --fp8 out.")])
-    use_fp8(model, Fp8Linear())
 
 
 def _pipelined(
@@ -154,6 +162,7 @@ def _pipelined(
     specs: list[ParameterSpec],
     dtype: torch.dtype,
     meter: WaitMeter,
+    weight_gradients: WeightGradients | None,
 ) -> tuple[Sharding, PipelinedModel]:
     """Stages 1 and 2 for each chunk by itself, whose backward is one of many, and what runs the chunks."""
     pp = world.axis("pp")
@@ -169,13 +178,15 @@ def _pipelined(
         chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype, meter)
         for chunk in mine
     }
-    schedule = effective_schedule(config)
-    weight_gradients = WeightGradients() if schedule == ZERO_BUBBLE else None
-    if weight_gradients is not None:
-        split_weight_gradients(model, weight_gradients)
     queues = Queues(pp.rank, world.make_queues(closed=stages.goes_round), world.device)
     pipeline = PipelinedModel(
-        *(model, stages, queues, schedule, make_objective(config), shardings, world.device.torch_device),
+        model,
+        stages,
+        queues,
+        effective_schedule(config),
+        make_objective(config),
+        shardings,
+        world.device.torch_device,
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         weight_gradients=weight_gradients,
         meter=meter,
@@ -193,7 +204,15 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
 
 
 def _make_model(
-    config: Config, sizes: Sizes, stages: Stages, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
+    config: Config,
+    sizes: Sizes,
+    stages: Stages,
+    world: World,
+    traffic: Traffic,
+    execution: Execution,
+    dtype: torch.dtype,
+    *,
+    meta: bool,
 ) -> Model:
     common: dict[str, Any] = {
         "mp": world.axis("mp"),
@@ -204,21 +223,14 @@ def _make_model(
         "holding": stages.holding(world.axis("pp").rank),
         "dtype": dtype,
         "device": torch.device("meta") if meta else world.device.torch_device,
+        "execution": execution,
+        "recompute": make_recompute(config, world, traffic),
     }
-    model: Model
     if isinstance(sizes, Ernie3Sizes):
-        model = Ernie3(sizes, **common)
-    elif isinstance(sizes, ErnieSizes):
-        model = Ernie(sizes, **common)
-    else:
-        slicing = make_slicing(config)
-        model = Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), traffic=traffic, slicing=slicing, **common)
-    hide_communication(model, make_overlap(config, world, sizes), traffic)
-    model.recompute = make_recompute(config, world, traffic)
-    for module in model.modules():
-        if isinstance(module, Attention | Mlp | Experts):
-            module.selective = config.recompute.recompute_granularity == "selective"
-    return model
+        return Ernie3(sizes, **common)
+    if isinstance(sizes, ErnieSizes):
+        return Ernie(sizes, **common)
+    return Decoder(sizes, ep=world.axis("ep"), emp=world.axis("emp"), slicing=make_slicing(config), **common)
 
 
 def make_overlap(config: Config, world: World, sizes: Sizes) -> Overlap:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.axis import Axis
-from megapar.core.overlap import Overlap
+from megapar.core.execution import Execution
 from megapar.core.recompute import Block, Choice, Interval, Recompute
-from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
 from megapar.model.sizes import DecoderSizes
 from megapar.moe.sizes import MoeSizes
@@ -40,9 +39,9 @@ def runs(
     found = []
     for again in (None, choice):
         traffic = Traffic()
-        model = build(sizes, sequence_parallel=sequence_parallel, traffic=traffic, **whole)
-        hide_communication(model, Overlap(), traffic)
-        model.recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).ledger)
+        recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).ledger)
+        options = {"execution": Execution(traffic=traffic), "recompute": recompute}
+        model = build(sizes, sequence_parallel=sequence_parallel, **options, **whole)
         torch.manual_seed(5)
         terms = model(batch)
         (terms.sums["lm"] + terms.aux + terms.z).backward()
@@ -101,8 +100,8 @@ def test_alone_the_closing_product_is_not_made_again() -> None:
     batch = batch_for(GPT)
     grads = []
     for choice in (None, Interval(3)):
-        model = build(GPT)
-        model.recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").ledger)
+        recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").ledger)
+        model = build(GPT, recompute=recompute)
         torch.manual_seed(5)
         with torch.profiler.profile() as profile:
             model(batch).sums["lm"].backward()

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, counted, plain
+from megapar.core.compiled import counted
 from megapar.core.context_parallel.blockwise import Work, attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed import packed_attention_reference
+from megapar.core.execution import DEFAULT
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import ColumnLinear, LayerOptions, RowLinear, local
 from megapar.model.layers.context import Context
@@ -67,8 +68,8 @@ class Attention(nn.Module):
         # Each mp rank has other heads, each cp rank other positions or heads.
         self.stream = self.cp.axis.rank * mp.size + mp.rank
         self.dropout = sizes.dropout  # on the weights
-        self.selective = False  # compute the core again instead of keeping what it keeps
-        self.run: Run = plain
+        execution = options.get("execution", DEFAULT)
+        self.run, self.selective = execution.run, execution.selective
         self.place = f"layers.{layer}.attention.weights"
         G, Q, D = sizes.num_groups, sizes.queries_per_group, sizes.head_dim
         self.qkv = ColumnLinear(
@@ -84,8 +85,8 @@ class Attention(nn.Module):
             bias=sizes.bias,
             **options,
         )
-        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
-        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
+        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
+        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[B, S(/mp), H] to [B, S(/mp), H]."""
