@@ -75,7 +75,11 @@ class RowGradients:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
             block = Block(self._rows.out[rows], self._rows.lse[rows], next(self._drawn))
             grads = self._differentiate(
-                *(self._grad[rows], self._q[rows], k[columns], v[columns], block),
+                self._grad[rows],
+                self._q[rows],
+                k[columns],
+                v[columns],
+                block,
                 causal=tile.causal,
                 dropout=self._dropout,
             )
