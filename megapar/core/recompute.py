@@ -85,6 +85,7 @@ class Recompute:
     choice: which of them. traffic: what they launch. ledger: where the world's axes count what they send; what is sent
     again is not counted. keeper: how units keep their inputs; None: as they are.
     measure: is told of every unit, while it wants to, what it would keep if it were not recomputed.
+    around: called in the forward of every unit; returns the context in which the unit will run again.
     """
 
     def __init__(
@@ -94,19 +95,20 @@ class Recompute:
         ledger: Ledger,
         keeper: Keeper | None = None,
         measure: Measure | None = None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.choice = choice
         self.keeper = keeper
         self.measure = measure
-        self._traffic, self._ledger = traffic, ledger
+        self._traffic, self._ledger, self._around = traffic, ledger, around
 
     def begin(self) -> Forward:
         """One forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
     def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
-        """What surrounds a unit that is computed again. note: is told how many bytes it then keeps."""
-        return _Again(self._traffic, self._ledger, replay, note)
+        """The context in which a unit that now runs forward will run again. note: gets how many bytes it then keeps."""
+        return _Again(self._traffic, self._ledger, replay, note, self._around())
 
 
 class Forward:
@@ -158,11 +160,20 @@ class _Again:
     A recomputation ends with the last tensor that the backward needs, which may lie between a launch and its wait.
     """
 
-    def __init__(self, traffic: Traffic, ledger: Ledger, replay: Replay, note: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        traffic: Traffic,
+        ledger: Ledger,
+        replay: Replay,
+        note: Callable[[int], None] | None,
+        around: AbstractContextManager[object],
+    ) -> None:
         self._traffic, self._ledger, self._replay, self._note = traffic, ledger, replay, note
+        self._around = around
         self._tracker = None if note is None else MemoryTracker()
 
     def __enter__(self) -> None:
+        self._around.__enter__()
         if self._tracker is not None:
             self._tracker.__enter__()
         self._before = self._traffic.mark()
@@ -176,3 +187,4 @@ class _Again:
         if self._tracker is not None and self._note is not None:
             self._tracker.__exit__(*error)
             self._note(self._tracker.bytes)
+        self._around.__exit__(*error)

@@ -49,6 +49,8 @@ from megapar.moe.stats import count_pairs
 
 Flying = tuple[Tensor, Ticket]
 
+READ = "ExpertParallelDispatcher.read"  # where the host waits for counts
+
 
 class Announced(NamedTuple):
     """Who sends how many rows where, on its way to the host.
@@ -160,8 +162,13 @@ class ExpertParallelDispatcher:
     def read(self, told: Announced) -> Tensor:
         """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The one wait of the host."""
         told.ready.synchronize()
-        self.traffic.host_waits += 1
+        self.traffic.count_host_wait(READ)
         return told.numbers.view(-1, *told.counts.shape)
+
+    def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
+        """Rows of each count that are in piece ``number`` of ``pieces``: ceil(count / pieces), the last ones fewer."""
+        share = -torch.div(-counts, pieces, rounding_mode="floor")
+        return (counts - number * share).clamp(min=0).minimum(share)
 
     def start_dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: Plan) -> Flying:
         """Send tokens and weights to the ranks of their experts."""

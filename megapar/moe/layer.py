@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ from megapar.moe.sliced import Passage
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats, RouterSums, count_pairs, gather_sums, router_losses, sequence_loss
 
+READ_SIZES = "MoeLayer.read_sizes"  # where the host waits for the rows of experts
+
 
 class MoeLayer(nn.Module):
     """x [B, S, H] -> y [B, S, H] and the routing's statistics.
@@ -54,6 +57,8 @@ class MoeLayer(nn.Module):
     The statistics are those of the whole micro-batch and the same on every mp rank. Their gradient counts the loss
     once although every mp rank differentiates it, like that of every other term.
     """
+
+    dispatcher_class: ClassVar[type[ExpertParallelDispatcher]] = ExpertParallelDispatcher
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class MoeLayer(nn.Module):
         self.experts_here = sizes.num_experts // ep.size
         widths = sizes.hidden_size, self.experts.down.shape[2]
         self._host_sizes = bool(self.traffic.device.grouped_lacks(dtype, widths))
-        over_ranks = partial(ExpertParallelDispatcher, sizes.num_experts, ep, emp, self.cut, traffic=self.traffic)
+        over_ranks = partial(self.dispatcher_class, sizes.num_experts, ep, emp, self.cut, traffic=self.traffic)
         travels = ep.size > 1 or emp.size > 1
         self.dispatcher: Dispatcher = over_ranks(self.even) if travels else LocalDispatcher(sizes.num_experts)
         self.sliced_dispatcher = over_ranks(even=False)
@@ -169,7 +174,7 @@ class MoeLayer(nn.Module):
         """The counts on the host, which waits for the device, once for all products. rows: their sum."""
         numbers, ready = self.traffic.device.host_copy(counts_E)
         ready.synchronize()
-        self.traffic.host_waits += 1
+        self.traffic.count_host_wait(READ_SIZES)
         found = tuple(numbers.tolist())
         assert sum(found) == rows, (found, rows)
         return found
@@ -238,7 +243,11 @@ class MoeLayer(nn.Module):
             else:
                 length = len(experts_Tk) // batch
                 kept_Tk = keep_by_probability_over(
-                    *(self.share, length, experts_Tk, valid_by_position, probs_TE),
+                    self.share,
+                    length,
+                    experts_Tk,
+                    valid_by_position,
+                    probs_TE,
                     capacity=capacity,
                     number=slice_number,
                 )

@@ -24,10 +24,10 @@ def cut_plan(
 ) -> tuple[Permutation, tuple[Plan, ...]]:
     """(pairs to rows of the whole message, L · pieces plans in the order in which they travel)."""
     numbers = dispatcher.read(told)
-    parts = [_cut(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
+    parts = [dispatcher.piece(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
     permutation, _ = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
-    permutation = _reorder(permutation, told.counts, [_cut(told.counts, n, pieces) for n in range(pieces)])
-    gathered = [None if told.gathered is None else _cut(told.gathered, n, pieces) for n in range(pieces)]
+    permutation = _reorder(permutation, told.counts, [dispatcher.piece(told.counts, n, pieces) for n in range(pieces)])
+    gathered = [None if told.gathered is None else dispatcher.piece(told.gathered, n, pieces) for n in range(pieces)]
     experts = numbers.shape[2]
     plans = [
         _plan(dispatcher, permutation, part, own, expert)
@@ -35,12 +35,6 @@ def cut_plan(
         for part, own in zip(parts, gathered, strict=True)
     ]
     return permutation, tuple(plans)
-
-
-def _cut(counts: Tensor, piece: int, pieces: int) -> Tensor:
-    """Rows of each count that are in this piece."""
-    share = -torch.div(-counts, pieces, rounding_mode="floor")
-    return (counts - piece * share).clamp(min=0).minimum(share)
 
 
 def _reorder(permutation: Permutation, counts: Tensor, parts: list[Tensor]) -> Permutation:

@@ -27,6 +27,8 @@ from megapar.training.numbers import Numbers
 from megapar.training.state import Progress
 from megapar.training.work import Feed, Work
 
+HEAR = "Stepper._hear"  # where the host waits for a step's norm
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -129,6 +131,7 @@ class Stepper:
     def _hear(self, told: Tensor) -> float:
         """Take what all ranks ask of the run; the global norm. Waits for the device."""
         norm, *votes = self.device.values(told)
+        self.job.observer.host_waited(HEAR)
         self.control.hear(self.guards.hear([round(vote) for vote in votes], self.progress.iteration))
         return norm
 

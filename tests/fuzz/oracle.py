@@ -10,16 +10,15 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from megapar.model.layers import block
 from megapar.moe.layer import MoeLayer
 from megapar.moe.router import Routing
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, RouterSums
+from megapar.training.builder import Builder
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep
@@ -39,8 +38,9 @@ def trace_by_parts(
     replay: Choices | None = None,
 ) -> Trace | None:
     """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
-    with patch.object(block, "MoeLayer", _layer_of(parts)):
-        return trace(rank, world_size, rendezvous, kind, flags, steps, replay)
+    builder = Builder()
+    builder.moe_layer = _layer_of(parts)
+    return trace(rank, world_size, rendezvous, kind, flags, steps, replay, builder=builder)
 
 
 def _layer_of(parts: Parts) -> type[MoeLayer]:

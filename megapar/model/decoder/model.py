@@ -42,6 +42,7 @@ from megapar.model.layers.rotary import rotary_angles
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
 from megapar.model.sizes import DecoderSizes
+from megapar.moe.layer import MoeLayer
 from megapar.moe.router import move_correction_bias
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
@@ -100,7 +101,7 @@ class Decoder(nn.Module):
     names, global shapes and cuts are those of ``decoder_table(sizes)``. cp: how a sequence is shared by ranks, whose
     batches then have their positions only. holding: what of the model this rank has in a pipeline; by default all.
     slicing: layers run slice by slice, as drawn in ``model.layers.ampipe``. recompute: which layers keep only their
-    input; None: none of them. execution: how layers run.
+    input; None: none of them. moe_layer: the class of mixture-of-experts layers. execution: how layers run.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
@@ -119,6 +120,7 @@ class Decoder(nn.Module):
         holding: Holding | None = None,
         slicing: Slicing | None = None,
         recompute: Recompute | None = None,
+        moe_layer: type[MoeLayer] = MoeLayer,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
@@ -143,7 +145,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
-                sizes, layer, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, **options
+                sizes, layer, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, moe_layer=moe_layer, **options
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:

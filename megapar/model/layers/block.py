@@ -60,6 +60,7 @@ class DecoderBlock(nn.Module):
         emp: Axis,
         cp: ContextParallel,
         slicing: Slicing,
+        moe_layer: type[MoeLayer] = MoeLayer,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class DecoderBlock(nn.Module):
         moe = sizes.moe_at(layer)
         if moe is not None:
             shared = _shared(sizes, moe, **options)
-            self.moe = MoeLayer(
+            self.moe = moe_layer(
                 moe,
                 shared=shared,
                 ep=ep,
