@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import Config
-from megapar.config.from_hf import published_folder
 from megapar.config.launched import job_id
-from megapar.config.published import read_config
 from megapar.core.adaptive import Adaptive
 from megapar.core.device.pick import pick
 from megapar.core.parent import end_with_launcher
@@ -27,9 +25,10 @@ from megapar.core.world import World
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
 from megapar.data.kept_tokenizer import keep
-from megapar.data.skipping import Skipping, effective, merged, parse_range
+from megapar.data.skipping import effective, merged, parse_range
 from megapar.errors import MegaparError
 from megapar.training import build, degree, export, failure, innocent, local_saves, opening, report, state
+from megapar.training.builder import Builder
 from megapar.training.checkpoints import Checkpoints
 from megapar.training.companions import make_companions
 from megapar.training.control import StopSignal
@@ -37,15 +36,17 @@ from megapar.training.declared import make_declared
 from megapar.training.evaluate import evaluate
 from megapar.training.going_on import go_on
 from megapar.training.gradients import Gradients
-from megapar.training.guards import make_guards
+from megapar.training.guards import Guards, make_guards
 from megapar.training.identity import RECORD
 from megapar.training.job import check_device, make_job
 from megapar.training.judge import Judge
 from megapar.training.learning_rate import make_learning_rate
 from megapar.training.lineage import NAMES
-from megapar.training.load_hf import load_hf, trained_architecture
+from megapar.training.load_hf import load_hf
+from megapar.training.loggers import PlainTerminal
 from megapar.training.memory import Planned, out_of_memory
-from megapar.training.monitor import Step
+from megapar.training.monitor import Monitor, Step
+from megapar.training.observer import StepObserver
 from megapar.training.record import Record
 from megapar.training.resume import resume
 from megapar.training.said import is_first_to_say
@@ -134,7 +135,8 @@ def train(
         stop_signal.install()
     try:
         trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch)
-        outcome = trainer.run()
+        trainer.start()
+        outcome = trainer.train()
     except torch.OutOfMemoryError as error:
         refusal = out_of_memory(config, device, error, planned)
         watch.close()
@@ -150,7 +152,18 @@ def train(
 
 
 class Trainer:
-    """One run on this rank: everything built, the loop and the step."""
+    """One run on this rank, in three calls: the constructor builds, ``start`` loads and ``train`` runs the loop.
+
+    job: the model with its gradients and optimizer. progress: how far the run is. corpus: what it reads.
+    Made by ``start``, since they depend on where the run begins: loader, stepper, guards, monitor, terminal (None on
+    all ranks but one).
+    """
+
+    loader: Loader
+    stepper: Stepper
+    guards: Guards
+    monitor: Monitor
+    terminal: PlainTerminal | None
 
     def __init__(
         self,
@@ -161,14 +174,21 @@ class Trainer:
         *,
         keep_records: bool = False,
         watch: Watchdog | None = None,
+        observer: StepObserver | None = None,
+        builder: Builder | None = None,
     ) -> None:
+        """Build everything that does not depend on where the run begins.
+
+        observer: sees every step. builder: makes the parts that a run may replace, by default the usual ones.
+        """
         self.config = config
         self.world = world
         self.watch = watch or make_watch(config)
         meet(self.watch, world)
         self.data = world.axis("data")
         self.corpus = corpus
-        self.job = make_job(config, world)
+        self.builder = builder or Builder()
+        self.job = make_job(config, world, self.builder, observer)
         self.objective = build.make_objective(config)
         self.learning_rate = make_learning_rate(config)
         self.loss_scale = build.make_loss_scale(config, world.device)
@@ -181,54 +201,90 @@ class Trainer:
         self.local_saves = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
         self.numbers = build.make_numbers(config)
-        with self.watch.section("load"):
-            loaded = self._load()
-        self._identity, self.corpus, told = go_on(
-            config, world, corpus, loaded, self.checkpoints.resumed_from, self._skipped
-        )
-        self._notes += told
-        if config.checkpoint.save and world.rank == 0:
-            self._notes += keep(self.corpus.tokenizer, Path(config.checkpoint.save))
-        self.collate = build.make_collate(config, world, self.corpus)
-        self.loader = self._make_loader()
-        feed = Feed(config, self.job)
-        self._degree = degree.slice_model(config, self.job, self.objective, self.loader, self.progress)
-        self.world.sent_bytes.clear()  # what start-up sent belongs to no step
-        self.terminal = report.make_terminal(config, world.rank, self.progress.iteration)
-        self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, self.progress.iteration)
-        gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
-        self.guards = make_guards(
-            *(config, self.job, gradients, self.loader, self._say), Start.after(loaded), self.local_saves
-        )
-        self.guards.witness.others = self.checkpoints.lineage.others
-        self.stepper = Stepper(
-            *(config, self.job, feed, self.progress, self.learning_rate, gradients),
-            self._make_judge(gradients),
-            *(self.numbers, self.guards, self.control, self._before_update),
-        )
         self._stragglers = Stragglers(config.reliability.straggler_factor)
         self._records: list[Record] | None = [] if keep_records else None
         self._evaluation: dict[str, float] | None = None
 
-    def _make_loader(self) -> Loader:
-        return Loader(
-            Skipping(self.corpus.train, self._skipped) if self._skipped else self.corpus.train,
-            self.collate,
-            micro_batch_size=self.config.training.micro_batch_size,
-            data_rank=self.data.rank,
-            data_ranks=self.data.size,
+    def start(self) -> None:
+        """Load what the run continues from and prepare its first step. Call it once, on every rank.
+
+        Chooses here what needs the finished model, such as a measured degree of slicing.
+        """
+        loaded = self.load()
+        self._go_on(loaded)
+        self.collate = self.builder.collate(self.config, self.world, self.corpus)
+        self.loader = build.make_loader(self.config, self.corpus, self.collate, self.data, self._skipped)
+        self._degree = degree.slice_model(self.config, self.job, self.objective, self.loader, self.progress)
+        self.world.sent_bytes.clear()  # what was sent until here belongs to no step
+        self._make_stepper(loaded)
+
+    def load(self) -> state.Loaded | None:
+        """Fill the model, and the optimizer, from a checkpoint or published weights; None: with initial values.
+
+        Sets ``progress`` to where the checkpoint was taken. Raises CheckpointError.
+        """
+        with self.watch.section("load"):
+            return self._load()
+
+    def _go_on(self, loaded: state.Loaded | None) -> None:
+        """Find out whether a loaded run is this run, and with which data it continues."""
+        config, world = self.config, self.world
+        self._identity, self.corpus, told = go_on(
+            config, world, self.corpus, loaded, self.checkpoints.resumed_from, self._skipped
+        )
+        self._notes += told
+        if config.checkpoint.save and world.rank == 0:
+            self._notes += keep(self.corpus.tokenizer, Path(config.checkpoint.save))
+
+    def _make_stepper(self, loaded: state.Loaded | None) -> None:
+        """Make what takes, judges, checks and reports the steps."""
+        config, iteration = self.config, self.progress.iteration
+        self.terminal = report.make_terminal(config, self.world.rank, iteration)
+        self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, iteration)
+        gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
+        self.guards = make_guards(
+            config=config,
+            job=self.job,
+            gradients=gradients,
+            loader=self.loader,
+            say=self._say,
+            start=Start.after(loaded),
+            local_saves=self.local_saves,
+        )
+        self.guards.witness.others = self.checkpoints.lineage.others
+        self.stepper = Stepper(
+            config=config,
+            job=self.job,
+            feed=Feed(config, self.job, self.builder.denominators),
+            progress=self.progress,
+            learning_rate=self.learning_rate,
+            gradients=gradients,
+            judge=self._make_judge(gradients),
+            numbers=self.numbers,
+            guards=self.guards,
+            control=self.control,
+            before_update=self._before_update,
         )
 
     def _make_judge(self, gradients: Gradients) -> Judge:
         return Judge(
-            *(self.config, self.job, self.progress, gradients, self.loss_scale, self.numbers, self._skipped),
-            self.monitor.mean_loss,
+            config=self.config,
+            job=self.job,
+            progress=self.progress,
+            gradients=gradients,
+            loss_scale=self.loss_scale,
+            numbers=self.numbers,
+            skipped=self._skipped,
+            mean_loss=self.monitor.mean_loss,
         )
 
     # The loop
 
-    def run(self) -> Outcome:
-        """Train to ``--train-iters`` or until asked to stop, evaluating and saving on the way and at the end."""
+    def train(self) -> Outcome:
+        """Train to ``--train-iters`` or until asked to stop, evaluating and saving on the way and at the end.
+
+        After ``start``.
+        """
         self._greet()
         companions = make_companions(self.config, self.job, self.watch)
         try:
@@ -263,7 +319,7 @@ class Trainer:
     def _after_step(self) -> None:
         """Adapt, evaluate, log and save, each where it is due."""
         training, iteration = self.config.training, self.progress.iteration
-        self._adapt()
+        self.adapt()
         self.control.stepped(iteration)
         last = iteration == training.train_iters
         self.checkpoints.look()
@@ -289,7 +345,7 @@ class Trainer:
             self.local_saves.remove()
         self.job.sharding.wait()
         done = self.progress.iteration >= self.config.training.train_iters  # asked to stop or not
-        return self._export() if done else None
+        return export.export(self.config, self.job, self.corpus.tokenizer) if done else None
 
     def _flush(self) -> None:
         self.stepper.settle()
@@ -340,8 +396,11 @@ class Trainer:
     def _votes(self) -> Sequence[int | Tensor]:
         return *self.guards.votes(), *self.control.votes()
 
-    def _adapt(self) -> None:
-        """After the steps that measure: choose what is recomputed from now on, and say so."""
+    def adapt(self) -> None:
+        """Choose which layers are recomputed from the next step on. Call after every step; only the first ones count.
+
+        The choice is made from what these steps measured, and reported.
+        """
         recompute = self.job.model.recompute
         if recompute is not None and isinstance(recompute.choice, Adaptive):
             peak, world = self.world.device.peak_memory_bytes(), self.world.axis("world")
@@ -352,33 +411,26 @@ class Trainer:
     # Around the step
 
     def _evaluate(self) -> dict[str, float]:
-        training, heldout = self.config.training, self.corpus.heldout
+        heldout = self.corpus.heldout
         assert heldout is not None  # a rule row: who evaluates holds something out
         self.stepper.settle()
         with self.world.meter.paused():
             self.job.sharding.wait()
         section = self.watch.section("evaluation", f"after step {self.progress.iteration}")
         with self.world.uncounted(), self.monitor.paused(), section:
-            self._evaluation = evaluate(
-                self.job.model,
-                heldout,
-                self.collate,
-                self.objective,
-                num_samples=min(len(heldout), training.eval_iters * training.global_batch_size),
-                micro_batch_size=training.micro_batch_size,
-                data=self.data,
-                device=self.world.device.torch_device,
-                pp=self.world.axis("pp"),
-                cp=self.world.axis("cp"),
-                forward=None if self.job.pipeline is None else self.job.pipeline.evaluate,
-            )
+            self._evaluation = evaluate(self.config, self.job, heldout, self.collate, self.objective)
         return self._evaluation
 
     def _load(self) -> state.Loaded | None:
         checkpoint = self.config.checkpoint
         loaded = resume(
-            *(self.config, self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale),
-            *(self.checkpoints, self.local_saves),
+            config=self.config,
+            job=self.job,
+            progress=self.progress,
+            schedule=self.learning_rate.to_dict(),
+            loss_scale=self.loss_scale,
+            checkpoints=self.checkpoints,
+            local_saves=self.local_saves,
         )
         self._notes += tuple(self.checkpoints.notes)
         if loaded is None:
@@ -409,17 +461,6 @@ class Trainer:
         scalars[NAMES] = self.checkpoints.lineage.told
         scalars["drops_tokens"] = self.job.sizes.drops_tokens
         return scalars
-
-    def _export(self) -> Path | None:
-        if not self.config.checkpoint.save_hf:
-            return None
-        folder = Path(self.config.checkpoint.save_hf)
-        started_from = published_folder(self.config.checkpoint.load_hf, self.config.checkpoint.load)
-        architecture = trained_architecture(Path(started_from)) if started_from else None
-        published = read_config(started_from) if started_from else {}
-        dtype = build.compute_dtype(self.config, self.world.device)
-        export.save_hf(folder, self.job, self.corpus.tokenizer, dtype, architecture, published)
-        return folder
 
     # What people see; one rank speaks
 

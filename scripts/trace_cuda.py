@@ -30,7 +30,7 @@ from megapar.arguments import parse
 from megapar.core.device import ops
 from megapar.tools.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.pretend import pretend
-from megapar.tools.tally import Sums, Tally, asked, caller
+from megapar.tools.tally import Sums, Tally, WaitTally, caller
 from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 from scripts.trace_table import counted
@@ -81,8 +81,7 @@ class Tracer:
                 counted(self.calls, "cuda"),
             ):
                 stack.enter_context(context)
-            stack.enter_context(asked(watch))
-            trainer = stack.enter_context(pretend(config, run.world - 1, watch, self._device))
+            trainer = stack.enter_context(pretend(config, run.world - 1, watch, self._device, WaitTally(watch)))
             trainer.step()
             watch.sums = Sums()
             trainer.step()

@@ -32,6 +32,8 @@ class Steps:
         self._world = World.start(first.grid, pick("cpu"), timedelta(minutes=10), rendezvous)
         corpus = build.make_corpus(first)
         self._trainers = {name: Trainer(config, self._world, corpus) for name, config in configs.items()}
+        for trainer in self._trainers.values():
+            trainer.start()
 
     def __call__(self, request: str) -> Figures:
         """Seconds of a step, of them those that the rank waited on each axis, and the norm of the gradient."""

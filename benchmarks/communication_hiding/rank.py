@@ -28,10 +28,9 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.exchange import AllToAll, Exchange
+from megapar.core.execution import Execution
 from megapar.core.memory import MemoryTracker
 from megapar.core.meter import WaitMeter
-from megapar.core.overlap import Overlap
-from megapar.core.tensor_parallel import hide_communication
 from megapar.core.tickets import start, wait
 from megapar.core.traffic import InFlight, Traffic
 from megapar.model.decoder.model import Decoder
@@ -139,7 +138,7 @@ class Steps:
             ep=self.ep,
             emp=Axis.single("emp"),
             sequence_parallel=mp.size > 1,
-            traffic=self.diary,
+            execution=Execution(traffic=self.diary),
             slicing=replace(WAYS[way], overlap_mp=mp.size > 1),
             dtype=self.dtype,
             device="meta" if weights is not None else self.device.torch_device,
@@ -151,7 +150,6 @@ class Steps:
                 nn.init.normal_(parameter.data, std=0.02)
             for bias in model.correction_biases():
                 bias.zero_()
-        hide_communication(model, Overlap(), self.diary)
         for block in model.layers.values():
             self.diary.watch(block.attention.proj, "forward", "attention")
             self.diary.watch(block.moe.experts, "compute", "experts")  # type: ignore[union-attr,arg-type]

@@ -54,6 +54,7 @@ def main() -> None:
     config = parse("moe", [*FLAGS, *ALWAYS, "--replica-check-interval", "0"], {})
     world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
     trainer = Trainer(config, world, build.make_corpus(config))
+    trainer.start()
     for _ in range(3):
         step_seconds(trainer)
         check_seconds(trainer)

@@ -50,6 +50,7 @@ def make(world: World, guard: dict[str, str]) -> Trainer:
     flags = [text for pair in {**OFF, **guard}.items() for text in pair]
     config = parse("moe", [*FLAGS, *flags], {})
     trainer = Trainer(config, world, build.make_corpus(config))
+    trainer.start()
     print(f"{' '.join(flags)}:")
     steps(trainer, WARM_UP)  # says what the guard covers
     return trainer

@@ -47,6 +47,7 @@ def main() -> None:
         config = configure(*request.split())
         gc.collect()
         trainer = Trainer(config, world, build.make_corpus(config))
+        trainer.start()
         held = _Held(device)
         for step in range(options.steps):
             trainer.monitor.add(trainer.step())

@@ -86,6 +86,7 @@ def main() -> None:
     config = parse("moe", [*FLAGS, "--train-iters", "1000000"], {})
     world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
     trainer = Trainer(config, world, build.make_corpus(config))
+    trainer.start()
     watchdog = trainer.watch
     watchdog.start()
     steps(trainer, options.steps, watchdog)

@@ -20,7 +20,9 @@ def make_trainer(config: Config, rendezvous: str | None) -> Trainer:
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     if hasattr(device, "prepare_process"):
         device.prepare_process()
-    return Trainer(config, World.start(config.grid, device, build.timeout(config), rendezvous), corpus)
+    trainer = Trainer(config, World.start(config.grid, device, build.timeout(config), rendezvous), corpus)
+    trainer.start()
+    return trainer
 
 
 def timed(trainer: Trainer) -> Callable[[str], Figures]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,10 +129,3 @@ def _mark(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
             for dim in range(_counts(x, leading)):
                 if x.shape[dim] > 1:
                     torch._dynamo.maybe_mark_dynamic(x, dim)
-
-
-def run_functions(model: nn.Module, run: Run) -> None:
-    """Let the layers of ``model`` run their pure functions so from now on."""
-    for module in model.modules():
-        if hasattr(module, "run"):
-            module.run = run  # type: ignore[assignment]

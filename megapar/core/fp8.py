@@ -22,7 +22,10 @@ def torchao_lacks() -> str:
 
 
 class Fp8Linear:
-    """x [.., I] @ w [O, I]^T + b [O] in fp8. emulated: the same roundings, computed in fp32 on any device."""
+    """x [.., I] @ w [O, I]^T + b [O] in fp8, for all layers except experts, router, embeddings and heads.
+
+    emulated: the same roundings, computed in fp32 on any device.
+    """
 
     def __init__(self, *, emulated: bool = False) -> None:
         from torchao.float8.config import Float8LinearConfig
@@ -51,10 +54,3 @@ def odd_widths(model: nn.Module) -> list[str]:
             if torch.Size(rows).numel() % MULTIPLE or columns % MULTIPLE:
                 found.append(f"{name} {list(module.weight.shape)}")
     return found
-
-
-def use_fp8(model: nn.Module, product: Fp8Linear) -> None:
-    """Let the linear layers of ``model`` multiply so from now on; not the experts, the router, embeddings and heads."""
-    for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear):
-            module.fp8 = product

@@ -111,7 +111,12 @@ class OffloadedOptimizer:
         numbers = self._numbers
         master, first, second = self._views(number)[1]
         adamw(
-            *([master], [part.grad], [first], [second], [], [step]),
+            params=[master],
+            grads=[part.grad],
+            exp_avgs=[first],
+            exp_avg_sqs=[second],
+            max_exp_avg_sqs=[],
+            state_steps=[step],
             fused=True,
             amsgrad=False,
             beta1=numbers.betas[0],

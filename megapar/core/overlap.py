@@ -77,6 +77,27 @@ class Overlap:
         length = max(1, -(-rows // count))
         return [slice(start, min(start + length, rows)) for start in range(0, rows, length)] or [slice(0, 0)]
 
+    def multiply(self, x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out [.., p, O] = x [.., p, I] @ right [I, O] (+ bias [O]), by few and large products.
+
+        Of the leading dims those that are contiguous to each other in both become rows. Where products are batched, one
+        of the remaining dims goes into the product, the longest; there is one product for every index of the others.
+        """
+        x, out = _joined(x, out)
+        if x.dim() == 2:
+            _product(x, right, bias, out)
+            return
+        if x.dim() == 3 and self.batched:
+            right_kIO = right.expand(x.shape[0], -1, -1)
+            if bias is None:
+                torch.bmm(x, right_kIO, out=out)
+            else:
+                torch.baddbmm(bias.expand_as(out), x, right_kIO, out=out)
+            return
+        along = min(range(x.dim() - 2), key=lambda dim: int(x.shape[dim])) if self.batched else 0
+        for x_one, out_one in zip(x.unbind(along), out.unbind(along), strict=True):
+            self.multiply(x_one, right, bias, out_one)
+
 
 class Road(NamedTuple):
     """How a layer communicates: over which axis, how finely cut, and who counts.
@@ -143,10 +164,10 @@ class GatheredColumn(torch.autograd.Function):
         flights = _gather(x, road, road.overlap)
         y = x.new_empty((x.shape[0], road.mp.size * x.shape[1], weight.shape[0]))
         y_MBsO, right = y.unflatten(1, (road.mp.size, -1)).transpose(0, 1), weight.t()
-        _multiply(x, right, bias, y_MBsO[road.mp.rank], road.overlap)
+        road.overlap.multiply(x, right, bias, y_MBsO[road.mp.rank])
         for rows, x_MBpI in _landings(flights, road):
             for others in _others(road.mp):
-                _multiply(x_MBpI[others], right, bias, y_MBsO[others, :, rows], road.overlap)
+                road.overlap.multiply(x_MBpI[others], right, bias, y_MBsO[others, :, rows])
         return y
 
     @staticmethod
@@ -183,7 +204,7 @@ class ArrivedColumn(torch.autograd.Function):
         size = road.mp.size
         y, right = x.new_empty((x.shape[0], size * x.shape[1], weight.shape[0])), weight.t()
         y_MBsO = y.unflatten(1, (size, -1)).transpose(0, 1)
-        _multiply(gathered.unflatten(0, (size, -1)), right, bias, y_MBsO, road.overlap)
+        road.overlap.multiply(gathered.unflatten(0, (size, -1)), right, bias, y_MBsO)
         return y
 
     @staticmethod
@@ -221,7 +242,7 @@ class ScatteredRow(torch.autograd.Function):
         for rows in road.overlap.cut(y.shape[1], batch * y.shape[2] * y.element_size(), size * batch):
             x_MBpI = x_MBsI[:, :, rows]
             y_MBpO = y.new_empty((*x_MBpI.shape[:3], y.shape[2]))
-            _multiply(x_MBpI, right, None, y_MBpO, road.overlap)
+            road.overlap.multiply(x_MBpI, right, None, y_MBpO)
             # Rows of one sample lie together and can land where they belong.
             into = y[:, rows] if batch == 1 else None
             flights.append((rows, road.launch(ReduceScatter(road.mp, into), y_MBpO.flatten(0, 1))))
@@ -244,7 +265,7 @@ class ScatteredRow(torch.autograd.Function):
         if needs_dx:
             dx = x.new_empty(x.shape)
             dx_MBsI = dx.unflatten(1, (mp.size, -1)).transpose(0, 1)
-            _multiply(dy, weight, None, dx_MBsI[mp.rank], road.overlap)
+            road.overlap.multiply(dy, weight, None, dx_MBsI[mp.rank])
         if needs_dw and road.later is None:  # under the gathers
             dw = _own_product(dy, x_BMsI, mp)
         pieces = []
@@ -252,7 +273,7 @@ class ScatteredRow(torch.autograd.Function):
             pieces.append(dy_MBpO)
             if dx is not None:
                 for others in _others(mp):
-                    _multiply(dy_MBpO[others], weight, None, dx_MBsI[others, :, rows], road.overlap)
+                    road.overlap.multiply(dy_MBpO[others], weight, None, dx_MBsI[others, :, rows])
         if needs_dw:
             dw = road.weight_gradient(lambda own=dw: _whole_product(own, dy, pieces, x_BMsI, mp))
         return dx, dw, _bias_gradient(dy, ctx), None
@@ -319,7 +340,7 @@ class ReducedRow(torch.autograd.Function):
 def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, road: Road) -> Tensor:
     """dx [M, B, s, I] of all ranks' rows; x: this rank's."""
     dx_MBsI = dy.new_empty((road.mp.size, *x.shape))
-    _multiply(dy.unflatten(1, (road.mp.size, -1)).transpose(0, 1), weight, None, dx_MBsI, road.overlap)
+    road.overlap.multiply(dy.unflatten(1, (road.mp.size, -1)).transpose(0, 1), weight, None, dx_MBsI)
     return dx_MBsI
 
 
@@ -401,28 +422,6 @@ def _multiply_and_sum(x: Tensor, right: Tensor, road: Road) -> tuple[Tensor, lis
         torch.mm(x[rows], right, out=y[rows])
         flights.append(road.launch(Reduce(road.mp, in_place=True), y[rows]))
     return y, flights
-
-
-def _multiply(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, overlap: Overlap) -> None:
-    """out [.., p, O] = x [.., p, I] @ right [I, O] (+ bias [O]), by few and large products.
-
-    Of the leading dims those that lie behind one another in both become rows. Where products are batched, one dim that
-    is left goes into the product, the longest; there is one for every index of the others.
-    """
-    x, out = _joined(x, out)
-    if x.dim() == 2:
-        _product(x, right, bias, out)
-        return
-    if x.dim() == 3 and overlap.batched:
-        right_kIO = right.expand(x.shape[0], -1, -1)
-        if bias is None:
-            torch.bmm(x, right_kIO, out=out)
-        else:
-            torch.baddbmm(bias.expand_as(out), x, right_kIO, out=out)
-        return
-    along = min(range(x.dim() - 2), key=lambda dim: int(x.shape[dim])) if overlap.batched else 0
-    for x_one, out_one in zip(x.unbind(along), out.unbind(along), strict=True):
-        _multiply(x_one, right, bias, out_one, overlap)
 
 
 def _product(x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:

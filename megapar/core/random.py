@@ -66,7 +66,7 @@ class Streams:
 
 def _generator(device: torch.device) -> torch.Generator:
     """The one that operators of the device draw from by default."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):  # tensors without values draw nothing
         return torch.default_generator
     generators = torch.get_device_module(device).default_generators
     generator: torch.Generator = generators[device.index or 0]

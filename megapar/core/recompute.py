@@ -49,6 +49,7 @@ class Recompute:
     choice: which of them. traffic: what they launch. sent_bytes: the world's account; what is sent again is not
     counted. keeper: how units keep their inputs; None: as they are.
     measure: is told of every unit, while it wants to, what it would keep if it were not recomputed.
+    around: called in the forward of every unit; returns the context in which the unit will run again.
     """
 
     def __init__(
@@ -58,19 +59,20 @@ class Recompute:
         sent_bytes: CommBytes,
         keeper: Keeper | None = None,
         measure: Measure | None = None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.choice = choice
         self.keeper = keeper
         self.measure = measure
-        self._traffic, self._sent_bytes = traffic, sent_bytes
+        self._traffic, self._sent_bytes, self._around = traffic, sent_bytes, around
 
     def begin(self) -> Forward:
         """One forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
     def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
-        """Return what surrounds a unit that is computed again. note: called with the bytes that it then keeps."""
-        return _Again(self._traffic, self._sent_bytes, replay, note)
+        """Return the context in which a unit that now runs forward will run again. note: gets the bytes it keeps."""
+        return _Again(self._traffic, self._sent_bytes, replay, note, self._around())
 
 
 class Forward:
@@ -123,13 +125,20 @@ class _Again:
     """
 
     def __init__(
-        self, traffic: Traffic, sent_bytes: CommBytes, replay: Replay, note: Callable[[int], None] | None
+        self,
+        traffic: Traffic,
+        sent_bytes: CommBytes,
+        replay: Replay,
+        note: Callable[[int], None] | None,
+        around: AbstractContextManager[object],
     ) -> None:
         self._traffic, self._sent_bytes, self._replay, self._note = traffic, sent_bytes, replay, note
+        self._around = around
         self._tracker = None if note is None else MemoryTracker()
 
     def __enter__(self) -> None:
         with ExitStack() as entered:
+            entered.enter_context(self._around)
             if self._tracker is not None:
                 entered.enter_context(self._tracker)
             entered.callback(self._traffic.land_since, self._traffic.mark())

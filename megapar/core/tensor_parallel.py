@@ -11,7 +11,7 @@ N rows (tokens). A letter is the global size; /mp marks the cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -23,25 +23,32 @@ from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.collectives import all_gather, all_reduce_, reduce, reduce_scatter
 from megapar.core.exchange import AllGather, Reduce, ReduceScatter
-from megapar.core.overlap import ArrivedColumn, CopiedColumn, GatheredColumn, Overlap, ReducedRow, Road, ScatteredRow
+from megapar.core.execution import DEFAULT, Execution
+from megapar.core.overlap import ArrivedColumn, CopiedColumn, GatheredColumn, ReducedRow, Road, ScatteredRow
 from megapar.core.replay import Replay
 from megapar.core.tickets import Ticket, copy_gradient, start, wait
 from megapar.core.traffic import Traffic
-from megapar.core.weight_gradients import WeightGradients, linear
+from megapar.core.weight_gradients import linear
 from megapar.core.wide_sum import wide_use
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired, Unpack
 
 SEQUENCE_DIM = 1
 
 
 class LayerOptions(TypedDict):
-    """What every layer that is cut over mp takes: the axis, whether sequences are cut over it, and of its parameters
-    the dtype and the device.
+    """Arguments of every layer that is cut over mp.
+
+    mp: the axis. sequence_parallel: activations outside the layers are cut over it too. dtype, device: of the
+    parameters. execution: how the layer runs; by default plainly.
     """
 
     mp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device | str | None
+    execution: NotRequired[Execution]
 
 
 def local(weight: Tensor) -> Tensor:
@@ -121,6 +128,7 @@ class ColumnLinear(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | str | None,
+        execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
         self.mp, self.sequence_parallel = mp, sequence_parallel
@@ -128,10 +136,8 @@ class ColumnLinear(nn.Module):
         self.weight = parameter((*self.out_dims, in_features), dtype, device)
         self.bias = parameter(self.out_dims, dtype, device) if bias else None
         self.product = GatheredColumn if sequence_parallel else CopiedColumn
-        self.overlap = Overlap()
-        self.traffic = Traffic()
-        self.weight_gradients: WeightGradients | None = None
-        self.fp8: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # the product, where it is in fp8
+        self.overlap, self.traffic = execution.overlap, execution.traffic or Traffic()
+        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
@@ -190,16 +196,15 @@ class RowLinear(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device | str | None,
+        execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
         self.mp, self.sequence_parallel = mp, sequence_parallel
         self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
         self.bias = parameter((out_features,), dtype, device) if bias else None
         self.product = ScatteredRow if sequence_parallel else ReducedRow
-        self.overlap = Overlap()
-        self.traffic = Traffic()
-        self.weight_gradients: WeightGradients | None = None
-        self.fp8: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None  # the product, where it is in fp8
+        self.overlap, self.traffic = execution.overlap, execution.traffic or Traffic()
+        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
         """[B, S, I/mp] to [B, S(/mp), O]; closing: the recomputed unit whose output needs this and nothing else."""
@@ -231,23 +236,6 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + local(self.bias)
 
 
-def hide_communication(model: nn.Module, overlap: Overlap, traffic: Traffic) -> None:
-    """How the linear layers of ``model`` communicate from now on.
-
-    overlap: how finely what hides under products is cut, or that nothing is to hide. traffic: counts what is launched.
-    """
-    for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear):
-            module.overlap, module.traffic = overlap, traffic
-
-
-def split_weight_gradients(model: nn.Module, weight_gradients: WeightGradients) -> None:
-    """Let the weights' part of the backward of the layers of ``model`` run apart, when ``weight_gradients`` says so."""
-    for module in model.modules():
-        if hasattr(module, "weight_gradients"):
-            module.weight_gradients = weight_gradients  # type: ignore[assignment]
-
-
 class VocabularyEmbedding(nn.Module):
     """An embedding whose rows are cut over mp in chunks of ceil(V / mp), the last ones shorter.
 
@@ -256,20 +244,11 @@ class VocabularyEmbedding(nn.Module):
     wgrad:   dx [B, S, H] (all-gather of [B, S/mp, H]) is added to the rows that this rank holds: dw [V/mp, H].
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        mp: Axis,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
-        self.mp, self.sequence_parallel = mp, sequence_parallel
-        self.start, rows = vocabulary_range(vocab_size, mp)
-        self.weight = parameter((rows, hidden_size), dtype, device)
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.start, rows = vocabulary_range(vocab_size, self.mp)
+        self.weight = parameter((rows, hidden_size), options["dtype"], options["device"])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, S] int64 to [B, S(/mp), H]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ class Traffic:
     """Launches the exchanges of one model, keeps them while they are in flight, and waits for them.
 
     launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
+    on_host_wait: called after each of these waits with the name of the function that waited.
     meter: the time that waits for collectives took. device: launches them. chained: names of axes whose collectives
     never use the link at the same time: each is launched after those in flight on the others.
     """
@@ -28,12 +30,14 @@ class Traffic:
         meter: WaitMeter | None = None,
         device: Device | None = None,
         chained: frozenset[str] = frozenset(),
+        on_host_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.chained = chained
         self.launched: Counter[str] = Counter()
         self.host_waits = 0
         self.meter = WaitMeter() if meter is None else meter
         self.device = Device() if device is None else device
+        self._on_host_wait = on_host_wait
         self._streams: dict[str, Stream] = {}
         # The objects themselves: a lost ticket must not free buffers that a collective still writes to.
         self._open: dict[int, InFlight] = {}
@@ -47,6 +51,12 @@ class Traffic:
         """Call where nothing may be in flight, such as the end of a step. Raises DistributedError naming what is."""
         if self._open:
             raise DistributedError(f"launched and never waited for: {', '.join(self.in_flight)}")
+
+    def count_host_wait(self, where: str) -> None:
+        """Count one wait of the host for numbers of the device. where: the function that waited."""
+        self.host_waits += 1
+        if self._on_host_wait is not None:
+            self._on_host_wait(where)
 
     def mark(self) -> tuple[InFlight, ...]:
         """Return what is in flight now, for ``land_since``."""

@@ -41,6 +41,7 @@ from megapar.moe.message import pack, unpack
 from megapar.moe.stats import count_pairs
 
 PendingRows = tuple[Tensor, Ticket]  # what ``start`` returns: the token that autograd sees, and the ticket to wait with
+READ = "TokenDispatcher.read"  # where the host waits for counts
 
 
 class DispatchPlan(NamedTuple):
@@ -150,7 +151,7 @@ class TokenDispatcher:
     def read(self, row_counts: RowCounts) -> Tensor:
         """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The only wait of the host."""
         row_counts.ready.synchronize()
-        self.traffic.host_waits += 1
+        self.traffic.count_host_wait(READ)
         return row_counts.numbers.view(-1, *row_counts.counts.shape)
 
     def uneven_plan(
@@ -167,6 +168,11 @@ class TokenDispatcher:
         arriving = numbers[2:].sum((0, 1)) if totals else numbers[1].sum(0)
         sizes = tuple(arriving.tolist())
         return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes)
+
+    def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
+        """Rows of each count that are in piece ``number`` of ``pieces``: ceil(count / pieces), the last ones fewer."""
+        share = -torch.div(-counts, pieces, rounding_mode="floor")
+        return (counts - number * share).clamp(min=0).minimum(share)
 
     def dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         """Send every kept pair's token and weight to its expert, and wait: the result of ``wait_dispatch``."""

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, counted, plain
+from megapar.core.compiled import counted
 from megapar.core.device.ops import op
+from megapar.core.execution import DEFAULT, Execution
 from megapar.core.selective import forget
 from megapar.core.tensor_parallel import local
-from megapar.core.weight_gradients import Later, WeightGradients, linear
+from megapar.core.weight_gradients import Later, linear
 from megapar.core.wide_sum import WideSum
 from megapar.moe.grouped import grouped_linear
 
@@ -59,13 +60,14 @@ class Experts(nn.Module):
         adds_down_bias: bool = True,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
         self.gated = gated
         self.has_bias = add_bias
-        self.selective = False
         self.adds_down_bias = adds_down_bias
-        self.run: Run = plain
+        self.run, self.selective = execution.run, execution.selective
+        self.weight_gradients = execution.weight_gradients
 
         def create(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
@@ -76,7 +78,6 @@ class Experts(nn.Module):
         self.down = create(hidden_size, ffn_hidden_size)
         self.register_parameter(f"{self.up_name}_bias", create(*up) if add_bias else None)
         self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
-        self.weight_gradients: WeightGradients | None = None
 
     def forward(self, function: Callable[..., T], *entering: Any) -> T:
         """``function(self, *entering)``: everything that a passage computes with these experts, in one call.

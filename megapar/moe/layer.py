@@ -7,12 +7,14 @@ Under sequence parallelism S is the sequence divided by mp.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.share import Share
+from megapar.core.execution import DEFAULT, Execution
 from megapar.core.replay import Replay, once
 from megapar.core.tensor_parallel import piece_shape
 from megapar.core.traffic import Traffic
@@ -26,6 +28,8 @@ from megapar.moe.router import Router
 from megapar.moe.sliced import Passage
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
+
+READ_SIZES = "MoeLayer.read_sizes"  # where the host waits for the rows of experts
 
 
 class MoeLayer(nn.Module):
@@ -55,9 +59,14 @@ class MoeLayer(nn.Module):
         router, experts: its modules.
         shared: the shared experts; None where there are none.
         traffic: launches the exchanges, and counts the waits of the host.
+        dispatcher_class, routing_class: the classes that the layer makes its dispatcher and its passages' routing from;
+            subclasses of the layer may replace them.
         dispatcher: brings tokens to their experts and back, with even splits where capacities allow it.
         slicing: how a ``passage`` divides the sequence.
     """
+
+    dispatcher_class: ClassVar[type[TokenDispatcher]] = TokenDispatcher
+    routing_class: ClassVar[type[MicroBatchRouting]] = MicroBatchRouting
 
     def __init__(
         self,
@@ -69,10 +78,10 @@ class MoeLayer(nn.Module):
         mp: Axis | None = None,
         sequence_parallel: bool = False,
         share: Share | None = None,
-        traffic: Traffic | None = None,
         slicing: Slicing | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        execution: Execution = DEFAULT,
     ) -> None:
         """Create the layer with uninitialised parameters.
 
@@ -81,8 +90,8 @@ class MoeLayer(nn.Module):
         ep: each rank has a contiguous chunk of the experts. emp: each expert's features are sharded over it; all of
         mp, or one rank. Without an argument an axis has one rank.
         sequence_parallel: each mp rank has a contiguous chunk of the positions. share: all ranks that have positions of
-        one micro-batch, those of cp too; by default as sequence_parallel says. traffic: launches all exchanges of the
-        layer. slicing: how ``passage`` divides the sequence.
+        one micro-batch, those of cp too; by default as sequence_parallel says. slicing: how ``passage`` divides the
+        sequence. execution: how the layer runs; its traffic launches all exchanges of the layer.
         Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
         """
         super().__init__()
@@ -94,15 +103,15 @@ class MoeLayer(nn.Module):
         self.share = share or Share(mp=mp if self.sequence_sharded else Axis.single("mp"))
         self.shares_batch = self.share.size > 1
         self.local_capacity = not self.shares_batch or sizes.capacity_scope == "rank"
-        self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size)
-        self.experts = _own_experts(sizes, ep, emp, dtype, device)
+        self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size, run=execution.run)
+        self.experts = _own_experts(sizes, ep, emp, dtype, device, execution)
         self.shared = shared
-        self.traffic = traffic or Traffic()
+        self.traffic = execution.traffic or Traffic()
         widths = sizes.hidden_size, self.experts.down.shape[2]
         self._needs_host_sizes = bool(self.traffic.device.grouped_lacks(dtype, widths))
         travels = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
         even_splits = sizes.has_capacity and self.local_capacity and travels
-        self.dispatcher = TokenDispatcher(
+        self.dispatcher = self.dispatcher_class(
             sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, traffic=self.traffic
         )
         self.slicing = slicing or Slicing()
@@ -172,7 +181,7 @@ class MoeLayer(nn.Module):
         closing: Replay | None,
     ) -> Passage:
         local_capacity = self.local_capacity
-        routing = MicroBatchRouting(
+        routing = self.routing_class(
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
         return Passage(self, routing, dispatcher, slicing, replay, closing)
@@ -203,7 +212,7 @@ class MoeLayer(nn.Module):
         """The counts on the host, which waits for the device, once for all products. rows: their sum."""
         numbers, ready = self.traffic.device.host_copy(counts_E)
         ready.synchronize()
-        self.traffic.host_waits += 1
+        self.traffic.count_host_wait(READ_SIZES)
         found = tuple(numbers.tolist())
         assert sum(found) == rows, (found, rows)
         return found
@@ -228,7 +237,12 @@ def _check_shared(sizes: MoeSizes, shared: nn.Module | None) -> None:
 
 
 def _own_experts(
-    sizes: MoeSizes, ep: Axis, emp: Axis, dtype: torch.dtype, device: torch.device | str | None
+    sizes: MoeSizes,
+    ep: Axis,
+    emp: Axis,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    execution: Execution,
 ) -> Experts:
     """This rank's piece of the experts: some of them over ep, some of their features over emp."""
     return Experts(
@@ -240,6 +254,7 @@ def _own_experts(
         adds_down_bias=emp.rank == 0,
         dtype=dtype,
         device=device,
+        execution=execution,
     )
 
 

@@ -24,22 +24,19 @@ def piece_plans(
 ) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
     """(pairs to rows of the whole message, L · pieces plans in the order in which they are sent)."""
     numbers = dispatcher.read(row_counts)
-    parts = [_cut(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
+    parts = [dispatcher.piece(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
     order, _ = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
-    order = _reorder(order, row_counts.counts, [_cut(row_counts.counts, n, pieces) for n in range(pieces)])
-    gathered = [None if row_counts.gathered is None else _cut(row_counts.gathered, n, pieces) for n in range(pieces)]
+    own = [dispatcher.piece(row_counts.counts, n, pieces) for n in range(pieces)]
+    order = _reorder(order, row_counts.counts, own)
+    gathered: list[Tensor | None] = [None] * pieces
+    if row_counts.gathered is not None:
+        gathered = [dispatcher.piece(row_counts.gathered, n, pieces) for n in range(pieces)]
     plans = [
-        _plan(dispatcher, order, part, own, expert)
+        _plan(dispatcher, order, part, of_all, expert)
         for expert in range(numbers.shape[2])
-        for part, own in zip(parts, gathered, strict=True)
+        for part, of_all in zip(parts, gathered, strict=True)
     ]
     return order, tuple(plans)
-
-
-def _cut(counts: Tensor, piece: int, pieces: int) -> Tensor:
-    """Rows of each count that are in this piece."""
-    share = -torch.div(-counts, pieces, rounding_mode="floor")
-    return (counts - piece * share).clamp(min=0).minimum(share)
 
 
 def _reorder(order: ExpertOrder, counts: Tensor, parts: list[Tensor]) -> ExpertOrder:

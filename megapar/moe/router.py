@@ -48,12 +48,18 @@ class Router(nn.Module):
     correction_bias: Tensor
 
     def __init__(
-        self, sizes: MoeSizes, *, dtype: torch.dtype, device: torch.device | str | None = None, copies: int = 1
+        self,
+        sizes: MoeSizes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        copies: int = 1,
+        run: Run = plain,
     ) -> None:
         """copies: ranks whose gradients of the same weight are summed though each has a piece of the tokens only."""
         super().__init__()
         self.sizes, self.copies = sizes, copies
-        self.run: Run = plain
+        self.run, self.top = run, TopExperts(sizes, run)
         exact = wide(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
@@ -74,7 +80,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
         """[T, k] experts by score plus correction bias, best first."""
-        return self.run(choose, probs_TE.detach(), self.correction_bias, self.sizes)
+        experts_Tk: Tensor = self.top(probs_TE.detach(), self.correction_bias)
+        return experts_Tk
 
     def orthogonal_loss(self) -> Tensor:
         """Mean of the squared entries of W W^T - 1, rows of W normalised: 0 where all experts' rows are orthogonal.
@@ -88,6 +95,18 @@ class Router(nn.Module):
         rows_EH = F.normalize(weight_EH, dim=1)
         eye = torch.eye(rows_EH.shape[0], dtype=rows_EH.dtype, device=rows_EH.device)
         return (rows_EH @ rows_EH.T - eye).square().mean()
+
+
+class TopExperts(nn.Module):
+    """The choice itself, a module so that forward hooks can observe it or replace its result."""
+
+    def __init__(self, sizes: MoeSizes, run: Run) -> None:
+        super().__init__()
+        self.sizes, self.run = sizes, run
+
+    def forward(self, probs_TE: Tensor, bias_E: Tensor) -> Tensor:
+        """[T, k] experts by score plus bias, best first; see ``choose``."""
+        return self.run(choose, probs_TE, bias_E, self.sizes)
 
 
 @counted(1)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from megapar.arguments import Config
 from megapar.tools.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.pretend import pretend
-from megapar.tools.tally import Sums, Tally, asked
+from megapar.tools.tally import Sums, Tally, WaitTally
 from megapar.tools.trace import traceable
 from megapar.training.stages import effective_schedule, make_stages
 
@@ -171,9 +171,9 @@ def _traced(config: Config) -> Sums:
     device = FakeGpu(torch.device(kind))
     tally = Tally(kind, device.locked)
     with ExitStack() as stack:
-        for context in (as_on_a_gpu(device), asked(tally), _NumbersWritten(tally)):
+        for context in (as_on_a_gpu(device), _NumbersWritten(tally)):
             stack.enter_context(context)
-        trainer = stack.enter_context(pretend(config, rank, tally, device))
+        trainer = stack.enter_context(pretend(config, rank, tally, device, WaitTally(tally)))
         trainer.step()  # buffers are made in the first one
         tally.sums = Sums()
         trainer.step()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import varlen
+from torch.nn.attention import bias, varlen
 
-from megapar.core import random
-from megapar.core.device import attention_slice, ops, packed
+from megapar.core.device import ops, packed
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
+from megapar.tools.replaced import replaced
 
 _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
 
@@ -97,21 +96,25 @@ class FakeGpu(CudaDevice):
 
 @contextmanager
 def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
-    """Inside, steps on ``device`` take the operator table's forms of a GPU, and torch's choices are those of one."""
+    """Inside, steps on ``device`` take the operator table's forms of a GPU, and torch's choices are those of one.
+
+    torch queries a driver for them, so its functions are replaced here. The table is replaced where fake tensors are on
+    another type of device than a GPU.
+    """
     kind = device.torch_device.type
     with ExitStack() as stack:
-        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(patch.object(attention_slice, "causal_lower_right", _LowerRight))
-        stack.enter_context(patch.object(varlen, "_should_use_cudnn", lambda device: False))
-        stack.enter_context(patch.object(random, "_generator", lambda device: torch.default_generator))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(replaced(bias, "causal_lower_right", _LowerRight))
+        stack.enter_context(replaced(varlen, "_should_use_cudnn", lambda device: False))
+        stack.enter_context(replaced(torch.cuda, "default_generators", (torch.default_generator,)))
         for module in _FSDP:
-            stack.enter_context(patch.object(module, "_get_device_handle", lambda kind: _Handle))
-        stack.enter_context(patch.object(_fsdp_param_group, "torch", _TorchOfGroups()))
+            stack.enter_context(replaced(module, "_get_device_handle", lambda kind: _Handle))
+        stack.enter_context(replaced(_fsdp_param_group, "torch", _TorchOfGroups()))
         if kind == "meta":
             stack.enter_context(_messages_of(kind))
         if kind != "cuda":
             stack.enter_context(_fused_norms(kind))
-            stack.enter_context(patch.object(ops, "OPS", _forms(kind)))
+            stack.enter_context(replaced(ops, "OPS", _forms(kind)))
         yield
 
 
@@ -121,7 +124,7 @@ def _messages_of(kind: str) -> Iterator[None]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers them
 
     capability = dist.Backend.backend_capability
-    with patch.dict(capability, {"fake": [*capability["fake"], kind]}):
+    with replaced(dist.Backend, "backend_capability", {**capability, "fake": [*capability["fake"], kind]}):
         yield
 
 

@@ -185,7 +185,10 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
     if launch.min_nodes < launch.nnodes:
         command = ["-u", *own.line("megapar.tools.elastic"), str(launch.world_size), *launch.command]
     meeting = Meeting(
-        *(launch.rdzv_backend, launch.rdzv_id, launch.min_nodes, launch.nnodes),
+        backend=launch.rdzv_backend,
+        id=launch.rdzv_id,
+        min_nodes=launch.min_nodes,
+        max_nodes=launch.nnodes,
         address=place.address if place else launch.local_addr or ("localhost" if launch.nnodes == 1 else None),
         store=place.store if place else None,
         endpoint=place.endpoint if place else launch.rdzv_endpoint,
@@ -195,7 +198,13 @@ def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
     )
     grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))
     agent = make_agent(
-        *(meeting, command, launch.nproc_per_node, launch.max_restarts, grace, launch.log_dir, stopper),
+        meeting=meeting,
+        arguments=command,
+        nproc=launch.nproc_per_node,
+        max_restarts=launch.max_restarts,
+        grace=grace,
+        log_dir=launch.log_dir,
+        stopper=stopper,
         warm=launch.warm_start,
     )
     stopper.when_asked = lambda: no_more_restarts(agent)

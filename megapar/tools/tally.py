@@ -10,11 +10,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,10 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megapar.moe.expert_parallel import RowCounts, TokenDispatcher
-from megapar.moe.layer import MoeLayer
-from megapar.tools import pretend
 from megapar.tools.kernels import kernels_of
+from megapar.training.observer import StepObserver
 
 # Of a copy from pageable memory, CUDA takes this much aside and returns; the host waits for a longer one.
 STAGED_BYTES = 64 * 1024
@@ -192,29 +188,15 @@ class Tally(TorchDispatchMode):
                 self.sums.crooked[f"{operator} from byte {start} in parts of {unit} bytes"] += 1
 
 
-@contextmanager
-def asked(tally: Tally) -> Iterator[None]:
-    """Note where the host asks for values, which ``pretend`` answers without looking."""
+class WaitTally(StepObserver):
+    """Counts in a tally what the host waits for where no operator shows it, under the function that waits."""
 
-    def values(x: Tensor) -> list[float]:
-        tally.wait()
-        return [0.0] * len(x)
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
 
-    def read(_: TokenDispatcher, row_counts: RowCounts) -> Tensor:
-        tally.wait("TokenDispatcher.read")
-        return row_counts.numbers
-
-    def read_sizes(layer: MoeLayer, counts_E: Tensor, rows: int) -> tuple[int, ...]:
-        tally.wait("MoeLayer.read_sizes")
-        return answer(layer, counts_E, rows)
-
-    answer = pretend._read_sizes
-    with (
-        patch.object(pretend, "_values", values),
-        patch.object(pretend, "_read", read),
-        patch.object(pretend, "_read_sizes", read_sizes),
-    ):
-        yield
+    def host_waited(self, where: str) -> None:
+        """One wait."""
+        self._tally.wait(where)
 
 
 def product_of(left: Tensor, right: Tensor) -> MatrixProduct:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from megapar.arguments import Config
+from megapar.core.axis import Axis
 from megapar.core.context_parallel.layout import SequenceLayout, choose_layout
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import wide
@@ -15,9 +17,10 @@ from megapar.core.loss_scale import LossScale
 from megapar.core.schedule import BatchSize, Progressive
 from megapar.core.world import World
 from megapar.data import corpus
-from megapar.data.batches import Collate, pinned
+from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
+from megapar.data.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
 from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import spec_of
@@ -106,6 +109,17 @@ def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
     """What makes micro-batches of this rank's positions from whole samples, ready to be copied to its device."""
     own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
     return pinned(own, world.device.pin)
+
+
+def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
+    """This rank's micro-batches of the training samples, except the skipped ones. data: the ranks that share them."""
+    return Loader(
+        Skipping(corpus.train, skipped) if skipped else corpus.train,
+        collate,
+        micro_batch_size=config.training.micro_batch_size,
+        data_rank=data.rank,
+        data_ranks=data.size,
+    )
 
 
 def make_objective(config: Config) -> Objective:

@@ -10,16 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapar.arguments import Config
+from megapar.config.from_hf import published_folder
+from megapar.config.published import read_config
 from megapar.data.tokenizer import Tokenizer, token_ids
 from megapar.model.hugging_face import save as hf
 from megapar.schema.published import PublishedArchitecture
+from megapar.training.build import compute_dtype
 from megapar.training.collect import collect_all, collect_buffers
 from megapar.training.job import Job
+from megapar.training.load_hf import trained_architecture
 
 UNDROPPED = (
     "the model in Hugging Face's form drops no token; this run drops those that find no room, in evaluations too, so "
     "that its losses there are others"
 )
+
+
+def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Path | None:
+    """Write the model to ``--save-hf`` with what the published folder says that the run began with; None without it."""
+    if not config.checkpoint.save_hf:
+        return None
+    folder = Path(config.checkpoint.save_hf)
+    started_from = published_folder(config.checkpoint.load_hf, config.checkpoint.load)
+    architecture = trained_architecture(Path(started_from)) if started_from else None
+    published = read_config(started_from) if started_from else {}
+    save_hf(folder, job, tokenizer, compute_dtype(config, job.world.device), architecture, published)
+    return folder
 
 
 def save_hf(

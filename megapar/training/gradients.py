@@ -101,7 +101,9 @@ class Gradients:
         def seed(number: int) -> None:
             if self._watched is not None:
                 self._watched.micro_batch = number
-            seed_micro_batch(work.dropout_seed, first + number * self._data.size)
+            micro_batch = first + number * self._data.size
+            seed_micro_batch(work.dropout_seed, micro_batch)
+            job.observer.forward_begins(micro_batch)
 
         def loss_of(terms: Terms) -> Tensor:
             loss = self._objective.of(terms, denominators.items, denominators.num_micro_batches)
@@ -141,6 +143,7 @@ class Gradients:
             sum_tied(job.sharding, job.tied, world.axis("pp"), job.meter)
         if factor != 1.0:
             scale_gradients(job.sharding.parts, 1 / factor)
+        job.observer.gradients_reduced(job.sharding)
         with self.last_reduction.around("world/all_reduce"):
             norm, votes = global_norm(job.sharding.parts, world.axis("world"), self._votes())
         return norm, votes

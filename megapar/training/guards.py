@@ -187,9 +187,7 @@ def make_guards(
     if interval := config.reliability.recompute_check_interval:
         schedule, compiled = effective_schedule(config), config.training.compile
         guards.append(
-            RecomputeGuard(
-                *(job, gradients, loader, interval), schedule=schedule, changes_kernels=not compiled, say=say
-            )
+            RecomputeGuard(job, gradients, loader, interval, schedule=schedule, changes_kernels=not compiled, say=say)
         )
     if steps := config.reliability.state_digest_steps:
         guards.append(StateGuard(job, steps))

@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megapar.arguments import Config
-from megapar.core.adaptive import Adaptive
-from megapar.core.axis import Axis
-from megapar.core.collective_product import enable
-from megapar.core.compiled import Compiled, run_functions
-from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import wide
-from megapar.core.device.kinds import kind_of
-from megapar.core.fp8 import Fp8Linear, odd_widths, torchao_lacks, use_fp8
-from megapar.core.hiding import FUSED, OFF
-from megapar.core.kept import Keeper
+from megapar.core.fp8 import torchao_lacks
+from megapar.core.hiding import FUSED
 from megapar.core.meter import WaitMeter
 from megapar.core.offload import OffloadedOptimizer
 from megapar.core.optimizer import AdamW, Optimizer
-from megapar.core.overlap import Overlap
 from megapar.core.pipeline.queues import Queues
-from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
-from megapar.core.recompute import Recompute
-from megapar.core.recompute_choice import recompute_choice
 from megapar.core.replicas import Replica, axes_of
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
-from megapar.core.tensor_parallel import hide_communication, split_weight_gradients
 from megapar.core.traffic import Traffic
-from megapar.core.units import MEGABYTE
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError
-from megapar.model.decoder.model import Decoder
-from megapar.model.ernie.model import Ernie
-from megapar.model.initialize import fill, std_of
-from megapar.model.layers.mlp import Mlp
-from megapar.model.layers.self_attention import SelfAttention
+from megapar.model.initialize import std_of
+from megapar.model.layers.block import DecoderBlock
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
-from megapar.model.spec import spec_of, table_of
-from megapar.moe.experts import Experts
-from megapar.training.build import DTYPES, compute_dtype, make_layout, make_objective, make_slicing, reduce_dtype
-from megapar.training.hiding import hiding
+from megapar.model.spec import table_of
+from megapar.training.build import compute_dtype, make_objective, reduce_dtype
+from megapar.training.builder import Builder, Model, check_widths, make_execution, make_recompute
+from megapar.training.observer import StepObserver
 from megapar.training.pipelined import PipelinedModel
 from megapar.training.segments import make_segments
 from megapar.training.stages import effective_schedule, make_stages, placed
-
-Model = Decoder | Ernie
 
 
 @dataclass
@@ -67,7 +49,7 @@ class Job:
 
     traffic: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
     every wait. partial: parameters whose gradients mp ranks must sum. pipeline: runs the model where pp > 1. tied: the
-    parameter that the first and the last stage have, whose gradients they sum.
+    parameter that the first and the last stage have, whose gradients they sum. observer: sees the steps.
     """
 
     world: World
@@ -82,43 +64,71 @@ class Job:
     partial: tuple[str, ...]
     pipeline: PipelinedModel | None = None
     tied: str | None = None
+    observer: StepObserver = field(default_factory=StepObserver)
 
 
-def make_job(config: Config, world: World) -> Job:
-    """Build and initialise the model as this rank holds it."""
+def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
+    """Build and initialise the model as this rank holds it. builder: makes its parts. observer: will see its steps."""
+    builder = builder or Builder()
     sizes = config.model
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
     meter = world.meter
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
-    traffic = Traffic(meter, world.device, chained)
+    traffic = Traffic(meter, world.device, chained, None if observer is None else observer.host_waited)
+    recompute = make_recompute(config, world, traffic, nullcontext if observer is None else observer.recomputation)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    model = _make_model(
-        config, sizes, stages, world, traffic, wide(dtype) if cut_parameters else dtype, meta=cut_parameters
-    )
-    _choose_products(config, model)
+    execution = make_execution(config, world, builder.overlap(config, world, sizes), traffic)
+    holding = stages.holding(world.axis("pp").rank)
+    model_dtype = wide(dtype) if cut_parameters else dtype
+    model = builder.model(config, world, sizes, holding, model_dtype, execution, recompute, meta=cut_parameters)
+    if config.training.fp8:
+        check_widths(model)
     pipeline: PipelinedModel | None = None
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
-        sharding = _full(config, world, sizes, model, trainable, dtype, meter)
+        sharding = _full(config, world, sizes, model, trainable, dtype, meter, builder)
     elif world.grid.pp > 1:
-        sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, meter)
+        sharding, pipeline = _pipelined(
+            config, world, stages, model, trainable, dtype, meter, execution.weight_gradients
+        )
     else:
         sharding = _zero(config, world, model, trainable, dtype, meter)
     rows = {spec.name: spec for spec in table}
     for view in sharding.views([part.master for part in sharding.parts]):
         spec = rows[view.spec.name]
-        fill(view.tensor, spec, view.box, seed=config.training.seed, init_std=std_of(spec, sizes))
+        builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std_of(spec, sizes))
     _zero_buffers(model, table)
     sharding.publish()
-    optimizer = _make_optimizer(config, world, sharding)
-    partial = _partial_names(table, sequence_parallel=config.parallel.sequence_parallel)
-    job = Job(world, sizes, table, model, sharding, optimizer, meter, traffic, not cut_parameters, partial, pipeline)
-    holding = stages.holding(world.axis("pp").rank)
+    job = Job(
+        world=world,
+        sizes=sizes,
+        table=table,
+        model=model,
+        sharding=sharding,
+        optimizer=_make_optimizer(config, world, sharding),
+        meter=meter,
+        traffic=traffic,
+        metered=not cut_parameters,
+        partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
+        pipeline=pipeline,
+        observer=observer or StepObserver(),
+    )
     if pipeline is not None and model.embedding is not None and holding.first != holding.last:
         job.tied = "embedding.word.weight" if model.tied_weight is not None else None
+    if observer is not None:
+        _observe_routing(model, observer)
+        observer.model_built(model)
     return job
+
+
+def _observe_routing(model: Model, observer: StepObserver) -> None:
+    """Pass every router's choice through the observer, by torch's forward hooks."""
+    for name, block in model.layers.items():
+        if isinstance(block, DecoderBlock) and block.moe is not None:
+            seen = partial(observer.experts_chosen, int(name))
+            block.moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, seen=seen: seen(experts_Tk))
 
 
 def check_device(config: Config, device: Device) -> None:
@@ -135,18 +145,6 @@ def check_device(config: Config, device: Device) -> None:
         raise ConfigError(complaints)
 
 
-def _choose_products(config: Config, model: Model) -> None:
-    """Compiled functions and fp8 products, where they are asked for."""
-    if config.training.compile:
-        run_functions(model, Compiled())
-    if not config.training.fp8:
-        return
-    if odd := odd_widths(model):
-        message = f"fp8 products take widths that are multiples of 16; not so {', '.join(odd[:4])}."
-        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or leave --fp8 out.")])
-    use_fp8(model, Fp8Linear())
-
-
 def _pipelined(
     config: Config,
     world: World,
@@ -155,6 +153,7 @@ def _pipelined(
     specs: list[ParameterSpec],
     dtype: torch.dtype,
     meter: WaitMeter,
+    weight_gradients: WeightGradients | None,
 ) -> tuple[Sharding, PipelinedModel]:
     """Stages 1 and 2 for each chunk by itself, whose backward is one of many, and what runs the chunks."""
     pp = world.axis("pp")
@@ -170,13 +169,15 @@ def _pipelined(
         chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype, meter)
         for chunk in mine
     }
-    schedule = effective_schedule(config)
-    weight_gradients = WeightGradients() if schedule == ZERO_BUBBLE else None
-    if weight_gradients is not None:
-        split_weight_gradients(model, weight_gradients)
     queues = Queues(pp.rank, world.make_queues(closed=stages.goes_round), world.device)
     pipeline = PipelinedModel(
-        *(model, stages, queues, schedule, make_objective(config), shardings, world.device.torch_device),
+        model=model,
+        stages=stages,
+        queues=queues,
+        schedule=effective_schedule(config),
+        objective=make_objective(config),
+        shardings=shardings,
+        device=world.device.torch_device,
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         weight_gradients=weight_gradients,
         meter=meter,
@@ -193,68 +194,6 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
     return Optimizer(sharding.parts, numbers)
 
 
-def _make_model(
-    config: Config, sizes: ModelSizes, stages: Stages, world: World, traffic: Traffic, dtype: torch.dtype, *, meta: bool
-) -> Model:
-    common: dict[str, Any] = {
-        "mp": world.axis("mp"),
-        "sequence_parallel": config.parallel.sequence_parallel,
-        "cp": ContextParallel(
-            world.axis("cp"), config.parallel.context_parallel_algo, make_layout(config), traffic=traffic
-        ),
-        "holding": stages.holding(world.axis("pp").rank),
-        "dtype": dtype,
-        "device": torch.device("meta") if meta else world.device.torch_device,
-    }
-    spec = spec_of(sizes)
-    if spec.has_experts:
-        common |= {"ep": world.axis("ep"), "emp": world.axis("emp"), "traffic": traffic}
-        common |= {"slicing": make_slicing(config)}
-    model: Model = spec.load_parts()(sizes, **common)
-    hide_communication(model, make_overlap(config, world, sizes), traffic)
-    model.recompute = make_recompute(config, world, traffic)
-    for module in model.modules():
-        if isinstance(module, SelfAttention | Mlp | Experts):
-            module.selective = config.recompute.recompute_granularity == "selective"
-    return model
-
-
-def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
-    """How the collectives of layers cut over mp are hidden on this device.
-
-    Raises ConfigError where they should be fused and the ranks of mp do not share a node.
-    """
-    device, mp = world.device, world.axis("mp")
-    kind, computed = kind_of(device.type, device.name), compute_dtype(config, device)
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == computed)
-    form = hiding(config, kind, dtype, sizes) if mp.size > 1 else OFF
-    if form == FUSED:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.grid.world_size))
-        if len({rank // per_node for rank in mp.ranks}) > 1:
-            message = f"--tp-comm-overlap fused, but ranks {mp.ranks} of mp are on nodes of {per_node} ranks."
-            fix = "Choose an --mp-degree that fits into a node, or --tp-comm-overlap on."
-            raise ConfigError([Complaint("tp-comm-overlap-node", message, fix)])
-        enable(mp)
-    of = kind.of
-    return Overlap(of.pieces, of.piece_bytes, of.least_rows, of.batched, blocking=form == OFF, fused=form == FUSED)
-
-
-def make_recompute(config: Config, world: World, traffic: Traffic) -> Recompute | None:
-    """What is computed again in whole layers; None: nothing."""
-    recompute = config.recompute
-    if recompute.adaptive_recompute_device_size:
-        adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
-        return Recompute(adaptive, traffic, world.sent_bytes, measure=adaptive)
-    choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
-    if choice is None:
-        return None
-    keeper = None
-    if recompute.recompute_offload or recompute.recompute_partition:
-        mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
-        keeper = Keeper(world.device, mp, traffic, offload=recompute.recompute_offload)
-    return Recompute(choice, traffic, world.sent_bytes, keeper)
-
-
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
     """Parameters whose gradient is a partial sum on every mp rank."""
     partial = ("always", "sp") if sequence_parallel else ("always",)
@@ -269,6 +208,7 @@ def _full(
     specs: list[ParameterSpec],
     dtype: torch.dtype,
     meter: WaitMeter,
+    builder: Builder,
 ) -> Sharding:
     """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
     together = ("embedding", "head") if sizes.shares_embedding else ()
@@ -284,6 +224,7 @@ def _full(
         plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
         prefetch=config.sharding.sharding_prefetch_segments,
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
+        shard=builder.fully_shard,
     )
     names = {spec.name for spec in whole_experts(world, specs)}
     if not names:

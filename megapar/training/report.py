@@ -66,10 +66,13 @@ def make_monitor(
             except OSError as error:
                 terminal.say(f"WARNING: {folder / facts.NAME} cannot be written: {error}")
     return Monitor(
-        *(world.axis("world"), world.axis("data"), world.axis("pp"), world.axis("cp")),
-        world.device,
-        objective,
-        make_loggers(config, terminal, iteration),
+        world=world.axis("world"),
+        data=world.axis("data"),
+        pp=world.axis("pp"),
+        cp=world.axis("cp"),
+        device=world.device,
+        objective=objective,
+        loggers=make_loggers(config, terminal, iteration),
         flops_per_token=flops_per_token(job.sizes, config.model.seq_length),
         peak=peak,
         peak_source=source,

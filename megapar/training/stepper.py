@@ -28,6 +28,8 @@ from megapar.training.numbers import Numbers
 from megapar.training.state import Progress
 from megapar.training.work import Feed, Work
 
+READ_VOTES = "Stepper._apply_votes"  # where the host waits for a step's norm
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -130,6 +132,7 @@ class Stepper:
     def _apply_votes(self, told: Tensor) -> float:
         """Act on the votes of all ranks; returns the global norm. Waits for the device."""
         norm, *votes = self.device.values(told)
+        self.job.observer.host_waited(READ_VOTES)
         self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 

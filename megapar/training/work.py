@@ -42,10 +42,13 @@ class Work:
 
 
 class Feed:
-    """The global batches of a run, one after the other, as far as this rank has them."""
+    """The global batches of a run, one after the other, as far as this rank has them.
 
-    def __init__(self, config: Config, job: Job) -> None:
-        self._job = job
+    denominators: the class that counts what loss terms are divided by.
+    """
+
+    def __init__(self, config: Config, job: Job, denominators: type[Denominators] = Denominators) -> None:
+        self._job, self._denominators = job, denominators
         self._data = job.world.axis("data")
         self._batch_size = make_batch_size(config)
         self._progressive = make_progressive(config)
@@ -59,7 +62,7 @@ class Feed:
         return Work(
             iteration=progress.iteration + 1,
             batches=batches,
-            denominators=Denominators(batches, share * self._data.size, self._data, self._job.meter),
+            denominators=self._denominators(batches, share * self._data.size, self._data, self._job.meter),
             global_batch=global_batch,
             first_sample=progress.consumed_samples,
             first_micro_batch=progress.micro_batches,

@@ -74,6 +74,7 @@ def trainer(
     if learnable:
         corpus = replace(corpus, train=Chain(corpus.train))
     made = Trainer(config, World.start(config.grid, where, timedelta(minutes=5)), corpus)
+    made.start()
     try:
         yield made
     finally:

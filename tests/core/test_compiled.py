@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapar.core.compiled import Compiled, run_functions
+from megapar.core.compiled import Compiled, plain
+from megapar.core.execution import Execution
 from megapar.model.layers.norm import rms_norm
 from megapar.model.layers.self_attention import attend
 from megapar.moe.experts import activate
@@ -38,10 +39,8 @@ def anew():
     torch._dynamo.reset()
 
 
-def gradients(sizes, run=None, dtype=torch.float32):
-    model = build(sizes, dtype=dtype)
-    if run is not None:
-        run_functions(model, run)
+def gradients(sizes, run=plain, dtype=torch.float32):
+    model = build(sizes, dtype=dtype, execution=Execution(run=run))
     loss = total(model, batch_for(sizes, padded=True))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

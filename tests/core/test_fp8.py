@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.core.fp8 import odd_widths, use_fp8
+from megapar.core.execution import Execution
+from megapar.core.fp8 import odd_widths
 from tests.model.small import DENSE, MOE, batch_for, build, total
 
 pytest.importorskip("torchao", reason="torchao is an extra")
@@ -13,9 +14,7 @@ from megapar.core.fp8 import Fp8Linear
 
 
 def gradients(sizes, product=None):
-    model = build(sizes, dtype=torch.bfloat16)
-    if product is not None:
-        use_fp8(model, product)
+    model = build(sizes, dtype=torch.bfloat16, execution=Execution(fp8=product))
     loss = total(model, batch_for(sizes))
     loss.backward()
     return float(loss), {name: p.grad for name, p in model.named_parameters()}

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import all_gather, copy
+from megapar.core.execution import Execution
 from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import (
     ColumnLinear,
@@ -21,7 +22,6 @@ from megapar.core.tensor_parallel import (
     VocabularyEmbedding,
     cross_entropy_,
     gather_vocabulary,
-    hide_communication,
     local,
     vocabulary_range,
 )
@@ -71,6 +71,7 @@ SAMPLES, LENGTH = 3, 16
 def pair(mp, sequence_parallel, overlap, bias, traffic):
     """A column and a row layer with this rank's pieces of one set of weights."""
     options = {"bias": bias, "mp": mp, "sequence_parallel": sequence_parallel, "dtype": DTYPE, "device": None}
+    options["execution"] = Execution(overlap=overlap, traffic=traffic)
     column = ColumnLinear(4, (2, 8), split=1, **options)
     row = RowLinear(8, 4, **options)
     with torch.no_grad():
@@ -79,9 +80,7 @@ def pair(mp, sequence_parallel, overlap, bias, traffic):
         if bias:
             column.bias.copy_(draw(1, 2, 8).chunk(mp.size, 1)[mp.rank])
             row.bias.copy_(draw(3, 4))
-    layers = torch.nn.ModuleList((column, row))
-    hide_communication(layers, overlap, traffic)
-    return layers
+    return torch.nn.ModuleList((column, row))
 
 
 def mlp(mp, sequence_parallel=False, overlap=WAYS["whole"], samples=SAMPLES, bias=True, recomputed=False):

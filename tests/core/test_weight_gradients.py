@@ -6,13 +6,15 @@ import torch
 from torch import nn
 
 from megapar.core.axis import Axis
-from megapar.core.tensor_parallel import ColumnLinear, RowLinear, split_weight_gradients
+from megapar.core.execution import Execution
+from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 from megapar.core.weight_gradients import WeightGradients
 from tests.support.ranks import run_ranks
 
 
-def mlp(mp: Axis, sequence_parallel: bool) -> nn.Sequential:
+def mlp(mp: Axis, sequence_parallel: bool, store: WeightGradients | None = None) -> nn.Sequential:
     common = {"bias": True, "mp": mp, "sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": "cpu"}
+    common["execution"] = Execution(weight_gradients=store)
     model = nn.Sequential(ColumnLinear(8, (2, 6), split=1, **common), nn.Flatten(2), RowLinear(12, 8, **common))
     torch.manual_seed(3 + mp.rank)
     for parameter in model.parameters():
@@ -34,9 +36,8 @@ def compare(mp: Axis, sequence_parallel: bool) -> list[str]:
 
     want_dx = [backward(x) for x in inputs]
     want = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
     store, fired = WeightGradients(), []
-    split_weight_gradients(model, store)
+    model = mlp(mp, sequence_parallel, store)
     weights = [module.weight for module in (model[0], model[2])]
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda w: fired.append(w.grad is not None))

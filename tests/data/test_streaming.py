@@ -99,6 +99,7 @@ def test_a_run_trains_on_it(rows: str) -> None:
     more = "--vocab-size 512 --train-iters 2 --global-batch-size 4 --micro-batch-size 2 --eval-interval 0 --dtype fp64"
     config = parse("ernie", f"{line} {more}".split(), {})
     trainer = Trainer(config, World.pretend(config.grid, Device(), 0), make_corpus(config))
+    trainer.start()
     trainer.monitor.add(trainer.step())
     (record,) = trainer.monitor.flush()
     trainer.loader.close()

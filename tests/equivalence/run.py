@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,17 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import parse
-from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
-from megapar.core.recompute import Forward
 from megapar.core.sharding.cut import is_primary, master_box
-from megapar.core.sharding.part import Part
+from megapar.core.sharding.part import Sharding
 from megapar.core.world import World
-from megapar.moe.router import Router
 from megapar.trainer import Trainer
-from megapar.training import build, gradients
+from megapar.training import build
+from megapar.training.builder import Builder
 from megapar.training.collect import collect_buffers
+from megapar.training.observer import StepObserver
 from tests.support import late
 from tests.support.lazy import LazyDevice
 
@@ -64,11 +62,13 @@ def trace(
     steps: int,
     replay: Routing | None = None,
     backend: str = "gloo",
+    builder: Builder | None = None,
 ) -> Trace | None:
     """Train ``steps`` steps; the Trace on rank 0, None elsewhere.
 
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
     or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device.
+    builder: makes the trainer's parts.
     """
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
@@ -79,12 +79,13 @@ def trace(
         if isinstance(device, LazyDevice):
             stack.enter_context(device)
         world = World.start(config.grid, device, timedelta(seconds=60), f"file://{rendezvous}")
-        trainer = Trainer(config, world, corpus)
-        routing = _follow_routing(stack, trainer, replay)
-        gradients = _keep_gradients(stack, trainer)
+        recorder = Recorder(replay)
+        trainer = Trainer(config, world, corpus, observer=recorder, builder=builder)
+        trainer.start()
+        recorder.trainer = trainer
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
-            trainer._adapt()
+            trainer.adapt()
             if isinstance(device, LazyDevice):
                 device.settle()
         trainer.stepper.settle()
@@ -102,11 +103,60 @@ def trace(
         aux_losses=[record.aux_loss or 0.0 for record in records],
         norms=[record.grad_norm for record in records],
         dropped=[record.dropped_tokens for record in records],
-        gradients=gradients,
+        gradients=recorder.gradients,
         parameters=parameters,
-        routing=routing,
+        routing=recorder.routing,
         judged_late=trainer.stepper.judge.late,
     )
+
+
+class Recorder(StepObserver):
+    """Records whole gradients and every router's choices of the steps of ``trainer``, or repeats recorded choices.
+
+    trainer: None until the steps to be recorded begin. gradients: per step, on rank 0. routing: by micro-batch and
+    router.
+    """
+
+    def __init__(self, replay: Routing | None) -> None:
+        self.trainer: Trainer | None = None
+        self.gradients: list[dict[str, Tensor]] = []
+        self.routing: Routing = {}
+        self._replay = replay
+        self._calls: Counter[tuple[int, int]] = Counter()
+        self._micro_batch = 0
+
+    def forward_begins(self, micro_batch: int) -> None:
+        """Choices from here on belong to it."""
+        self._micro_batch = micro_batch
+
+    @contextmanager
+    def _of(self, micro_batch: int) -> Iterator[None]:
+        before, self._micro_batch = self._micro_batch, micro_batch
+        try:
+            yield
+        finally:
+            self._micro_batch = before
+
+    def recomputation(self) -> AbstractContextManager[object]:
+        """A unit that is recomputed belongs to its own micro-batch, not to the one that runs forward by then."""
+        return self._of(self._micro_batch)
+
+    def experts_chosen(self, layer: int, experts_Tk: Tensor) -> Tensor:
+        """Record the choice, or return the recorded one."""
+        if self.trainer is None:
+            return experts_Tk
+        key = (self._micro_batch, layer)
+        if self._replay is None:
+            self.routing[key] = experts_Tk
+            return experts_Tk
+        self._calls[key] += 1
+        return _own(self._replay[key], self._calls[key] - 1, self.trainer)
+
+    def gradients_reduced(self, sharding: Sharding) -> None:
+        """Collect every whole gradient on rank 0."""
+        assert self.trainer is not None
+        grads = [part.grad for part in sharding.parts if part.grad is not None]
+        self.gradients.append(_whole(self.trainer, grads))
 
 
 def _device(backend: str) -> Device:
@@ -153,65 +203,6 @@ def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         for (name, box), piece in zip(boxes.items(), pieces, strict=True):
             found[name][box.slices] = piece
     return found
-
-
-def _keep_gradients(stack: ExitStack, trainer: Trainer) -> list[dict[str, Tensor]]:
-    """Collect every whole gradient on rank 0 each time the step has finished its reductions and takes the norm."""
-    kept: list[dict[str, Tensor]] = []
-    norm = gradients.global_norm
-
-    def keep_and_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int]) -> tuple[Tensor, Tensor]:
-        grads = [part.grad for part in parts if part.grad is not None]
-        kept.append(_whole(trainer, grads))
-        return norm(parts, world, besides)
-
-    stack.enter_context(patch.object(gradients, "global_norm", keep_and_norm))
-    return kept
-
-
-def _follow_routing(stack: ExitStack, trainer: Trainer, replay: Routing | None) -> Routing:
-    """Record every router's choices, or repeat recorded ones, by micro-batch and router."""
-    chosen: Routing = {}
-    calls: Counter[tuple[int, int]] = Counter()
-    current = [0]
-    seed = gradients.seed_micro_batch
-    # A stage of a pipeline has some of the layers; their numbers are global.
-    numbers = {
-        id(module): int(name.split(".")[1])
-        for name, module in trainer.job.model.named_modules()
-        if isinstance(module, Router)
-    }
-    choose, run = Router.choose, Forward.run
-
-    def run_and_note(forward: Forward, unit: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        """A unit that is computed again belongs to its own micro-batch, not to the one that runs forward then."""
-        number = current[0]
-
-        def numbered(*args: Any) -> Any:
-            before, current[0] = current[0], number
-            try:
-                return unit(*args)
-            finally:
-                current[0] = before
-
-        return run(forward, numbered, *inputs, **more)
-
-    def seed_and_note(base: int, number: int) -> None:
-        current[0] = number
-        seed(base, number)
-
-    def choose_and_note(router: Router, probs: Tensor) -> Tensor:
-        key = (current[0], numbers[id(router)])
-        if replay is not None:
-            calls[key] += 1
-            return _own(replay[key], calls[key] - 1, trainer)
-        chosen[key] = choose(router, probs)
-        return chosen[key]
-
-    stack.enter_context(patch.object(gradients, "seed_micro_batch", seed_and_note))
-    stack.enter_context(patch.object(Router, "choose", choose_and_note))
-    stack.enter_context(patch.object(Forward, "run", run_and_note))
-    return chosen
 
 
 def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:

@@ -64,14 +64,14 @@ def at_random() -> None:
     """Strike at a moment that the seed and the attempt decide, counted from the first step."""
     delay = random.Random(f"{SPEC['seed']}/{ATTEMPT}").uniform(0.0, SPEC["seconds"])
     victim = random.Random(f"{SPEC['seed']}/{ATTEMPT}/rank").randrange(int(os.environ["WORLD_SIZE"]))
-    kept = Trainer.run
+    kept = Trainer.train
 
     def run(self: Trainer) -> Any:
         if victim == RANK:
             threading.Timer(delay, strike).start()
         return kept(self)
 
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = run  # type: ignore[method-assign]
 
 
 # Phase -> the call that begins it, among how many calls one is drawn, and which ranks make it.

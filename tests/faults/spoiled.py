@@ -16,7 +16,7 @@ from tests.faults.striking import RANK, SPEC, before, note, strike
 
 def not_a_number(always: bool) -> None:
     """A module of this rank gives NaN: once in the step, or in every step from there on."""
-    kept = Trainer.run
+    kept = Trainer.train
 
     def run(self: Trainer) -> Any:
         struck: list[int] = []
@@ -33,7 +33,7 @@ def not_a_number(always: bool) -> None:
         dict(self.job.model.named_modules())["layers.1.mlp_norm"].register_forward_hook(hook)
         return kept(self)
 
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = run  # type: ignore[method-assign]
 
 
 def diverge() -> None:

@@ -29,7 +29,7 @@ def spoil(trainer: Trainer, due: Callable[[], bool]) -> None:
 
 def lasting(iteration: int, note: Callable[[], None]) -> None:
     """Behind the step, in every run of a micro-batch: the same wrong number each time."""
-    kept, struck = Trainer.run, [False]
+    kept, struck = Trainer.train, [False]
 
     def run(self: Trainer) -> Any:
         def due() -> bool:
@@ -42,12 +42,12 @@ def lasting(iteration: int, note: Callable[[], None]) -> None:
         spoil(self, due)
         return kept(self)
 
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = run  # type: ignore[method-assign]
 
 
 def passing(iteration: int, note: Callable[[], None]) -> None:
     """Once, while a micro-batch is run a second time after the step."""
-    kept_run, kept_check = Trainer.run, RecomputeGuard._run
+    kept_run, kept_check = Trainer.train, RecomputeGuard._run
     runs = [0]
 
     def run(self: Trainer) -> Any:
@@ -64,5 +64,5 @@ def passing(iteration: int, note: Callable[[], None]) -> None:
                 note()
         return kept_check(self, work)
 
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = run  # type: ignore[method-assign]
     RecomputeGuard._run = check  # type: ignore[method-assign]

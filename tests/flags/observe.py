@@ -181,7 +181,7 @@ def _host_calls(seen: Seen) -> Iterator[None]:
 @contextlib.contextmanager
 def _trainer(seen: Seen) -> Iterator[None]:
     """What was built, how its layers and gradients come, and what it holds in the end."""
-    run = Trainer.run
+    run = Trainer.train
 
     def followed(trainer: Trainer) -> Any:
         job = trainer.job
@@ -196,7 +196,7 @@ def _trainer(seen: Seen) -> Iterator[None]:
         seen.weights = _digest(trainer)
         return outcome
 
-    with patch.object(Trainer, "run", followed):
+    with patch.object(Trainer, "train", followed):
         yield
 
 

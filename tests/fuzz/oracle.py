@@ -10,16 +10,16 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.moe import layer
+from megapar.moe.layer import MoeLayer
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Routing
 from megapar.moe.stats import MoeStats
+from megapar.training.builder import Builder
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep
@@ -39,8 +39,16 @@ def trace_by_parts(
     replay: Choices | None = None,
 ) -> Trace | None:
     """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
-    with patch.object(layer, "MicroBatchRouting", _routing_by(parts)):
-        return trace(rank, world_size, rendezvous, kind, flags, steps, replay)
+    builder = Builder()
+    builder.moe_layer = _layer_by(parts)
+    return trace(rank, world_size, rendezvous, kind, flags, steps, replay, builder=builder)
+
+
+def _layer_by(parts: Parts) -> type[MoeLayer]:
+    class LayerByParts(MoeLayer):
+        routing_class = _routing_by(parts)
+
+    return LayerByParts
 
 
 def _routing_by(parts: Parts) -> type[MicroBatchRouting]:

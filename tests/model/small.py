@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.axis import Axis
+from megapar.core.execution import DEFAULT, Execution
+from megapar.core.recompute import Recompute
 from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel import local
 from megapar.model.decoder.model import Decoder
@@ -97,19 +99,23 @@ def build(
     dtype: torch.dtype = torch.float32,
     mp: Axis | None = None,
     sequence_parallel: bool = False,
+    execution: Execution = DEFAULT,
+    recompute: Recompute | None = None,
     **more: object,
 ) -> Decoder | Ernie:
     """An initialised model; its biases, norms and correction biases are moved off their trivial initial values.
 
-    more: what else a decoder's constructor takes.
+    execution, recompute: as its constructor takes them. more: what else a decoder's constructor takes.
     """
     mp = mp or Axis.single("mp")
+    common = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": dtype}
+    common |= {"execution": execution, "recompute": recompute}
     model: Decoder | Ernie
     if isinstance(sizes, ErnieSizes):
-        model = Ernie(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype)
+        model = Ernie(sizes, **common)  # type: ignore[arg-type]
     else:
         axes = {"ep": Axis.single("ep"), "emp": Axis.single("emp"), **more}
-        model = Decoder(sizes, mp=mp, sequence_parallel=sequence_parallel, dtype=dtype, **axes)  # type: ignore[arg-type]
+        model = Decoder(sizes, **common, **axes)  # type: ignore[arg-type]
     # Every row is drawn, so that no bias or norm hides behind zeros and ones.
     table = [replace(row, init="normal") for row in table_of(sizes) if row.trainable]
     table += [row for row in table_of(sizes) if not row.trainable]

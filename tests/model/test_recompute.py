@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.axis import Axis
-from megapar.core.overlap import Overlap
+from megapar.core.execution import Execution
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Block, Choice, Interval
-from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build
@@ -40,9 +39,9 @@ def runs(
     found = []
     for again in (None, choice):
         traffic = Traffic()
-        model = build(sizes, sequence_parallel=sequence_parallel, traffic=traffic, **whole)
-        hide_communication(model, Overlap(), traffic)
-        model.recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).sent_bytes)
+        recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).sent_bytes)
+        options = {"execution": Execution(traffic=traffic), "recompute": recompute}
+        model = build(sizes, sequence_parallel=sequence_parallel, **options, **whole)
         torch.manual_seed(5)
         terms = model(batch)
         (terms.sums["lm"] + terms.aux + terms.z).backward()
@@ -101,8 +100,8 @@ def test_alone_the_closing_product_is_not_made_again() -> None:
     batch = batch_for(GPT)
     grads = []
     for choice in (None, Interval(3)):
-        model = build(GPT)
-        model.recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").sent_bytes)
+        recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").sent_bytes)
+        model = build(GPT, recompute=recompute)
         torch.manual_seed(5)
         with torch.profiler.profile() as profile:
             model(batch).sums["lm"].backward()

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.axis import Axis
 from megapar.core.device.base import Device
+from megapar.core.execution import Execution
 from megapar.core.replay import Replay
 from megapar.core.traffic import Traffic
 from megapar.model.decoder.sizes import MoeSizes
@@ -75,7 +76,7 @@ def pair(dtype, slicing, ep=None, **sizes):
     moe = MoeSizes(HIDDEN, FFN, EXPERTS, 2, min_capacity=1, **sizes)
     torch.manual_seed(5)
     layers = [
-        MoeLayer(moe, ep=ep, traffic=Traffic(device=device), slicing=slicing, dtype=dtype)
+        MoeLayer(moe, ep=ep, execution=Execution(traffic=Traffic(device=device)), slicing=slicing, dtype=dtype)
         for device in (Device(), WithoutKernel())
     ]
     for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):

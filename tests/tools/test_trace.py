@@ -12,17 +12,15 @@ from unittest.mock import patch
 
 import pytest
 from _pytest.mark import ParameterSet
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.arguments import parse
-from megapar.core import overlap
 from megapar.core.device.pick import pick
 from megapar.core.memory import MemoryTracker
 from megapar.core.world import World
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
-from megapar.tools import pretend as pretend_module
 from megapar.tools.main import main
+from megapar.tools.pretend import pretend
 from megapar.tools.trace import Trace, measure, trace, traceable
 from megapar.trainer import Trainer
 from megapar.training import build
@@ -125,9 +123,7 @@ def traced_in_full(rank: int, world_size: int, rendezvous: str, name: str) -> tu
     pretended, ranks, (kind, *flags) = TRACED[name]
     config = parse(kind, line([*flags, *FEW[name]]), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
     tracker = MemoryTracker()
-    plain = patch.object(pretend_module, "RememberingMode", FakeTensorMode)
-    whole = patch.object(pretend_module, "_multiply_one", overlap._multiply)
-    with plain, whole, pretend_module.pretend(traceable(config, pretended), pretended, tracker) as trainer:
+    with pretend(traceable(config, pretended), pretended, tracker, exact=True) as trainer:
         trainer.step()
         gc.collect()
         full = measure(trainer, tracker, pretended, time.perf_counter())
@@ -142,6 +138,7 @@ def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequ
         world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
         with MemoryTracker() as tracker:
             trainer = Trainer(config, world, corpus)
+            trainer.start()
             trainer.step()
             seen = measure(trainer, tracker, rank, time.perf_counter())
             trainer.job.sharding.wait()

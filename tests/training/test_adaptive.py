@@ -31,7 +31,9 @@ PEAK = 1 << 29  # instead of this process' own, which depends on what ran before
 
 def make_trainer(config: Any) -> Trainer:
     """On one process."""
-    return Trainer(config, World.start(config.grid, Device(), timedelta(seconds=60)), build.make_corpus(config))
+    trainer = Trainer(config, World.start(config.grid, Device(), timedelta(seconds=60)), build.make_corpus(config))
+    trainer.start()
+    return trainer
 
 
 def test_it_measures_what_a_layer_keeps() -> None:

@@ -95,6 +95,7 @@ def test_a_run_on_a_device_without_bf16_scales_its_loss(monkeypatch):
     config = parse("moe", [*FLAGS.split(), "--num-experts", "0", "--train-iters", "2", "--eval-interval", "0"], {})
     monkeypatch.setattr(Device, "default_dtype", torch.float16)
     trainer = Trainer(config, World.pretend(config.grid, Device(), 0), build.make_corpus(config))
+    trainer.start()
     with closing(trainer.loader):
         trainer.monitor.add(trainer.step())
         (record,) = trainer.monitor.flush()

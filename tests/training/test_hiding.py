@@ -13,8 +13,9 @@ from megapar.core.device.kinds import kind_of, kinds
 from megapar.core.hiding import CutLinear
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
 from megapar.errors import ConfigError
+from megapar.training.builder import make_overlap
 from megapar.training.hiding import cut_linears, hiding
-from megapar.training.job import check_device, make_overlap
+from megapar.training.job import check_device
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, build
 
 MP = "--mp-degree 2 --sequence-parallel --bf16"

@@ -51,6 +51,7 @@ def train(
         world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
     with patch.object(build, "make_loss_scale", lambda *_: scale):
         trainer = Trainer(config, world, corpus)
+        trainer.start()
     spoil(trainer, rank, bad)
     for _ in range(4):
         trainer.monitor.add(trainer.step())
@@ -123,6 +124,7 @@ def first_gradients(rank: int, world_size: int, dtype: str, tokens: int) -> tupl
     config = parse("ernie", [*SMALL["ernie"][:-2], *COMMON, *flags], {})
     corpus = build.make_corpus(config)
     trainer = Trainer(config, World.start(config.grid, pick("cpu"), timedelta(seconds=60)), corpus)
+    trainer.start()
     counts = {"items": {"lm": tokens, "sop": tokens}, "tokens": tokens}
     with patch.multiple(Denominators, **counts):
         trainer.step()

@@ -60,7 +60,7 @@ def spoiled(
     with (
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
-        patch.object(Trainer, "run", run_spoiled(steps, times, bad_rank, factor)),
+        patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
         patch.object(Judge, "_may_be_late", lambda self, config: late),
     ):
         return list(
@@ -69,7 +69,7 @@ def spoiled(
 
 
 def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) -> Any:
-    run = Trainer.run
+    run = Trainer.train
 
     def spoil(self: Trainer) -> Any:
         left, running, forward_backward = dict.fromkeys(steps, times), [0], self.stepper.gradients._forward_backward
@@ -224,6 +224,7 @@ def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], n
         corpus = build.make_corpus(config)
         world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
     trainer = Trainer(config, world, corpus)
+    trainer.start()
     for step in range(3):
         trainer.step()
         if step == 1 and rank == bad_rank:

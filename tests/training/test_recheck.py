@@ -43,8 +43,8 @@ def seen(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence
     """Of a run: of every step what does not depend on the clock, the guards that passed, and whether ranks swapped."""
     kept: list[Guards] = []
 
-    def make(*arguments: Any) -> Guards:
-        kept.append(trainer_makes(*arguments))
+    def make(**parts: Any) -> Guards:
+        kept.append(trainer_makes(**parts))
         return kept[0]
 
     trainer_makes = trainer.make_guards

@@ -149,7 +149,9 @@ def test_steps_that_change_nothing_are_none_of_a_turn() -> None:
     line = last_wins((*SMALL["moe"], *COMMON), ("--dtype", "fp32", "--state-digest-steps", "2"))
     config = parse("moe", line, {})
     world = World.start(config.grid, Device(), timedelta(seconds=60))
-    with closing((trainer := Trainer(config, world, build.make_corpus(config))).loader):
+    trainer = Trainer(config, world, build.make_corpus(config))
+    trainer.start()
+    with closing(trainer.loader):
         (guard,) = [one for one in trainer.guards._guards if isinstance(one, state_guard.StateGuard)]
         assert guard.vouches_for(0) == 0
         for iteration in (1, 2):

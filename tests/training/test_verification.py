@@ -56,8 +56,7 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Iterations after which the check of every run in this test is going to fail."""
     found: set[int] = set()
 
-    def make(config: Config, job: Job, *more: Any) -> Guards:
-        start = more[-2]
+    def make(*, config: Config, job: Job, start: Start, **_: Any) -> Guards:
         witness = Witness([Path(str(config.checkpoint.save))], job.world, start.iteration)
         return Guards([Late("often", 1, set()), Late("recompute", 5, found)], start, witness)
 

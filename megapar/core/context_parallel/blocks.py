@@ -84,7 +84,11 @@ class OnlineSoftmaxBackward:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
             block = AttentionBlock(self._rows.out[rows], self._rows.lse[rows], next(self._drawn))
             grads = self._differentiate(
-                *(self._grad[rows], self._q[rows], k[columns], v[columns], block),
+                self._grad[rows],
+                self._q[rows],
+                k[columns],
+                v[columns],
+                block,
                 causal=tile.causal,
                 dropout=self._dropout,
             )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import bias as alignments
 
 from megapar.core.device.dtypes import wide
 from megapar.core.device.head_dims import cut_features, equal_head_dims
@@ -44,7 +44,7 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """``attention_slice_reference`` by torch's fused kernels, whose mask is an alignment and never held."""
-    bias = causal_lower_right(q.shape[2], k.shape[2])
+    bias = alignments.causal_lower_right(q.shape[2], k.shape[2])
     grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=grouped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ class FullSharding:
     plan: the segments, each of whole modules, that form one group; None: one group per unit. prefetch: groups gathered
     ahead of use, in forward and backward. reduce_every_micro_batch: False keeps whole gradients until the last one.
 
+    shard: makes a group, as torch's ``fully_shard``.
+
     Experts that are cut over other ranks than the rest form groups of their own. Where each is whole on one rank there
     is nothing to cut: those of ``whole_experts(world, specs)`` stay plain parameters in the compute dtype, left to
     somebody else.
@@ -54,10 +57,11 @@ class FullSharding:
         plan: Sequence[PlannedSegment] | None = None,
         prefetch: int = 1,
         reduce_every_micro_batch: bool = True,
+        shard: Callable[..., Any] = fully_shard,
     ) -> None:
         # A segment may end inside a layer, at a linear whose output is a view; nothing here changes one in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        self._model = model
+        self._model, self._shard = model, shard
         self._reduce_every = reduce_every_micro_batch
         self._dtypes = (compute_dtype, master_dtype, reduce_dtype)
         left = whole_experts(world, specs)
@@ -121,7 +125,7 @@ class FullSharding:
         def place(parameter: nn.Parameter) -> Shard:
             return Shard(shard_dim(tuple(parameter.shape), shard.size, full=True))
 
-        fully_shard(
+        self._shard(
             module,
             mesh=_mesh(world, *names),
             mp_policy=policy,

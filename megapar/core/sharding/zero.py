@@ -246,7 +246,11 @@ def _make_segments(
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
         segments.append(
             Segment(
-                *(boxed, cut, repeat, *dtypes),
+                parameters=boxed,
+                shard=cut,
+                replica=repeat,
+                master_dtype=dtypes[0],
+                reduce_dtype=dtypes[1],
                 whole_gradients=whole_gradients,
                 meter=meter,
                 pool=pool,

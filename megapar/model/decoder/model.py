@@ -7,6 +7,7 @@ under sequence parallelism, written S(/mp).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from megapar.core.collectives import all_gather, copy
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
 from megapar.core.device.packed import PackedDocuments
+from megapar.core.execution import DEFAULT, Execution
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
@@ -28,7 +30,6 @@ from megapar.core.tensor_parallel import (
     parameter,
     vocabulary_range,
 )
-from megapar.core.traffic import Traffic
 from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
@@ -41,9 +42,13 @@ from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import rotary_angles
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
+from megapar.moe.layer import MoeLayer
 from megapar.moe.router import move_correction_bias
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LmHead(nn.Module):
@@ -53,19 +58,12 @@ class LmHead(nn.Module):
     dgrad: all-reduce (reduce-scatter) over mp of the partial dx; wgrad: dw [V/mp, H], whole on its rank.
     """
 
-    def __init__(
-        self,
-        sizes: DecoderSizes,
-        *,
-        mp: Axis,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, sizes: DecoderSizes, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
-        self.vocab_size, self.mp, self.sequence_parallel = sizes.vocab_size, mp, sequence_parallel
-        shape = (vocabulary_range(sizes.vocab_size, mp)[1], sizes.hidden_size)
-        self.weight = None if sizes.tie_embeddings else parameter(shape, dtype, device)
+        self.vocab_size = sizes.vocab_size
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        shape = (vocabulary_range(sizes.vocab_size, self.mp)[1], sizes.hidden_size)
+        self.weight = None if sizes.tie_embeddings else parameter(shape, options["dtype"], options["device"])
 
     def forward(self, *inputs: tuple[Tensor, Tensor], tied: Tensor | None) -> list[Tensor]:
         """Of each x [B, S(/mp), H] and labels [B, S] (-100: no loss) the sum of cross-entropies, max(fp32, dtype).
@@ -101,15 +99,13 @@ class Decoder(nn.Module):
 
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``decoder_table(sizes)``. cp: how a sequence is shared by ranks, whose
-    batches then have their positions only. traffic: takes part in what the experts' layers launch; by default each
-    layer has its own. holding: what of the model this rank has in a pipeline; by default all.
+    batches then have their positions only. holding: what of the model this rank has in a pipeline; by default all.
     slicing: layers run slice by slice, as drawn in ``model.layers.ampipe``. recompute: which layers keep only their
-    input; None: none of them.
+    input; None: none of them. moe_layer: the class of mixture-of-experts layers. execution: how layers run.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
     mtp: Mtp | None
-    final_norm: nn.Module | None
     lm_head: LmHead | None
 
     def __init__(
@@ -121,11 +117,13 @@ class Decoder(nn.Module):
         emp: Axis,
         sequence_parallel: bool = False,
         cp: ContextParallel | None = None,
-        traffic: Traffic | None = None,
         holding: Holding | None = None,
         slicing: Slicing | None = None,
+        recompute: Recompute | None = None,
+        moe_layer: type[MoeLayer] = MoeLayer,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
         held = holding or Holding.whole(sizes.num_layers)
@@ -133,21 +131,29 @@ class Decoder(nn.Module):
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
         self._arrangement = Arrangement(self.slicing, mp, sequence_parallel=sequence_parallel)
-        options: LayerOptions = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        options: LayerOptions = {
+            "mp": mp,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+            "execution": execution,
+        }
         self.embedding = DecoderEmbedding(sizes, cp=self.cp, **options) if held.first else None
         if held.last and not held.first and (sizes.tie_embeddings or sizes.mtp_depth):
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **options))
-        self.recompute: Recompute | None = None
+        self.recompute = recompute
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
-                sizes, layer, ep=ep, emp=emp, cp=self.cp, traffic=traffic, slicing=self.slicing, **options
+                sizes, layer, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, moe_layer=moe_layer, **options
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:
             self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, **options)
-        norm, epsilon = sizes.normalization, sizes.layernorm_epsilon
-        self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device) if held.last else None
+        self.final_norm: nn.Module | None = None
+        if held.last:
+            norm, epsilon, run = sizes.normalization, sizes.layernorm_epsilon, execution.run
+            self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device, run=run)
         self.lm_head = LmHead(sizes, **options) if held.last else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:

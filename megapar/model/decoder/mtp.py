@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.execution import DEFAULT
 from megapar.core.tensor_parallel import LayerOptions, Linear, look_up, vocabulary_range
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
@@ -53,16 +54,14 @@ class Mtp(nn.Module):
     ) -> None:
         super().__init__()
         H, norm, epsilon = sizes.hidden_size, sizes.normalization, sizes.layernorm_epsilon
-        dtype, device = options["dtype"], options["device"]
+        dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
         self.start = vocabulary_range(sizes.vocab_size, self.mp)[0]
-        self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device)
-        self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device)
+        self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
+        self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
         # Its number is that of a layer behind the last one: no experts, and dropout of its own.
-        self.block = DecoderBlock(
-            sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, traffic=None, slicing=slicing, **options
-        )
+        self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, slicing=slicing, **options)
 
     def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> Tensor:
         """What the final norm and the head make predictions of. tokens: of ``following``."""

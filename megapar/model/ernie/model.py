@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.collectives import copy, gather
+from megapar.core.compiled import Run, plain
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
+from megapar.core.execution import DEFAULT, Execution
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.recompute import Recompute
 from megapar.core.tensor_parallel import (
@@ -84,13 +86,14 @@ class MaskedLmHead(nn.Module):
         mp: Axis,
         dtype: torch.dtype,
         device: torch.device | str | None,
+        run: Run = plain,
     ) -> None:
         """features: I of the rows, by default H."""
         super().__init__()
         H = sizes.hidden_size
         self.vocab_size, self.mp = sizes.vocab_size, mp
         self.transform = Linear(features or H, H, dtype=dtype, device=device)
-        self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device)
+        self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device, run=run)
         self.bias = parameter((vocabulary_range(sizes.vocab_size, mp)[1],), dtype, device)
 
     def forward(self, rows: Tensor, labels: Tensor, word: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ class Ernie(nn.Module):
     Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
     names, global shapes and cuts are those of ``ernie_table(sizes)``. cp: how a sequence is shared by ranks, whose
     batches then have their positions only. holding: what of the model this rank has in a pipeline; by default all.
-    recompute: which layers keep only their input; None: none of them.
+    recompute: which layers keep only their input; None: none of them. execution: how layers run.
     """
 
     embedding: ErnieEmbedding | TiedWord | None
@@ -131,31 +134,42 @@ class Ernie(nn.Module):
         sequence_parallel: bool = False,
         cp: ContextParallel | None = None,
         holding: Holding | None = None,
+        recompute: Recompute | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
         held = holding or Holding.whole(sizes.num_layers)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
-        self.recompute: Recompute | None = None
+        self.recompute = recompute
         self.cp = cp or ContextParallel()
         H = sizes.hidden_size
-        options: LayerOptions = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        options: LayerOptions = {
+            "mp": mp,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+            "execution": execution,
+        }
         self.embedding = ErnieEmbedding(sizes, cp=self.cp, **options) if held.first else None
         if held.last and not held.first:
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, H, **options))
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = self._layer(layer, **options)
-        self._make_heads(held, mp, dtype, device)
+        self._make_heads(held, **options)
 
     def _layer(self, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         return ErnieBlock(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: Holding, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def _make_heads(self, held: Holding, **options: Unpack[LayerOptions]) -> None:
         H, sop = self.sizes.hidden_size, self.sizes.sop and held.last
+        dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
-        self.lm_head = MaskedLmHead(self.sizes, mp=mp, dtype=dtype, device=device) if held.last else None
+        self.lm_head = None
+        if held.last:
+            self.lm_head = MaskedLmHead(self.sizes, mp=self.mp, dtype=dtype, device=device, run=run)
         self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:

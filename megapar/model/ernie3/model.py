@@ -25,6 +25,7 @@ from megapar.core.axis import Axis
 from megapar.core.collectives import gather
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
+from megapar.core.execution import DEFAULT
 from megapar.core.pipeline.stages import Chunk, Holding
 from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
@@ -114,12 +115,13 @@ class ClassHead(nn.Module):
 class TaskHeads(nn.Module):
     """The heads of all tasks of the run; their vocabulary is the word embedding, which comes with the call."""
 
-    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(self, sizes: Ernie3Sizes, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         self.tasks = sizes.tasks
-        h = sizes.task_hidden_size
+        h, dtype, device = sizes.task_hidden_size, options["dtype"], options["device"]
+        mp, run = options["mp"], options.get("execution", DEFAULT).run
         for branch in sizes.word_branches:
-            self.add_module(branch, MaskedLmHead(sizes, features=h, mp=mp, dtype=dtype, device=device))
+            self.add_module(branch, MaskedLmHead(sizes, features=h, mp=mp, dtype=dtype, device=device, run=run))
         self.pooler = Pooler(h, h, dtype=dtype, device=device) if set(CLASSES) & set(sizes.tasks) else None
         for task in CLASSES:
             if task in sizes.tasks:
@@ -160,9 +162,9 @@ class Ernie3(Ernie):
             return UniversalBlock(self.sizes, layer, cp=self.cp, **options)
         return BranchLayer(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: Holding, mp: Axis, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def _make_heads(self, held: Holding, **options: Unpack[LayerOptions]) -> None:
         self.lm_head = self.pooler = self.sop_head = None
-        self.heads = TaskHeads(self.sizes, mp=mp, dtype=dtype, device=device) if held.last else None
+        self.heads = TaskHeads(self.sizes, **options) if held.last else None
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
         """See ``Ernie.units``."""

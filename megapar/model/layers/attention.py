@@ -44,8 +44,8 @@ class GroupedQueryAttention(SelfAttention):
         H, G, Q, D = sizes.hidden_size, sizes.num_groups, sizes.queries_per_group, sizes.key_dim
         self.qkv = ColumnLinear(H, (G, Q + 2, D), split=0, bias=sizes.bias, **options)
         self.proj = RowLinear(G * Q * D, H, bias=sizes.bias, **options)
-        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
-        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device) if sizes.qk_norm else None
+        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
+        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
 
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """See ``SelfAttention.project``; k and v are views of the product where there are no norms and no rope."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.execution import DEFAULT
 from megapar.core.tensor_parallel import LayerOptions
-from megapar.core.traffic import Traffic
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
@@ -60,36 +60,35 @@ class DecoderBlock(nn.Module):
         ep: Axis,
         emp: Axis,
         cp: ContextParallel,
-        traffic: Traffic | None,
         slicing: Slicing,
+        moe_layer: type[MoeLayer] = MoeLayer,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        dtype, device = options["dtype"], options["device"]
+        dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         share = cp.share(options["mp"], sequence_parallel=options["sequence_parallel"])
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
-        self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
+        self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
         self.attention = make_attention(
             decoder_attention(sizes),
             layer,
             cp=cp,
             **options,
         )
-        self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device)
+        self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
         self.mlp: Mlp | None = None
         self.moe: MoeLayer | None = None
         moe = sizes.moe_at(layer)
         if moe is not None:
             shared = _shared(sizes, moe, **options)
-            self.moe = MoeLayer(
+            self.moe = moe_layer(
                 moe,
                 shared=shared,
                 ep=ep,
                 emp=emp,
                 share=share,
-                traffic=traffic,
                 slicing=slicing,
                 **options,
             )
@@ -135,7 +134,7 @@ class ErnieBlock(nn.Module):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        dtype, device = options["dtype"], options["device"]
+        dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         mp, sequence_parallel = options["mp"], options["sequence_parallel"]
         self.cut = sequence_parallel and mp.size > 1  # its activations have some positions only
         share = cp.share(mp, sequence_parallel=sequence_parallel)
@@ -147,7 +146,7 @@ class ErnieBlock(nn.Module):
             cp=cp,
             **options,
         )
-        self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
+        self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
         self.mlp = Mlp(
             H,
             sizes.ffn_hidden_size,
@@ -155,7 +154,7 @@ class ErnieBlock(nn.Module):
             bias=True,
             **options,
         )
-        self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device)
+        self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
         """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""

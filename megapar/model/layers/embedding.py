@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megapar.core.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.exchange import own_piece
+from megapar.core.execution import DEFAULT
 from megapar.core.random import Streams
 from megapar.core.tensor_parallel import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
 from megapar.model.decoder.sizes import DecoderSizes
@@ -94,7 +95,8 @@ class ErnieEmbedding(nn.Module):
         self.position = Embedding(sizes.max_position_embeddings, H, dtype=dtype, device=device)
         self.token_type = Embedding(sizes.type_vocab_size, H, dtype=dtype, device=device)
         self.task_type = Embedding(sizes.task_type_vocab_size, H, dtype=dtype, device=device)
-        self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device)
+        run = options.get("execution", DEFAULT).run
+        self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device, run=run)
         self.share = 1.0  # of the dropout, where it grows
 
     def forward(self, tokens: Tensor, token_types: Tensor, task_types: Tensor, positions: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, counted, plain
+from megapar.core.compiled import counted
 from megapar.core.device.ops import op
+from megapar.core.execution import DEFAULT
 from megapar.core.replay import Replay
 from megapar.core.selective import forget
 from megapar.core.tensor_parallel import ColumnLinear, LayerOptions, RowLinear
@@ -43,8 +44,8 @@ class Mlp(nn.Module):
             bias=bias,
             **options,
         )
-        self.selective = False  # compute the activation again instead of keeping it
-        self.run: Run = plain
+        execution = options.get("execution", DEFAULT)
+        self.run, self.selective = execution.run, execution.selective
         self.gate_up = first if gated else None
         self.up = None if gated else first
         self.down = RowLinear(

@@ -14,11 +14,13 @@ from megapar.core.tensor_parallel import local, parameter
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] on every rank."""
 
-    def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(
+        self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None, run: Run = plain
+    ) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.weight = parameter((size,), dtype, device)
-        self.run: Run = plain
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] to [.., H]."""
@@ -35,12 +37,14 @@ class RmsNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias; x [.., H], weight and bias [H] on every rank."""
 
-    def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(
+        self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None, run: Run = plain
+    ) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.weight = parameter((size,), dtype, device)
         self.bias = parameter((size,), dtype, device)
-        self.run: Run = plain
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] to [.., H]. torch's kernel keeps its statistics in fp32 for 16-bit inputs."""
@@ -81,7 +85,7 @@ def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: 
 
 
 def make_norm(
-    kind: str, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None
+    kind: str, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None, run: Run = plain
 ) -> RmsNorm | LayerNorm:
     """The norm called ``kind``: rmsnorm or layernorm."""
-    return (RmsNorm if kind == "rmsnorm" else LayerNorm)(size, epsilon, dtype=dtype, device=device)
+    return (RmsNorm if kind == "rmsnorm" else LayerNorm)(size, epsilon, dtype=dtype, device=device, run=run)

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, counted, plain
+from megapar.core.compiled import counted
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed import packed_attention_reference
+from megapar.core.execution import DEFAULT
 from megapar.core.selective import again
 from megapar.core.tensor_parallel import LayerOptions, Started
 from megapar.model.layers.attention_sizes import AttentionSizes
@@ -61,8 +62,8 @@ class SelfAttention(nn.Module, ABC):
         self.stream = self.cp.axis.rank * self.mp.size + self.mp.rank
         self.place = f"layers.{layer}.attention.weights"
         self.dropout = sizes.dropout
-        self.selective = False
-        self.run: Run = plain
+        execution = options.get("execution", DEFAULT)
+        self.run, self.selective = execution.run, execution.selective
 
     @abstractmethod
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megapar.core.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.device.base import Device
+from megapar.core.execution import Execution
 from megapar.core.overlap import Overlap
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Interval
 from megapar.core.sharding.cut import box_at
-from megapar.core.tensor_parallel import hide_communication
 from megapar.core.traffic import Traffic
 from megapar.model.layers.attention_slices import CausalSlices, Growing
 from megapar.model.layers.context import Context
@@ -136,7 +136,9 @@ def recorded(rank, world_size, slicing, ahead):
 
 def recorded_on(rank, world_size, slicing, device):
     diary = Diary(slicing.degree, TWO.num_layers, device)
-    model = build(TWO, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=diary, slicing=slicing)
+    model = build(
+        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(traffic=diary), slicing=slicing
+    )
     for block in model.layers.values():
         diary.watch(block.attention.proj, "attn")
         diary.watch_experts(block.moe.experts, "exp")
@@ -173,8 +175,8 @@ def hidden_over_mp(rank, world_size, slicing):
     """(forward, backward) of a step where two ranks share positions and heads, and have whole experts."""
     lanes, ranks = Lanes(), tuple(range(world_size))
     axes = {name: Axis(name, world_size, rank, dist.group.WORLD, ranks) for name in ("mp", "ep")}
-    model = build(TWO, dtype=torch.float64, **axes, sequence_parallel=True, traffic=lanes, slicing=slicing)
-    hide_communication(model, Overlap(pieces=1), lanes)
+    execution = Execution(overlap=Overlap(pieces=1), traffic=lanes)
+    model = build(TWO, dtype=torch.float64, **axes, sequence_parallel=True, execution=execution, slicing=slicing)
     attend = CausalSlices.attend
 
     def noted(slices, number):
@@ -242,7 +244,9 @@ def recomputed(rank, world_size, slicing, layers, ahead):
 
 def recomputed_on(rank, world_size, slicing, layers, device):
     diary = Unnumbered(slicing.degree, TWO.num_layers, device)
-    model = build(TWO, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=diary, slicing=slicing)
+    model = build(
+        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(traffic=diary), slicing=slicing
+    )
     model.recompute = Recompute(Interval(layers), diary, CommBytes()) if layers else None
     loss = total(model, batch_for(TWO, seed=rank))
     diary.events = []
@@ -281,7 +285,9 @@ def stepped(rank, world_size, sizes, slicing, ahead, padded):
 
 def stepped_on(rank, world_size, sizes, slicing, padded, device):
     traffic = Traffic(device=device)
-    model = build(sizes, dtype=torch.float64, ep=ep_of(rank, world_size), traffic=traffic, slicing=slicing)
+    model = build(
+        sizes, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(traffic=traffic), slicing=slicing
+    )
     fired = Counter()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))

@@ -167,6 +167,7 @@ def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str])
         corpus = build.make_corpus(config)
         world = World.start(config.grid, pick("cpu", 0), build.timeout(config), f"file://{rendezvous}")
         trainer = Trainer(config, world, corpus)
+        trainer.start()
 
     def state() -> dict[str, np.ndarray]:
         model = trainer.job.model
