@@ -32,12 +32,12 @@ from megapar.core.execution import Execution
 from megapar.core.memory import MemoryTracker
 from megapar.core.meter import WaitMeter
 from megapar.core.tickets import start, wait
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 from megapar.model.decoder.model import Decoder
 from megapar.training import degree
 
 
-class Diary(Traffic):
+class Diary(CommContext):
     """Notes when collectives were launched, and between which times the host waited for them."""
 
     def __init__(self, meter: WaitMeter, device: Device) -> None:
@@ -52,10 +52,10 @@ class Diary(Traffic):
         self._launched[id(flight)] = now
         return flight
 
-    def land(self, flight: InFlight, metered: bool = True) -> Tensor:
+    def wait(self, flight: InFlight, metered: bool = True) -> Tensor:
         """As it is, with the times before and behind."""
         before = time.perf_counter()
-        output = super().land(flight, metered)
+        output = super().wait(flight, metered)
         begun = self._launched.pop(id(flight))
         if self.events is not None and flight.work is not None:
             times = {"launch": begun, "wait": before, "there": time.perf_counter()}
@@ -138,7 +138,7 @@ class Steps:
             ep=self.ep,
             emp=Axis.single("emp"),
             sequence_parallel=mp.size > 1,
-            execution=Execution(traffic=self.diary),
+            execution=Execution(comm=self.diary),
             slicing=replace(WAYS[way], overlap_mp=mp.size > 1),
             dtype=self.dtype,
             device="meta" if weights is not None else self.device.torch_device,

@@ -24,12 +24,12 @@ from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.layout import RING, SequenceLayout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.exchange import Exchange
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 
 HEADS, GROUPS, SIZE = 8, 4, 64
 
 
-class WaitingTraffic(Traffic):
+class WaitingTraffic(CommContext):
     """Nothing flies while anything is computed."""
 
     def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
@@ -56,7 +56,7 @@ class Attention:
     def __call__(self, request: str) -> Figures:
         """Seconds of forward and backward, and of it the seconds of waiting for messages."""
         algorithm, _, way = request.partition(" ")
-        traffic = WaitingTraffic() if way == "waiting" else Traffic()
+        comm = WaitingTraffic() if way == "waiting" else CommContext()
         if algorithm == "whole":
             own = [x.detach().requires_grad_() for x in self.qkv]
         else:
@@ -65,7 +65,7 @@ class Attention:
             name = RING if algorithm == "in_order" else algorithm
             layout = choose_layout(name, self.ranks, causal=True, length=self.length)
             layout = SequenceLayout(self.ranks) if algorithm == "in_order" else layout
-            method = ContextParallel(axis, name, layout, traffic)
+            method = ContextParallel(axis, name, layout, comm)
             places = torch.tensor(layout.positions(self.length, self.rank), device=self.device)
             own = [x[:, places].requires_grad_() for x in self.qkv]
         if self.ranks > 1:
@@ -75,7 +75,7 @@ class Attention:
         y = _whole(*own) if algorithm == "whole" else _shared(method, *own)
         y.backward(torch.ones_like(y))
         self._synchronize()
-        return {"seconds": time.perf_counter() - start, "waited": sum(traffic.meter.take().seconds().values())}
+        return {"seconds": time.perf_counter() - start, "waited": sum(comm.meter.take().seconds().values())}
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -91,8 +91,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _shared(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[1, S / cp, heads, D] each."""
     if method.deals_heads:
-        y = _whole(*to_heads(q, k, v, method.axis, method.traffic))
-        return to_positions(y, method.axis, method.traffic)
+        y = _whole(*to_heads(q, k, v, method.axis, method.comm))
+        return to_positions(y, method.axis, method.comm)
     plan = method.plan(*q.shape[:2], causal=True)
     assert plan is not None
     heads = (x.transpose(1, 2) for x in (q, k, v))

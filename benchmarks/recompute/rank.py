@@ -43,7 +43,7 @@ def main() -> None:
     config = configs["none"]
     trainer = make_trainer(config, options.rendezvous)
     job, world, device = trainer.job, trainer.world, trainer.world.device
-    recomputes = {way: make_recompute(configs[way], world, job.traffic) for way in configs}
+    recomputes = {way: make_recompute(configs[way], world, job.comm) for way in configs}
 
     def turn(request: str) -> Figures:
         what, _, way = request.partition(" ")

@@ -18,7 +18,7 @@ from benchmarks.tensor_parallel.shape import SHAPES
 from megapar.core.axis import Axis
 from megapar.core.overlap import Overlap
 from megapar.core.tensor_parallel import ColumnLinear, RowLinear
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes
 
@@ -49,17 +49,17 @@ class Steps:
 
     def __call__(self, way: str) -> Figures:
         """Seconds of a step, and of it the seconds that the host waited for what flew under products."""
-        model, traffic = self.models["alone" if way == "alone" else "link"], Traffic()
+        model, comm = self.models["alone" if way == "alone" else "link"], CommContext()
         for module in model.modules():
             if isinstance(module, ColumnLinear | RowLinear):
-                module.overlap, module.traffic = WAYS[way], traffic
+                module.overlap, module.comm = WAYS[way], comm
         model.zero_grad()
         dist.barrier()
         self._synchronize()
         start = time.perf_counter()
         sum(model(self.batch).sums.values()).backward()
         self._synchronize()
-        return {"seconds": time.perf_counter() - start, "waited": sum(traffic.meter.take().seconds().values())}
+        return {"seconds": time.perf_counter() - start, "waited": sum(comm.meter.take().seconds().values())}
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapar.core.compiled import Run, plain
 from megapar.core.overlap import Overlap
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.core.weight_gradients import WeightGradients
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -20,7 +20,7 @@ class Execution:
     """Options that change neither a layer's parameters nor what it computes, apart from the rounding of fp8.
 
     overlap: how finely linear layers cut collectives that travel under their products.
-    traffic: tracks the collectives that layers launch; None: each layer tracks its own.
+    comm: tracks the collectives that layers launch; None: each layer tracks its own.
     weight_gradients: collects the weight-gradient products of a split backward; None: they are computed at once.
     fp8: x [.., I] @ w [O, I]^T + b of the linear layers in fp8; None: in the dtype of the parameters.
     run: calls the pure functions of layers, compiled or as they are.
@@ -28,7 +28,7 @@ class Execution:
     """
 
     overlap: Overlap = field(default_factory=Overlap)
-    traffic: Traffic | None = None
+    comm: CommContext | None = None
     weight_gradients: WeightGradients | None = None
     fp8: LinearProduct | None = None
     run: Run = plain

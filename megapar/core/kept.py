@@ -26,7 +26,7 @@ from megapar.core.axis import Axis
 from megapar.core.buffers import BufferPool
 from megapar.core.device.base import Device
 from megapar.core.exchange import AllGather
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 
 NEWEST = 2
 
@@ -38,8 +38,8 @@ class Keeper:
     offload: into pinned host memory. newest: how many units stay whole, 1 or more.
     """
 
-    def __init__(self, device: Device, mp: Axis, traffic: Traffic, *, offload: bool, newest: int = NEWEST) -> None:
-        self.device, self.mp, self.traffic = device, mp, traffic
+    def __init__(self, device: Device, mp: Axis, comm: CommContext, *, offload: bool, newest: int = NEWEST) -> None:
+        self.device, self.mp, self.comm = device, mp, comm
         self.host = BufferPool(device.pinned_zeros, most=2) if offload else None
         self.going, self.coming = device.new_stream(), device.new_stream()
         self._newest = newest
@@ -145,7 +145,7 @@ class KeptTensor:
         if self._host is None:
             assert self._piece is not None
             own[: self._piece.numel()].copy_(self._piece)
-            self._flight = keeper.traffic.launch(AllGather(keeper.mp, buffer), own, owned=True)
+            self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
             return
         keeper.coming.wait_stream(keeper.device.current_stream())
         with keeper.coming:
@@ -153,7 +153,7 @@ class KeptTensor:
             own[: self._host.numel()].copy_(self._host, non_blocking=True)
             self._back = keeper.coming.record_event()
             if size > 1:
-                self._flight = keeper.traffic.launch(AllGather(keeper.mp, buffer), own, owned=True)
+                self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
 
     def whole(self) -> Tensor:
         """The tensor as it was; the current stream waits for it."""
@@ -162,7 +162,7 @@ class KeptTensor:
             self._keeper.device.current_stream().wait_event(self._back)
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            self._keeper.traffic.land(flight)
+            self._keeper.comm.wait(flight)
         assert self._flat is not None
         return self._flat.as_strided(self._shape, self._stride, self._flat.storage_offset())
 

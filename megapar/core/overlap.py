@@ -40,7 +40,7 @@ from megapar.core.axis import Axis
 from megapar.core.collective_product import fused_gather_product, fused_product_scatter
 from megapar.core.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.replay import Replay
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -108,7 +108,7 @@ class Road(NamedTuple):
 
     mp: Axis
     overlap: Overlap
-    traffic: Traffic
+    comm: CommContext
     later: Callable[[Callable[[], Tensor]], Tensor | None] | None = None
     closing: Replay | None = None
 
@@ -138,13 +138,13 @@ class Road(NamedTuple):
             return fused_product_scatter(x, right, self.mp)
         y = x @ right
         by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
-        return self.traffic.land(self.launch(ReduceScatter(self.mp), by_rank))
+        return self.comm.wait(self.launch(ReduceScatter(self.mp), by_rank))
 
     def launch(self, exchange: Exchange, x: Tensor) -> InFlight:
         """Start a collective."""
-        flight = self.traffic.launch(exchange, x)
+        flight = self.comm.launch(exchange, x)
         if self.overlap.blocking and flight.work is not None:
-            self.traffic.meter.wait(flight.work, flight.kind)
+            self.comm.meter.wait(flight.work, flight.kind)
         return flight
 
 
@@ -185,7 +185,7 @@ class GatheredColumn(torch.autograd.Function):
         dw = _gathered_wgrad(dy, gathered, road)
         db = _bias_gradient(dy, ctx)
         if back is not None:
-            dx = road.traffic.land(back)
+            dx = road.comm.wait(back)
         return dx, dw, db, None
 
 
@@ -302,7 +302,7 @@ class CopiedColumn(torch.autograd.Function):
         dw = road.weight_gradient(lambda: dy.t() @ x.flatten(0, -2)) if needs_dw else None
         db = dy.sum(0) if ctx.biased else None
         for flight in flights:
-            road.traffic.land(flight)
+            road.comm.wait(flight)
         return None if dx is None else dx.view(x.shape), dw, db, None
 
 
@@ -321,7 +321,7 @@ class ReducedRow(torch.autograd.Function):
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         y, flights = _multiply_and_sum(x.flatten(0, -2), weight.t(), road)
         for flight in flights:
-            road.traffic.land(flight)
+            road.comm.wait(flight)
         if bias is not None:
             y.add_(bias)
         return y.view((*x.shape[:-1], weight.shape[0]))
@@ -410,7 +410,7 @@ def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, InFlig
 def _landings(flights: list[tuple[slice, InFlight]], road: Road) -> Iterator[tuple[slice, Tensor]]:
     """Wait for one piece after the other: gathered ones as [M, B, p, H], the others as they are."""
     for rows, flight in flights:
-        output = road.traffic.land(flight)
+        output = road.comm.wait(flight)
         gathered = isinstance(flight.exchange, AllGather)
         yield rows, output.unflatten(0, (road.mp.size, -1)) if gathered else output
 

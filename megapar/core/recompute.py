@@ -25,7 +25,7 @@ from megapar.core.kept import Keeper, KeptUnit
 from megapar.core.memory import MemoryTracker
 from megapar.core.recompute_choice import Choice
 from megapar.core.replay import Replay
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Measure(Protocol):
 class Recompute:
     """How the layers of this rank are recomputed.
 
-    choice: which of them. traffic: what they launch. sent_bytes: the world's account; what is sent again is not
+    choice: which of them. comm: what they launch. sent_bytes: the world's account; what is sent again is not
     counted. keeper: how units keep their inputs; None: as they are.
     measure: is told of every unit, while it wants to, what it would keep if it were not recomputed.
     around: called in the forward of every unit; returns the context in which the unit will run again.
@@ -55,7 +55,7 @@ class Recompute:
     def __init__(
         self,
         choice: Choice,
-        traffic: Traffic,
+        comm: CommContext,
         sent_bytes: CommBytes,
         keeper: Keeper | None = None,
         measure: Measure | None = None,
@@ -64,7 +64,7 @@ class Recompute:
         self.choice = choice
         self.keeper = keeper
         self.measure = measure
-        self._traffic, self._sent_bytes, self._around = traffic, sent_bytes, around
+        self._comm, self._sent_bytes, self._around = comm, sent_bytes, around
 
     def begin(self) -> Forward:
         """One forward of one micro-batch through this rank's layers."""
@@ -72,7 +72,7 @@ class Recompute:
 
     def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
         """Return the context in which a unit that now runs forward will run again. note: gets the bytes it keeps."""
-        return _Again(self._traffic, self._sent_bytes, replay, note, self._around())
+        return _Again(self._comm, self._sent_bytes, replay, note, self._around())
 
 
 class Forward:
@@ -126,13 +126,13 @@ class _Again:
 
     def __init__(
         self,
-        traffic: Traffic,
+        comm: CommContext,
         sent_bytes: CommBytes,
         replay: Replay,
         note: Callable[[int], None] | None,
         around: AbstractContextManager[object],
     ) -> None:
-        self._traffic, self._sent_bytes, self._replay, self._note = traffic, sent_bytes, replay, note
+        self._comm, self._sent_bytes, self._replay, self._note = comm, sent_bytes, replay, note
         self._around = around
         self._tracker = None if note is None else MemoryTracker()
 
@@ -141,7 +141,7 @@ class _Again:
             entered.enter_context(self._around)
             if self._tracker is not None:
                 entered.enter_context(self._tracker)
-            entered.callback(self._traffic.land_since, self._traffic.mark())
+            entered.callback(self._comm.wait_since, self._comm.mark())
             entered.enter_context(self._sent_bytes.uncounted())
             self._replay.start()
             entered.callback(self._replay.stop)

@@ -27,7 +27,7 @@ from megapar.core.execution import DEFAULT, Execution
 from megapar.core.overlap import ArrivedColumn, CopiedColumn, GatheredColumn, ReducedRow, Road, ScatteredRow
 from megapar.core.replay import Replay
 from megapar.core.tickets import Ticket, copy_gradient, start, wait
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.core.weight_gradients import linear
 from megapar.core.wide_sum import wide_use
 
@@ -136,7 +136,7 @@ class ColumnLinear(nn.Module):
         self.weight = parameter((*self.out_dims, in_features), dtype, device)
         self.bias = parameter(self.out_dims, dtype, device) if bias else None
         self.product = GatheredColumn if sequence_parallel else CopiedColumn
-        self.overlap, self.traffic = execution.overlap, execution.traffic or Traffic()
+        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class ColumnLinear(nn.Module):
         if self.mp.size == 1 or not self.sequence_parallel:
             return Started(x)
         # A copy travels: x is kept for the backward.
-        return Started(x, *start(AllGather(self.mp), x.clone(), self.traffic))
+        return Started(x, *start(AllGather(self.mp), x.clone(), self.comm))
 
     def finish(self, started: Started) -> Tensor:
         """What ``forward`` returns."""
@@ -172,7 +172,7 @@ class ColumnLinear(nn.Module):
         """Weight [O/mp, I], bias [O/mp] and the road, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
-        return local(self.weight).flatten(0, -2), bias, Road(self.mp, self.overlap, self.traffic, later)
+        return local(self.weight).flatten(0, -2), bias, Road(self.mp, self.overlap, self.comm, later)
 
 
 class RowLinear(nn.Module):
@@ -203,7 +203,7 @@ class RowLinear(nn.Module):
         self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
         self.bias = parameter((out_features,), dtype, device) if bias else None
         self.product = ScatteredRow if sequence_parallel else ReducedRow
-        self.overlap, self.traffic = execution.overlap, execution.traffic or Traffic()
+        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
@@ -214,7 +214,7 @@ class RowLinear(nn.Module):
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:
             return linear(x, weight, bias, later, closing)
-        road = Road(self.mp, self.overlap, self.traffic, later, closing)
+        road = Road(self.mp, self.overlap, self.comm, later, closing)
         return self.product.apply(x, weight, bias, road)  # type: ignore[no-any-return]
 
     def start(self, x: Tensor) -> Started:
@@ -224,9 +224,9 @@ class RowLinear(nn.Module):
         if self.mp.size == 1:
             return Started(y)
         if not self.sequence_parallel:
-            return Started(y, *start(Reduce(self.mp), y, self.traffic))
+            return Started(y, *start(Reduce(self.mp), y, self.comm))
         by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
-        return Started(by_rank, *start(ReduceScatter(self.mp), by_rank, self.traffic))
+        return Started(by_rank, *start(ReduceScatter(self.mp), by_rank, self.comm))
 
     def finish(self, started: Started) -> Tensor:
         """What ``forward`` returns."""

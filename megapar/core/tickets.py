@@ -1,6 +1,6 @@
 """Asynchronous collectives under autograd: in flight while the program does something else, forward and backward.
 
-    token, ticket = start(exchange, x, traffic)     launches
+    token, ticket = start(exchange, x, comm)        launches
     ...                                             other work
     y = wait(token, ticket)                         waits
 
@@ -20,7 +20,7 @@ Where sizes come from the device, building a message at its place in the program
 its autograd node there, and ``Deferred.launch`` sends it later: the graph has the order of the program, whatever the
 order in which things are issued.
 
-    tokens, deferred = defer(inputs, count, traffic)      the node; ``count`` messages will be sent
+    tokens, deferred = defer(inputs, count, comm)         the node; ``count`` messages will be sent
     ...                                                   the sizes arrive
     deferred.launch(builder, exchanges, rows, after)      builds the message and launches its parts
     y = wait(tokens[i], deferred.tickets[i])
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megapar.core.device.base import Event
 from megapar.core.exchange import Exchange
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 from megapar.errors import DistributedError
 
 
@@ -47,9 +47,9 @@ class Ticket:
     rank nothing is launched, and the token is the input itself.
     """
 
-    def __init__(self, exchange: Exchange | None, traffic: Traffic) -> None:
+    def __init__(self, exchange: Exchange | None, comm: CommContext) -> None:
         self._exchange = exchange
-        self.traffic = traffic
+        self.comm = comm
         self.there: InFlight | None = None
         self.back: InFlight | None = None
         self.waited = False
@@ -77,12 +77,12 @@ class Ticket:
         """Wait for the exchange and return its output."""
         flight, self.there = self.there, None
         assert flight is not None
-        return self.traffic.land(flight)
+        return self.comm.wait(flight)
 
 
-def start(exchange: Exchange, x: Tensor, traffic: Traffic) -> tuple[Tensor, Ticket]:
+def start(exchange: Exchange, x: Tensor, comm: CommContext) -> tuple[Tensor, Ticket]:
     """Launch ``exchange`` on ``x``. Returns (token, ticket) for ``wait``; ``x`` must not be written until then."""
-    ticket = Ticket(exchange, traffic)
+    ticket = Ticket(exchange, comm)
     return (x if ticket.passes else _Start.apply(x, ticket)), ticket
 
 
@@ -112,7 +112,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ticket: Ticket) -> Tensor:
         ctx.ticket = ticket
         ctx.save_for_backward(x.new_empty(0))
-        ticket.there = ticket.traffic.launch(ticket.exchange, x)
+        ticket.there = ticket.comm.launch(ticket.exchange, x)
         return x.new_zeros(1)
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Start(torch.autograd.Function):
         # Inside a recomputed unit this makes the unit run again, here, where the gradient is still in flight.
         _ = ctx.saved_tensors
         flight, ticket.back = ticket.back, None
-        return ticket.traffic.land(flight), None
+        return ticket.comm.wait(flight), None
 
 
 class _Wait(torch.autograd.Function):
@@ -135,7 +135,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ticket: Ticket = ctx.ticket
-        ticket.back = ticket.traffic.launch(ticket.exchange.conjugate(), grads[0])
+        ticket.back = ticket.comm.launch(ticket.exchange.conjugate(), grads[0])
         return grads[0].new_zeros(1), None
 
 
@@ -154,9 +154,9 @@ class MessageBuilder(Protocol):
 class Deferred:
     """A message that is launched later than its place in the program. tickets: one per part."""
 
-    def __init__(self, count: int, traffic: Traffic) -> None:
-        self.tickets = tuple(Ticket(None, traffic) for _ in range(count))
-        self._traffic = traffic
+    def __init__(self, count: int, comm: CommContext) -> None:
+        self.tickets = tuple(Ticket(None, comm) for _ in range(count))
+        self._comm = comm
         self._inputs: tuple[Tensor, ...] = ()
         self._builder: MessageBuilder | None = None
         self._unsent: list[tuple[Ticket, Exchange, Tensor]] = []
@@ -178,14 +178,14 @@ class Deferred:
         if self._builder is not None:
             raise DistributedError("a deferred message was launched twice")
         self._builder, inputs, self._inputs = builder, self._inputs, ()
-        traffic, aside = self._traffic, after is not None
-        stream = traffic.stream(exchanges[0].axis) if aside else None
+        comm, aside = self._comm, after is not None
+        stream = comm.stream(exchanges[0].axis) if aside else None
 
         @torch.no_grad()
         def send() -> None:
             if aside:  # they may have no other owner, and this stream has yet to read them
                 for x in inputs:
-                    traffic.device.adopt(x)
+                    comm.device.adopt(x)
             parts = builder.build(*inputs).split(list(rows))
             self._unsent = list(zip(self.tickets, exchanges, parts, strict=True))
             while self._unsent:
@@ -193,14 +193,14 @@ class Deferred:
                 if first_only:
                     break
 
-        traffic.device.launch(send, stream, after)
+        comm.device.launch(send, stream, after)
 
     def send_next(self, aside: bool = False) -> None:
         """Send the first part that has not been sent; nothing where all have been."""
         if self._unsent:
             ticket, exchange, part = self._unsent.pop(0)
             ticket._exchange = exchange
-            ticket.there = self._traffic.launch(exchange, part, aside)
+            ticket.there = self._comm.launch(exchange, part, aside)
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of all parts and return those of the inputs."""
@@ -209,16 +209,16 @@ class Deferred:
             raise DistributedError("the gradient of a deferred message was never sent: its wait had no backward")
         for ticket in self.tickets:
             ticket.back = None
-        grads = [self._traffic.land(flight) for flight in flights if flight is not None]
+        grads = [self._comm.wait(flight) for flight in flights if flight is not None]
         return self._builder.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
 
 
-def defer(inputs: Sequence[Tensor], count: int, traffic: Traffic) -> tuple[tuple[Tensor, ...], Deferred]:
+def defer(inputs: Sequence[Tensor], count: int, comm: CommContext) -> tuple[tuple[Tensor, ...], Deferred]:
     """Return (``count`` tokens, the deferred message): the node of a message of ``count`` parts that is launched later.
 
     The inputs must not be written until all parts have been waited for.
     """
-    deferred = Deferred(count, traffic)
+    deferred = Deferred(count, comm)
     return _Defer.apply(deferred, *inputs), deferred
 
 

@@ -16,7 +16,7 @@ from megapar.core.meter import WaitMeter
 from megapar.errors import DistributedError
 
 
-class Traffic:
+class CommContext:
     """Launches the exchanges of one model, keeps them while they are in flight, and waits for them.
 
     launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
@@ -59,14 +59,14 @@ class Traffic:
             self._on_host_wait(where)
 
     def mark(self) -> tuple[InFlight, ...]:
-        """Return what is in flight now, for ``land_since``."""
+        """Return what is in flight now, for ``wait_since``."""
         return tuple(self._open.values())
 
-    def land_since(self, mark: tuple[InFlight, ...]) -> None:
+    def wait_since(self, mark: tuple[InFlight, ...]) -> None:
         """Wait for every exchange launched since ``mark`` was taken, except those that are ``owned``."""
         before = {id(flight) for flight in mark}
         for flight in [flight for key, flight in self._open.items() if key not in before and not flight.owned]:
-            self.land(flight)
+            self.wait(flight)
 
     def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
         """Launch one exchange; what is returned keeps its input alive.
@@ -90,7 +90,7 @@ class Traffic:
         self._open[id(flight)] = flight
         return flight
 
-    def land(self, flight: InFlight, metered: bool = True) -> Tensor:
+    def wait(self, flight: InFlight, metered: bool = True) -> Tensor:
         """Wait for one exchange and return its output. metered: False where the wait holds up only a side stream."""
         if flight.work is not None and not metered:
             flight.work.wait()

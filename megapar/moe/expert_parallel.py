@@ -35,7 +35,7 @@ from megapar.core.device.base import Event
 from megapar.core.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Unsent
 from megapar.core.replay import Replay, once
 from megapar.core.tickets import Ticket, start, wait
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.moe.dispatch import ExpertOrder, permute, sort_by_expert, spread_by_expert, unpermute
 from megapar.moe.message import pack, unpack
 from megapar.moe.stats import count_pairs
@@ -97,7 +97,7 @@ class TokenDispatcher:
         sequence_sharded: positions are sharded over emp and each of its ranks dispatches its own tokens; otherwise all
             ranks of emp dispatch the same tokens.
         even_splits: even splits; then all ranks of ep and emp must make the same room.
-        traffic: launches the exchanges.
+        comm: launches the exchanges.
     """
 
     num_experts: int
@@ -105,7 +105,7 @@ class TokenDispatcher:
     emp: Axis
     sequence_sharded: bool
     even_splits: bool
-    traffic: Traffic
+    comm: CommContext
 
     def plan(
         self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool, replay: Replay | None = None
@@ -140,18 +140,18 @@ class TokenDispatcher:
         # [ep, emp, L]; a copy is sent, because the counts are used again.
         arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         if self.ep.size > 1:
-            flight = self.traffic.launch(AllToAll(self.ep, kind="counts"), arrived)
-            arrived = self.traffic.land(flight, metered=not aside)
+            flight = self.comm.launch(AllToAll(self.ep, kind="counts"), arrived)
+            arrived = self.comm.wait(flight, metered=not aside)
         gathered = arrived.transpose(0, 1).contiguous() if self.gathers else None
         arriving = arrived[:, 0] if gathered is None else gathered[self.emp.rank]
         parts = [counts, arriving] if gathered is None else [counts, arriving, gathered]
-        numbers, ready = self.traffic.device.host_copy(torch.cat([part.flatten() for part in parts]))
+        numbers, ready = self.comm.device.host_copy(torch.cat([part.flatten() for part in parts]))
         return RowCounts(counts, arriving, gathered, numbers, ready)
 
     def read(self, row_counts: RowCounts) -> Tensor:
         """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The only wait of the host."""
         row_counts.ready.synchronize()
-        self.traffic.count_host_wait(READ)
+        self.comm.count_host_wait(READ)
         return row_counts.numbers.view(-1, *row_counts.counts.shape)
 
     def uneven_plan(
@@ -179,7 +179,7 @@ class TokenDispatcher:
         if self.is_local:
             weights_R = weights_Tk.flatten().index_select(0, plan.send_order.pair)
             return permute(x_TH, plan.send_order), weights_R
-        sent = start(plan.exchange, pack(x_TH, weights_Tk, plan.send_order), self.traffic)
+        sent = start(plan.exchange, pack(x_TH, weights_Tk, plan.send_order), self.comm)
         return self.wait_dispatch(sent, plan, x_TH.shape[1], weights_Tk.dtype)
 
     def wait_dispatch(
@@ -192,7 +192,7 @@ class TokenDispatcher:
 
     def start_enter(self, rows_RH: Tensor) -> PendingRows:
         """Give the rows to all ranks that share the experts."""
-        return start(AllGather(self.emp) if self.gathers else Copy(self.emp), rows_RH, self.traffic)
+        return start(AllGather(self.emp) if self.gathers else Copy(self.emp), rows_RH, self.comm)
 
     def wait_enter(self, entering: PendingRows, plan: DispatchPlan) -> Tensor:
         """[R, H] sorted by expert."""
@@ -205,7 +205,7 @@ class TokenDispatcher:
         """Sum the experts' outputs [R, H], which are partial sums, over the ranks that share the experts."""
         if plan.receive_order is not None:
             rows_RH = unpermute(rows_RH, plan.receive_order)
-        return start(ReduceScatter(self.emp) if self.gathers else Reduce(self.emp), rows_RH, self.traffic)
+        return start(ReduceScatter(self.emp) if self.gathers else Reduce(self.emp), rows_RH, self.comm)
 
     def wait_leave(self, leaving: PendingRows, plan: DispatchPlan) -> Tensor:
         """[R_in, H] in the order in which the rows were received."""
@@ -221,7 +221,7 @@ class TokenDispatcher:
         back = plan.exchange.conjugate()
         # Backward needs what is sent, for the weights, but not what arrives.
         unused = closing is not None and closing.again
-        return start(Unsent(back) if unused else back, rows_RH, self.traffic)
+        return start(Unsent(back) if unused else back, rows_RH, self.comm)
 
     @property
     def is_local(self) -> bool:

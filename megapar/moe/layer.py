@@ -17,7 +17,7 @@ from megapar.core.context_parallel.share import Share
 from megapar.core.execution import DEFAULT, Execution
 from megapar.core.replay import Replay, once
 from megapar.core.tensor_parallel import piece_shape
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import capacity_on_device
@@ -58,7 +58,7 @@ class MoeLayer(nn.Module):
         local_capacity: this rank alone decides which of its pairs are dropped.
         router, experts: its modules.
         shared: the shared experts; None where there are none.
-        traffic: launches the exchanges, and counts the waits of the host.
+        comm: launches the exchanges, and counts the waits of the host.
         dispatcher_class, routing_class: the classes that the layer makes its dispatcher and its passages' routing from;
             subclasses of the layer may replace them.
         dispatcher: brings tokens to their experts and back, with even splits where capacities allow it.
@@ -106,13 +106,13 @@ class MoeLayer(nn.Module):
         self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size, run=execution.run)
         self.experts = _own_experts(sizes, ep, emp, dtype, device, execution)
         self.shared = shared
-        self.traffic = execution.traffic or Traffic()
+        self.comm = execution.comm or CommContext()
         widths = sizes.hidden_size, self.experts.down.shape[2]
-        self._needs_host_sizes = bool(self.traffic.device.grouped_lacks(dtype, widths))
+        self._needs_host_sizes = bool(self.comm.device.grouped_lacks(dtype, widths))
         travels = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
         even_splits = sizes.has_capacity and self.local_capacity and travels
         self.dispatcher = self.dispatcher_class(
-            sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, traffic=self.traffic
+            sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm
         )
         self.slicing = slicing or Slicing()
 
@@ -210,9 +210,9 @@ class MoeLayer(nn.Module):
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
         """The counts on the host, which waits for the device, once for all products. rows: their sum."""
-        numbers, ready = self.traffic.device.host_copy(counts_E)
+        numbers, ready = self.comm.device.host_copy(counts_E)
         ready.synchronize()
-        self.traffic.count_host_wait(READ_SIZES)
+        self.comm.count_host_wait(READ_SIZES)
         found = tuple(numbers.tolist())
         assert sum(found) == rows, (found, rows)
         return found

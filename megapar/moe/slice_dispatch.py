@@ -78,9 +78,9 @@ class DeferredDispatch:
         self._experts_Tk, self._kept_Tk, self._room = experts_Tk, kept_Tk, room
         self._hidden, self._weight_dtype = x_TH.shape[1], weights_Tk.dtype
         self._order: ExpertOrder | None = None
-        self._device = dispatcher.traffic.device
+        self._device = dispatcher.comm.device
         count = slicing.expert_pieces * (dispatcher.num_experts // dispatcher.ep.size) or 1
-        self.tokens, self._deferred = defer((x_TH, weights_Tk), count, dispatcher.traffic)
+        self.tokens, self._deferred = defer((x_TH, weights_Tk), count, dispatcher.comm)
         self._routed = self._device.event()
         self._row_counts: RowCounts | None = None
         if (dispatcher.exchanges_counts or slicing.expert_pieces) and not (replay is not None and replay.again):
@@ -118,7 +118,7 @@ class DeferredDispatch:
         """Do what only the dispatch needs: after the router, on the stream of the axis where the device has streams."""
         if not self._device.runs_ahead:
             return op()
-        result = self._device.launch(op, self._dispatcher.traffic.stream(self._dispatcher.ep), self._routed)
+        result = self._device.launch(op, self._dispatcher.comm.stream(self._dispatcher.ep), self._routed)
         for leaf in _device_tensors(result):
             self._device.adopt(leaf)
         return result

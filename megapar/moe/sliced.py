@@ -145,7 +145,7 @@ class Passage:
         self.layer, self.routing, self.dispatcher, self.slicing = layer, routing, dispatcher, slicing
         self.closing, self._replay = closing, replay
         self._slices: list[_Slice] = []
-        self._device = dispatcher.traffic.device
+        self._device = dispatcher.comm.device
 
     def send(self, x_BsH: Tensor, valid_Bs: Tensor | None) -> None:
         """Route the next slice and dispatch its tokens.

@@ -23,7 +23,7 @@ class Slicing:
         expert_pieces: pieces that each expert's rows of a slice are sent in; 0: all experts' rows of a slice are one
             message.
         chained: a piece is sent when the experts' mp collective before it has been launched, for links that ep and mp
-            must not use at once (``Traffic.chained``).
+            must not use at once (``CommContext.chained``).
     """
 
     degree: int = 1

@@ -112,7 +112,7 @@ class BalancedDispatcher(TokenDispatcher):
 
     def read(self, row_counts: RowCounts) -> Tensor:
         """The numbers of ``announce``."""
-        self.traffic.count_host_wait(READ)
+        self.comm.count_host_wait(READ)
         return row_counts.numbers
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
@@ -130,7 +130,7 @@ class BalancedMoeLayer(MoeLayer):
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
         """As ``BalancedDispatcher.announce`` counts them."""
-        self.traffic.count_host_wait(READ_SIZES)
+        self.comm.count_host_wait(READ_SIZES)
         return _even(rows, len(counts_E))
 
 

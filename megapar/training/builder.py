@@ -28,7 +28,7 @@ from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Holding
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import recompute_choice
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.core.units import MEGABYTE
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
@@ -79,7 +79,7 @@ class Builder:
                 world.axis("cp"),
                 config.parallel.context_parallel_algo,
                 make_layout(config),
-                traffic=execution.traffic or Traffic(),
+                comm=execution.comm or CommContext(),
             ),
             "holding": holding,
             "dtype": dtype,
@@ -111,12 +111,12 @@ class Builder:
         return make_collate(config, world, corpus)
 
 
-def make_execution(config: Config, world: World, overlap: Overlap, traffic: Traffic) -> Execution:
+def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext) -> Execution:
     """How the model's layers run on this device."""
     splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
     return Execution(
         overlap=overlap,
-        traffic=traffic,
+        comm=comm,
         weight_gradients=WeightGradients() if splits_backward else None,
         fp8=Fp8Linear() if config.training.fp8 else None,
         run=Compiled() if config.training.compile else plain,
@@ -154,19 +154,19 @@ def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
 def make_recompute(
     config: Config,
     world: World,
-    traffic: Traffic,
+    comm: CommContext,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Recompute | None:
     """How whole layers are recomputed; None: none are. around: see ``Recompute``."""
     recompute = config.recompute
     if recompute.adaptive_recompute_device_size:
         adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
-        return Recompute(adaptive, traffic, world.sent_bytes, measure=adaptive, around=around)
+        return Recompute(adaptive, comm, world.sent_bytes, measure=adaptive, around=around)
     choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
     if choice is None:
         return None
     keeper = None
     if recompute.recompute_offload or recompute.recompute_partition:
         mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
-        keeper = Keeper(world.device, mp, traffic, offload=recompute.recompute_offload)
-    return Recompute(choice, traffic, world.sent_bytes, keeper, around=around)
+        keeper = Keeper(world.device, mp, comm, offload=recompute.recompute_offload)
+    return Recompute(choice, comm, world.sent_bytes, keeper, around=around)

@@ -78,7 +78,7 @@ def _seconds(job: Job, objective: Objective, batch: MicroBatch) -> float:
     job.sharding.finish()
     device.synchronize()
     seconds = time.perf_counter() - start
-    job.traffic.check_settled()
+    job.comm.check_settled()
     job.sharding.begin_step()
     return seconds
 

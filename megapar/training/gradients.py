@@ -71,7 +71,7 @@ class Gradients:
         """Forward, backward and the sums over the data ranks, of which nobody hears; sharding then holds gradients."""
         totals = self._forward_backward(work)
         self._job.sharding.finish()
-        self._job.traffic.check_settled()
+        self._job.comm.check_settled()
         return totals
 
     def watched(self, work: Work) -> tuple[Summed, FirstBad]:
@@ -137,7 +137,7 @@ class Gradients:
         """Complete the gradients over all axes and divide ``factor`` out; their global norm, and all ranks' votes."""
         job, world = self._job, self._job.world
         job.sharding.finish()
-        job.traffic.check_settled()
+        job.comm.check_settled()
         sum_partial(job.sharding, job.partial, world.axis("mp"), job.meter)
         if job.tied is not None:
             sum_tied(job.sharding, job.tied, world.axis("pp"), job.meter)

@@ -26,7 +26,7 @@ from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.part import Sharding
 from megapar.core.sharding.zero import ZeroSharding
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.core.weight_gradients import WeightGradients
 from megapar.core.world import World
 from megapar.errors import Complaint, ConfigError
@@ -47,7 +47,7 @@ from megapar.training.stages import effective_schedule, make_stages, placed
 class Job:
     """A model with what holds its parameters, gradients and optimizer state.
 
-    traffic: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
+    comm: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
     every wait. partial: parameters whose gradients mp ranks must sum. pipeline: runs the model where pp > 1. tied: the
     parameter that the first and the last stage have, whose gradients they sum. observer: sees the steps.
     """
@@ -59,7 +59,7 @@ class Job:
     sharding: Sharding
     optimizer: Optimizer | OffloadedOptimizer
     meter: WaitMeter
-    traffic: Traffic
+    comm: CommContext
     metered: bool
     partial: tuple[str, ...]
     pipeline: PipelinedModel | None = None
@@ -76,10 +76,10 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     dtype = compute_dtype(config, world.device)
     meter = world.meter
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
-    traffic = Traffic(meter, world.device, chained, None if observer is None else observer.host_waited)
-    recompute = make_recompute(config, world, traffic, nullcontext if observer is None else observer.recomputation)
+    comm = CommContext(meter, world.device, chained, None if observer is None else observer.host_waited)
+    recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    execution = make_execution(config, world, builder.overlap(config, world, sizes), traffic)
+    execution = make_execution(config, world, builder.overlap(config, world, sizes), comm)
     holding = stages.holding(world.axis("pp").rank)
     model_dtype = wide(dtype) if cut_parameters else dtype
     model = builder.model(config, world, sizes, holding, model_dtype, execution, recompute, meta=cut_parameters)
@@ -109,7 +109,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         sharding=sharding,
         optimizer=_make_optimizer(config, world, sharding),
         meter=meter,
-        traffic=traffic,
+        comm=comm,
         metered=not cut_parameters,
         partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
         pipeline=pipeline,

@@ -124,8 +124,8 @@ class RecomputeGuard:
     def _unnoticed(self) -> Iterator[None]:
         """What the runs send, wait for, count and draw is no step's; neither are the gradients they leave."""
         job = self._job
-        traffic = job.traffic
-        before = traffic.launched.copy(), traffic.host_waits
+        comm = job.comm
+        before = comm.launched.copy(), comm.host_waits
         device = job.world.device.torch_device
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
@@ -137,7 +137,7 @@ class RecomputeGuard:
             ):
                 yield
         finally:
-            traffic.launched, traffic.host_waits = before
+            comm.launched, comm.host_waits = before
         job.sharding.begin_step()
 
     @contextmanager

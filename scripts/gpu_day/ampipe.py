@@ -65,7 +65,7 @@ def noted(*, asleep: bool) -> Iterator[Counter[str]]:
     def noting(deferred: Deferred, message: Any, exchanges: Any, rows: Any, after: Any = None, **more: Any) -> None:
         counts["at once" if after is None else "aside"] += 1
         if asleep and after is not None:
-            with deferred._traffic.stream(exchanges[0].axis):
+            with deferred._comm.stream(exchanges[0].axis):
                 torch.cuda._sleep(CYCLES)
         launch(deferred, message, exchanges, rows, after, **more)
 

@@ -16,7 +16,7 @@ from megapar.core.kept import Keeper
 from megapar.core.memory import MemoryTracker
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Interval
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.support.lazy import LazyDevice
 from tests.support.ranks import run_ranks
 
@@ -58,10 +58,10 @@ def keeps(rank: int, world_size: int, partition: bool, offload: bool, newest: in
 
 def kept(device: Device, rank: int, world_size: int, partition: bool, offload: bool, newest: int) -> dict[str, Any]:
     """On a device."""
-    traffic = Traffic(device=device)
+    comm = CommContext(device=device)
     mp = make_axis(rank, world_size) if partition else Axis.single("mp")
-    keeper = Keeper(device, mp, traffic, offload=offload, newest=newest)
-    recompute = Recompute(Interval(1), traffic, CommBytes(), keeper)
+    keeper = Keeper(device, mp, comm, offload=offload, newest=newest)
+    recompute = Recompute(Interval(1), comm, CommBytes(), keeper)
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(5, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
     keep = torch.rand(4, 5, generator=generator) > 0.2
@@ -78,7 +78,7 @@ def kept(device: Device, rank: int, world_size: int, partition: bool, offload: b
         for x in xs:
             chain(None, x, keep)[0].sum().backward()
     same = [torch.equal(a, b.grad) for a, b in zip(got, xs, strict=True) if a is not None and b.grad is not None]
-    return {"same": same, "host": host, "open": traffic.in_flight, "launched": dict(traffic.launched)}
+    return {"same": same, "host": host, "open": comm.in_flight, "launched": dict(comm.launched)}
 
 
 @pytest.mark.parametrize("newest", [1, 2])
@@ -107,7 +107,7 @@ def test_partitioned(world_size: int, newest: int, offload: bool) -> None:
 def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[int, int, int]:
     """(bytes after the forward, peak of the backward, host bytes), in units of one kept tensor."""
     size = 12_000
-    traffic = Traffic()
+    comm = CommContext()
     keeper = None
     device = Device()
     with MemoryTracker() as tracker:
@@ -120,8 +120,8 @@ def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[i
         device.pinned_zeros = on_host  # type: ignore[method-assign]
         if partition or offload:
             mp = make_axis(rank, world_size) if partition else Axis.single("mp")
-            keeper = Keeper(device, mp, traffic, offload=offload)
-        forward = Recompute(Interval(1), traffic, CommBytes(), keeper).begin()
+            keeper = Keeper(device, mp, comm, offload=offload)
+        forward = Recompute(Interval(1), comm, CommBytes(), keeper).begin()
         x: Tensor = torch.ones(size, dtype=torch.uint8).to(torch.float32).requires_grad_()
         start = x
         for _ in range(12):

@@ -16,7 +16,7 @@ from megapar.core.exchange import Reduce
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Block, Interval, Span
 from megapar.core.tickets import start, wait
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.support.ranks import run_ranks
 
 
@@ -43,7 +43,7 @@ def test_a_unit_runs_again_and_keeps_its_inputs_only() -> None:
         saved.append(tensor.data_ptr())
         return tensor
 
-    forward = Recompute(Interval(1), Traffic(), CommBytes()).begin()
+    forward = Recompute(Interval(1), CommContext(), CommBytes()).begin()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y, extra = forward.run(unit, x, scale, indices, "a")
     (y.sum() + extra["total"]).backward()
@@ -62,15 +62,15 @@ def sends(rank: int, world_size: int) -> dict[str, Any]:
     """A unit whose last needed tensor lies between a launch and its wait."""
     sent_bytes = CommBytes()
     mp = Axis("mp", world_size, rank, dist.group.WORLD, tuple(range(world_size)), sent_bytes)
-    traffic = Traffic()
+    comm = CommContext()
 
     def unit(x: Tensor) -> Tensor:
-        flying = start(Reduce(mp), x * x, traffic)
+        flying = start(Reduce(mp), x * x, comm)
         y = x.sin()
         return wait(*flying) + y
 
     x = torch.full((3,), 1.0 + rank, requires_grad=True)
-    y = Recompute(Interval(1), traffic, sent_bytes).begin().run(unit, x)
+    y = Recompute(Interval(1), comm, sent_bytes).begin().run(unit, x)
     sent = dict(sent_bytes)
     y.sum().backward()
     assert x.grad is not None
@@ -78,8 +78,8 @@ def sends(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "value": y.tolist(),
         "grad": x.grad.tolist(),
-        "launched": dict(traffic.launched),
-        "open": traffic.in_flight,
+        "launched": dict(comm.launched),
+        "open": comm.in_flight,
         "sent": sent,
         "after": dict(sent_bytes),
     }
@@ -104,5 +104,5 @@ def test_without_gradients_nothing_is_kept() -> None:
     """A module in a unit under no_grad runs once."""
     linear = nn.Linear(3, 3)
     with torch.no_grad():
-        y = Recompute(Interval(1), Traffic(), CommBytes()).begin().run(linear, torch.ones(2, 3))
+        y = Recompute(Interval(1), CommContext(), CommBytes()).begin().run(linear, torch.ones(2, 3))
     assert y.grad_fn is None

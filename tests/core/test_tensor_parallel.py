@@ -25,7 +25,7 @@ from megapar.core.tensor_parallel import (
     local,
     vocabulary_range,
 )
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.support import fused, late
 from tests.support.ranks import run_ranks
 
@@ -68,10 +68,10 @@ WAYS = {
 SAMPLES, LENGTH = 3, 16
 
 
-def pair(mp, sequence_parallel, overlap, bias, traffic):
+def pair(mp, sequence_parallel, overlap, bias, comm):
     """A column and a row layer with this rank's pieces of one set of weights."""
     options = {"bias": bias, "mp": mp, "sequence_parallel": sequence_parallel, "dtype": DTYPE, "device": None}
-    options["execution"] = Execution(overlap=overlap, traffic=traffic)
+    options["execution"] = Execution(overlap=overlap, comm=comm)
     column = ColumnLinear(4, (2, 8), split=1, **options)
     row = RowLinear(8, 4, **options)
     with torch.no_grad():
@@ -89,8 +89,8 @@ def mlp(mp, sequence_parallel=False, overlap=WAYS["whole"], samples=SAMPLES, bia
     Input and output gradient are not contiguous. Nothing may be in flight afterwards, inputs must be left alone, and
     the hook of every parameter must have been called once.
     """
-    traffic = Traffic()
-    column, row = layers = pair(mp, sequence_parallel, overlap, bias, traffic)
+    comm = CommContext()
+    column, row = layers = pair(mp, sequence_parallel, overlap, bias, comm)
     x, dy = draw(4, 4, LENGTH, samples).transpose(0, 2), draw(5, samples, 4, LENGTH).transpose(1, 2)
     if sequence_parallel:
         x, dy = (t.chunk(mp.size, 1)[mp.rank] for t in (x, dy))
@@ -108,7 +108,7 @@ def mlp(mp, sequence_parallel=False, overlap=WAYS["whole"], samples=SAMPLES, bia
 
     y = torch.utils.checkpoint.checkpoint(unit, x, use_reentrant=False) if recomputed else unit(x)
     y.backward(dy)
-    traffic.check_settled()
+    comm.check_settled()
     assert not late.in_flight()
     assert torch.equal(x, x_before)
     assert torch.equal(dy, dy_before)
@@ -166,8 +166,8 @@ def compare(results):
             assert close(got, want), (key, name)
 
 
-class Noted(Traffic):
-    """Traffic that writes down its launches (^) and landings (v), by the first letter of the collective."""
+class Noted(CommContext):
+    """A CommContext that writes down its launches (^) and landings (v), by the first letter of the collective."""
 
     def __init__(self, events):
         super().__init__()
@@ -177,10 +177,10 @@ class Noted(Traffic):
         self.events.append(f"{exchange.kind[0]}{exchange.kind[4] if exchange.kind[0] == 'a' else ''}^")
         return super().launch(exchange, x, *rest)
 
-    def land(self, flight):
+    def wait(self, flight):
         kind = flight.exchange.kind
         self.events.append(f"{kind[0]}{kind[4] if kind[0] == 'a' else ''}v")
-        return super().land(flight)
+        return super().wait(flight)
 
 
 class Products(TorchDispatchMode):
@@ -236,15 +236,15 @@ def needs_on_ranks(rank, world_size, sequence_parallel):
     """Collectives of the backward pass where only the input, or only the weights, need a gradient."""
     launched = []
     for trained in (False, True):
-        traffic = Traffic()
-        layers = pair(world(rank, world_size), sequence_parallel, Overlap(pieces=1), True, traffic)
+        comm = CommContext()
+        layers = pair(world(rank, world_size), sequence_parallel, Overlap(pieces=1), True, comm)
         layers.requires_grad_(trained)
         x = draw(0, 2, LENGTH, 4).requires_grad_(not trained)
         column, row = layers
         y = row(column(x)[:, :, 0])
-        traffic.launched.clear()
+        comm.launched.clear()
         y.sum().backward()
-        launched.append(dict(traffic.launched))
+        launched.append(dict(comm.launched))
         assert all((parameter.grad is None) != trained for parameter in layers.parameters())
     return launched
 
@@ -260,7 +260,7 @@ def test_only_needed_gradients_communicate():
 
 def kept_on_ranks(rank, world_size, overlap):
     """Elements that a column layer keeps for its backward pass, besides its weight."""
-    column, _ = pair(world(rank, world_size), True, WAYS[overlap], False, Traffic())
+    column, _ = pair(world(rank, world_size), True, WAYS[overlap], False, CommContext())
     kept = []
     x = draw(0, 2, LENGTH, 4).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):

@@ -13,7 +13,7 @@ from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Interval
 from megapar.core.replay import Replay
 from megapar.core.tickets import defer, start, wait
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.errors import DistributedError
 from tests.support import late
 from tests.support.ranks import run_ranks
@@ -36,7 +36,7 @@ SPLITS = ((1, 2, 0), (0, 0, 0), (3, 0, 1))
 
 def all_kinds(rank, world_size):
     """(output, gradient) of every kind, for a loss that is the sum over ranks of sum(y · (rank + 1) · y)."""
-    axis, traffic = world_axis(rank, world_size), Traffic()
+    axis, comm = world_axis(rank, world_size), CommContext()
     send, receive = SPLITS[rank], tuple(row[rank] for row in SPLITS)
     exchanges = {
         "uneven": (AllToAll(axis, send, receive), sum(send)),
@@ -53,10 +53,10 @@ def all_kinds(rank, world_size):
     results = {}
     for name, (exchange, count) in exchanges.items():
         x = rows_of(rank, count).requires_grad_()
-        y = wait(*start(exchange, x * 1.0, traffic))
+        y = wait(*start(exchange, x * 1.0, comm))
         ((rank + 1) * y.square()).sum().backward()
         results[name] = (y.detach().clone(), x.grad)
-    traffic.check_settled()
+    comm.check_settled()
     assert not late.in_flight()
     return results
 
@@ -94,8 +94,8 @@ def expect(got, output, gradient):
     assert torch.equal(got[1], gradient.double())
 
 
-class Noted(Traffic):
-    """Traffic that writes down its launches and landings, named by the number of columns."""
+class Noted(CommContext):
+    """A CommContext that writes down its launches and landings, named by the number of columns."""
 
     def __init__(self):
         super().__init__()
@@ -105,22 +105,22 @@ class Noted(Traffic):
         self.events.append(f"{x.shape[1]}^")
         return super().launch(exchange, x, aside)
 
-    def land(self, flight):
+    def wait(self, flight):
         self.events.append(f"{flight.output.shape[1]}v")
-        return super().land(flight)
+        return super().wait(flight)
 
 
 def two_in_flight(rank, world_size):
     """Two exchanges, 1 and 2 columns wide, flying under each other's computation."""
-    traffic, exchange = Noted(), AllToAll(world_axis(rank, world_size))
+    comm, exchange = Noted(), AllToAll(world_axis(rank, world_size))
     x = torch.ones(world_size, 3, dtype=torch.float64, requires_grad=True)
-    one = start(exchange, x[:, :1] * 2.0, traffic)
-    two = start(exchange, x[:, 1:] * 3.0, traffic)
+    one = start(exchange, x[:, :1] * 2.0, comm)
+    two = start(exchange, x[:, 1:] * 3.0, comm)
     a = wait(*one) * 5.0
     b = wait(*two) * 7.0
-    there, traffic.events = traffic.events, []
+    there, comm.events = comm.events, []
     (a.sum() + b.sum()).backward()
-    return there, traffic.events, x.grad
+    return there, comm.events, x.grad
 
 
 @BACKENDS
@@ -146,10 +146,10 @@ class Rows:
 
 def launched_late(rank, world_size):
     """A message of two parts whose node stands before another exchange that is launched before it."""
-    traffic, exchange = Noted(), AllToAll(world_axis(rank, world_size))
+    comm, exchange = Noted(), AllToAll(world_axis(rank, world_size))
     x = torch.arange(10.0).view(5, 2).double().requires_grad_()
-    tokens, deferred = defer((x * 1.0,), 2, traffic)
-    other = start(exchange, (x * 1.0).repeat(1, 2)[:4], traffic)
+    tokens, deferred = defer((x * 1.0,), 2, comm)
+    other = start(exchange, (x * 1.0).repeat(1, 2)[:4], comm)
     with pytest.raises(DistributedError, match="before its launch"):
         wait(tokens[0], deferred.tickets[0])
     deferred.launch(Rows(5, 4), (exchange, exchange), (2, 2))
@@ -157,10 +157,10 @@ def launched_late(rank, world_size):
         deferred.launch(Rows(5, 4), (exchange, exchange), (2, 2))
     parts = [wait(token, ticket) for token, ticket in zip(tokens, deferred.tickets, strict=True)]
     y = wait(*other)
-    there, traffic.events = traffic.events, []
+    there, comm.events = comm.events, []
     (sum(part.sum() for part in parts) + y.sum()).backward()
-    traffic.check_settled()
-    return there, traffic.events, [part.detach() for part in parts], x.grad
+    comm.check_settled()
+    return there, comm.events, [part.detach() for part in parts], x.grad
 
 
 @BACKENDS
@@ -176,10 +176,10 @@ def test_a_deferred_launch_keeps_its_place_in_the_backward(backend):
 
 
 def kinds_waited_for(rank, world_size):
-    traffic, axis = Traffic(), world_axis(rank, world_size)
+    comm, axis = CommContext(), world_axis(rank, world_size)
     for exchange in (AllToAll(axis), AllGather(axis)):
-        wait(*start(exchange, torch.ones(2, 2), traffic))
-    return traffic.meter.take().seconds(), traffic.meter.take().seconds()
+        wait(*start(exchange, torch.ones(2, 2), comm))
+    return comm.meter.take().seconds(), comm.meter.take().seconds()
 
 
 def test_waits_are_metered_by_axis_and_kind():
@@ -192,23 +192,23 @@ def test_waits_are_metered_by_axis_and_kind():
 def chained(rank, world_size):
     """What is in flight behind each launch on two axes that share a link, and the results."""
     ep, emp = world_axis(rank, world_size), Axis("emp", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
-    traffic = Traffic(chained=frozenset({"ep", "emp"}))
+    comm = CommContext(chained=frozenset({"ep", "emp"}))
     flying, seen = [], []
     for exchange in (AllToAll(ep), AllToAll(ep), AllGather(emp), AllToAll(ep)):
-        flying.append(start(exchange, rows_of(rank, 2), traffic))
+        flying.append(start(exchange, rows_of(rank, 2), comm))
         seen.append(len(late.in_flight()))
     results = [wait(*each) for each in flying]
-    traffic.check_settled()
+    comm.check_settled()
     return seen, [result.isfinite().all().item() for result in results]
 
 
 def waited_for_before(rank, world_size):
     """A message whose work somebody waits for before it lands."""
-    axis, traffic = world_axis(rank, world_size), Traffic()
-    flight = traffic.launch(SendReceive(axis, (rank + 1) % world_size, (rank - 1) % world_size), rows_of(rank, 2))
+    axis, comm = world_axis(rank, world_size), CommContext()
+    flight = comm.launch(SendReceive(axis, (rank + 1) % world_size, (rank - 1) % world_size), rows_of(rank, 2))
     flight.work.wait()
     assert flight.work.is_completed()
-    return traffic.land(flight)
+    return comm.wait(flight)
 
 
 def test_a_message_may_be_waited_for_before_it_lands():
@@ -224,12 +224,12 @@ def test_chained_axes_never_use_the_link_at_once():
 
 
 def misuse(rank, world_size):
-    traffic, exchange = Traffic(), AllToAll(world_axis(rank, world_size))
+    comm, exchange = CommContext(), AllToAll(world_axis(rank, world_size))
     x = torch.ones(world_size, 2, requires_grad=True)
     messages = []
-    flying = start(exchange, x * 1.0, traffic)
+    flying = start(exchange, x * 1.0, comm)
     with pytest.raises(DistributedError) as error:
-        traffic.check_settled()
+        comm.check_settled()
     messages.append(str(error.value))
     wait(*flying)
     with pytest.raises(DistributedError) as error:
@@ -246,11 +246,11 @@ def test_a_ticket_waited_twice_or_never_is_an_error():
 
 def into_a_recomputed_unit(rank, world_size):
     """The gradient of a loss behind a unit that waits inside, plain and recomputed."""
-    traffic, exchange = Traffic(), AllToAll(world_axis(rank, world_size))
+    comm, exchange = CommContext(), AllToAll(world_axis(rank, world_size))
     gradients = []
     for recomputed in (False, True):
         x = (torch.arange(2.0 * world_size) + rank).view(world_size, 2).requires_grad_()
-        token, ticket = start(exchange, x * 0.5, traffic)
+        token, ticket = start(exchange, x * 0.5, comm)
 
         replay = Replay()
         kept = []
@@ -260,14 +260,14 @@ def into_a_recomputed_unit(rank, world_size):
             return replay.arrival(lambda: wait(token, ticket)).square().sin()
 
         if recomputed:
-            y = Recompute(Interval(1), traffic, CommBytes()).begin().run(unit, token, replay=replay)
+            y = Recompute(Interval(1), comm, CommBytes()).begin().run(unit, token, replay=replay)
             assert len(kept) == 1
         else:
             y = unit(token)
         y.sum().backward()
         gradients.append(x.grad)
-    traffic.check_settled()
-    return gradients, dict(traffic.launched)
+    comm.check_settled()
+    return gradients, dict(comm.launched)
 
 
 @BACKENDS
@@ -278,12 +278,12 @@ def test_what_flies_into_a_recomputed_unit_arrives_once_and_is_kept(backend):
 
 
 def test_one_rank_launches_nothing():
-    traffic, single = Traffic(), Axis.single("ep")
+    comm, single = CommContext(), Axis.single("ep")
     x = torch.ones(3, 2, requires_grad=True)
     for exchange in (AllToAll(single), AllGather(single), ReduceScatter(single), Reduce(single), Copy(single)):
-        token, ticket = start(exchange, x, traffic)
+        token, ticket = start(exchange, x, comm)
         assert wait(token, ticket) is x
         with pytest.raises(DistributedError, match="twice"):
             wait(token, ticket)
-    assert not traffic.launched
-    assert not traffic.in_flight
+    assert not comm.launched
+    assert not comm.in_flight

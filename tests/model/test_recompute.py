@@ -13,7 +13,7 @@ from megapar.core.axis import Axis
 from megapar.core.execution import Execution
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Block, Choice, Interval
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build
 from tests.support.ranks import run_ranks
@@ -38,16 +38,16 @@ def runs(
     batch = batch_for(sizes, seed=0 if "mp" in axes else rank)
     found = []
     for again in (None, choice):
-        traffic = Traffic()
-        recompute = None if again is None else Recompute(again, traffic, next(iter(whole.values())).sent_bytes)
-        options = {"execution": Execution(traffic=traffic), "recompute": recompute}
+        comm = CommContext()
+        recompute = None if again is None else Recompute(again, comm, next(iter(whole.values())).sent_bytes)
+        options = {"execution": Execution(comm=comm), "recompute": recompute}
         model = build(sizes, sequence_parallel=sequence_parallel, **options, **whole)
         torch.manual_seed(5)
         terms = model(batch)
         (terms.sums["lm"] + terms.aux + terms.z).backward()
-        traffic.check_settled()
+        comm.check_settled()
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append((float(terms.sums["lm"].detach()), grads, dict(traffic.launched), traffic.host_waits))
+        found.append((float(terms.sums["lm"].detach()), grads, dict(comm.launched), comm.host_waits))
     (loss, grads, plain, waits), (loss_again, grads_again, sent, waits_again) = found
     differ = [name for name, grad in grads.items() if not torch.equal(grad, grads_again[name])]
     more = {kind: sent[kind] - plain[kind] for kind in sent if sent[kind] != plain[kind]}
@@ -100,7 +100,7 @@ def test_alone_the_closing_product_is_not_made_again() -> None:
     batch = batch_for(GPT)
     grads = []
     for choice in (None, Interval(3)):
-        recompute = None if choice is None else Recompute(choice, Traffic(), Axis.single("mp").sent_bytes)
+        recompute = None if choice is None else Recompute(choice, CommContext(), Axis.single("mp").sent_bytes)
         model = build(GPT, recompute=recompute)
         torch.manual_seed(5)
         with torch.profiler.profile() as profile:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapar.core.axis import Axis
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.moe.dispatch import permute, sort_by_expert, spread_by_expert, unpermute, weigh
 from megapar.moe.expert_parallel import TokenDispatcher
 from megapar.moe.stats import count_pairs
@@ -98,7 +98,7 @@ def test_permute_and_unpermute_are_adjoint_and_so_are_their_gradients(sending):
 
 def local(num_experts):
     """A dispatcher with all experts on this rank."""
-    return TokenDispatcher(num_experts, Axis.single("ep"), Axis.single("emp"), False, False, Traffic())
+    return TokenDispatcher(num_experts, Axis.single("ep"), Axis.single("emp"), False, False, CommContext())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -21,7 +21,7 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.core.sharding.cut import box_at
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.core.world import World
 from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
@@ -210,7 +210,7 @@ def check(world, sequence_parallel, case):
             if axis.size > 1:
                 dist.all_reduce(grad, group=axis.group)
         close(grad, whole.get_parameter(name).grad[box_at(row, places).slices], name)
-    layer.traffic.check_settled()
+    layer.comm.check_settled()
     return int(stats.dropped)
 
 
@@ -220,8 +220,8 @@ def announced(rank, world_size, rendezvous):
     with patch.dict(os.environ, place):
         grid = Grid(sharding=2, mp=2, ep=2, emp=2)
         world = World.start(grid, Device(), timedelta(seconds=60), f"file://{rendezvous}")
-    traffic = Traffic(device=world.device)
-    dispatcher = TokenDispatcher(4, world.axis("ep"), world.axis("emp"), True, False, traffic)
+    comm = CommContext(device=world.device)
+    dispatcher = TokenDispatcher(4, world.axis("ep"), world.axis("emp"), True, False, comm)
     experts_Tk = torch.randint(0, 4, (9, 2), generator=torch.Generator().manual_seed(rank))
     launched = []
     with patch.object(Axis, "note", lambda axis, kind: launched.append(axis.name)):
@@ -296,9 +296,9 @@ def count_launches(rank, world_size, kind):
     layer = whole_and_cut(sizes, ep)
     x = torch.randn(2, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
     y, _ = layer(x)
-    there = dict(layer.traffic.launched)
+    there = dict(layer.comm.launched)
     y.sum().backward()
-    return there, dict(layer.traffic.launched)
+    return there, dict(layer.comm.launched)
 
 
 def whole_and_cut(sizes, ep):
@@ -347,13 +347,13 @@ def test_all_that_travels_is_aligned(fake_group, monkeypatch, dtype, cut):
     """Whole rows of 16 bytes, there and back and their gradients: else NCCL copies them byte by byte."""
     launched = []
 
-    def launch(traffic, exchange, x, *options, **more):
+    def launch(comm, exchange, x, *options, **more):
         if x.is_floating_point():
             launched.append((exchange.kind, x.shape[1] * x.element_size() % 16, x.storage_offset() * x.element_size()))
-        return plainly(traffic, exchange, x, *options, **more)
+        return plainly(comm, exchange, x, *options, **more)
 
-    plainly = Traffic.launch
-    monkeypatch.setattr(Traffic, "launch", launch)
+    plainly = CommContext.launch
+    monkeypatch.setattr(CommContext, "launch", launch)
     sizes = MoeSizes(16, 32, 8, 2, kind="deepspeed_moe", capacity_scope="rank")
     ep, mp = Axis("ep", 4, 1, fake_group, (0, 1, 2, 3)), Axis("mp", 4, 1, fake_group, (0, 1, 2, 3))
     axes = {"emp": mp, "mp": mp, "sequence_parallel": True} if cut else {}
@@ -406,7 +406,7 @@ def no_gradient(rank, world_size):
     leaves = list(layer.parameters())
     plain = torch.autograd.grad(trained.square().sum(), leaves)
     recomputed = torch.autograd.grad(again.square().sum(), leaves)
-    layer.traffic.check_settled()
+    layer.comm.check_settled()
     assert torch.equal(trained, watched)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
     return not watched.requires_grad

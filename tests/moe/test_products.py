@@ -15,7 +15,7 @@ from megapar.core.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.execution import Execution
 from megapar.core.replay import Replay
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
@@ -62,13 +62,13 @@ class Asked(TorchFunctionMode):
 
 def run(layer, x, upstream):
     """(output and gradients, grouped products, what products brought to the host, the layer's waits)"""
-    x, before = x.clone().requires_grad_(), layer.traffic.host_waits
+    x, before = x.clone().requires_grad_(), layer.comm.host_waits
     with Seen() as seen, Asked() as asked:
         y, _ = by_slices(layer, x, x[..., 0].numel()) if layer.slicing.active else layer(x)
         y.backward(upstream)
     tensors = [y.detach(), x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
     layer.zero_grad()
-    return tensors, seen.grouped, asked.values, layer.traffic.host_waits - before
+    return tensors, seen.grouped, asked.values, layer.comm.host_waits - before
 
 
 def pair(dtype, slicing, ep=None, **sizes):
@@ -76,7 +76,7 @@ def pair(dtype, slicing, ep=None, **sizes):
     moe = MoeSizes(HIDDEN, FFN, EXPERTS, 2, min_capacity=1, **sizes)
     torch.manual_seed(5)
     layers = [
-        MoeLayer(moe, ep=ep, execution=Execution(traffic=Traffic(device=device)), slicing=slicing, dtype=dtype)
+        MoeLayer(moe, ep=ep, execution=Execution(comm=CommContext(device=device)), slicing=slicing, dtype=dtype)
         for device in (Device(), WithoutKernel())
     ]
     for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
@@ -129,4 +129,4 @@ def test_a_recomputed_layer_reads_nothing_again():
     replay.start()
     with Seen() as seen:
         layer(x, replay=replay)[0].backward(upstream)
-    assert (seen.grouped, layer.traffic.host_waits) == (0, 1)
+    assert (seen.grouped, layer.comm.host_waits) == (0, 1)

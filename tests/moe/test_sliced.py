@@ -137,10 +137,10 @@ def on_two(rank, world_size, slicing, sizes, padding, favoured):
         else:
             dist.all_reduce(grad)
             same({name: grad}, {name: wanted[name]})
-    layer.traffic.check_settled()
+    layer.comm.check_settled()
     assert late.in_flight() == []
-    launched = layer.traffic.launched
-    return launched["all_to_all"], launched["counts"], layer.traffic.host_waits
+    launched = layer.comm.launched
+    return launched["all_to_all"], launched["counts"], layer.comm.host_waits
 
 
 def _tokens(x, valid):

@@ -43,13 +43,13 @@ def forward_and_backward(rank, world_size, sizes, shared, slicing):
         nn.init.normal_(parameter, std=0.5)
     tokens = 24 * (world_size if shared else 1)
     for _ in range(2):
-        x, before = torch.randn(2, 12, 8, requires_grad=True), layer.traffic.host_waits
+        x, before = torch.randn(2, 12, 8, requires_grad=True), layer.comm.host_waits
         with HostTensors() as found:
             y, stats = by_slices(layer, x, tokens) if slicing.active else layer(x, None, tokens)
             (y.sum() + stats.aux).backward()
-    layer.traffic.check_settled()
+    layer.comm.check_settled()
     assert x.grad is not None
-    return dict(found.waits), layer.traffic.host_waits - before
+    return dict(found.waits), layer.comm.host_waits - before
 
 
 def by_slices(layer, x, tokens):

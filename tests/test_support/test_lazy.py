@@ -10,7 +10,7 @@ from torch import Tensor
 from megapar.core.axis import Axis
 from megapar.core.exchange import AllToAll
 from megapar.core.tickets import defer, wait
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.support.lazy import LazyDevice, LazyStream
 from tests.support.memory import LazyError
 from tests.support.ranks import run_ranks
@@ -201,10 +201,10 @@ class Weights:
 def deferred(rank: int, world_size: int, axis_size: int) -> list[float]:
     """A deferred message whose weights nobody keeps, over ``axis_size`` ranks."""
     with LazyDevice() as device:
-        traffic = Traffic(device=device)
+        comm = CommContext(device=device)
         axis = Axis("ep", 2, rank, dist.group.WORLD, (0, 1)) if axis_size > 1 else Axis.single("ep")
         x = torch.full((2, 3), 1.0 + rank, requires_grad=True)
-        tokens, later = defer((x, torch.full((2, 3), 2.0)), 1, traffic)
+        tokens, later = defer((x, torch.full((2, 3), 2.0)), 1, comm)
         routed = device.event()
         later.launch(Weights(), [AllToAll(axis)], [2], routed)
         y = wait(tokens[0], later.tickets[0])

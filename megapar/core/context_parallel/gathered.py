@@ -15,7 +15,7 @@ from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColu
 from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, gathered_tiles, halves, own_tiles
 from megapar.core.exchange import AllGather, ReduceScatter
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 
 
 def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
@@ -29,32 +29,32 @@ def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
 class Gathered:
     """All columns on every rank of cp, for as long as a layer attends to them; at least two ranks.
 
-    axis: cp. layout: which rank holds which positions. traffic: takes part in what is launched.
+    axis: cp. layout: which rank holds which positions. comm: takes part in what is launched.
     """
 
     axis: Axis
     layout: SequenceLayout
-    traffic: Traffic
+    comm: CommContext
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
         """All-gather under the own tiles."""
         whole, mine = self._room(own)
-        flight = self.traffic.launch(AllGather(self.axis, into=whole), mine.message)
+        flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.own, mine)
-        see(plan.others[0], own.with_message(self._in_order(self.traffic.land(flight))))
+        see(plan.others[0], own.with_message(self._in_order(self.comm.wait(flight))))
 
     def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
         """All-gather under the early tiles, reduce-scatter under the late ones."""
         whole, mine = self._room(own)
         gradients = own.zeros()
-        flight = self.traffic.launch(AllGather(self.axis, into=whole), mine.message)
+        flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.early, mine, gradients)
-        columns = own.with_message(self._in_order(self.traffic.land(flight)))
+        columns = own.with_message(self._in_order(self.comm.wait(flight)))
         theirs = columns.zeros()
         see(plan.others[0], columns, theirs)
-        flight = self.traffic.launch(ReduceScatter(self.axis), self._by_rank(theirs.message))
+        flight = self.comm.launch(ReduceScatter(self.axis), self._by_rank(theirs.message))
         see(plan.late, mine, gradients)
-        gradients.message.add_(self.traffic.land(flight))
+        gradients.message.add_(self.comm.wait(flight))
         return gradients
 
     def _room(self, own: Columns) -> tuple[Tensor, Columns]:

@@ -19,10 +19,10 @@ from torch import Tensor
 from megapar.core.axis import Axis
 from megapar.core.exchange import AllToAll
 from megapar.core.tickets import start, wait
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 
 
-def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis, traffic: Traffic) -> tuple[Tensor, Tensor, Tensor]:
+def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis, comm: CommContext) -> tuple[Tensor, Tensor, Tensor]:
     """Trade this rank's positions of all heads for all positions of its heads."""
     copies = cp.size // math.gcd(cp.size, k.shape[2])
     k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
@@ -31,16 +31,16 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis, traffic: Traffic) -> tup
     equal = k.shape[-1] == v.shape[-1]
     joined = torch.cat(dealt if equal else [x.flatten(3) for x in dealt], dim=3)
     message = joined.transpose(0, 2).flatten(0, 1)  # [cp * S/cp, B, heads, D] or [.., features]
-    received = wait(*start(AllToAll(cp), message, traffic)).transpose(0, 1)
+    received = wait(*start(AllToAll(cp), message, comm)).transpose(0, 1)
     parts = received.split([x.shape[3] if equal else x.shape[3:].numel() for x in dealt], dim=2)
     q, k, v = parts if equal else (part.unflatten(2, x.shape[3:]) for part, x in zip(parts, dealt, strict=True))
     return q, k, v
 
 
-def to_positions(y: Tensor, cp: Axis, traffic: Traffic) -> Tensor:
+def to_positions(y: Tensor, cp: Axis, comm: CommContext) -> Tensor:
     """Trade all positions of this rank's heads for its positions of all heads."""
     # Always a copy: the tensor that attention keeps for its backward does not travel.
     message = y.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    received = wait(*start(AllToAll(cp), message, traffic))
+    received = wait(*start(AllToAll(cp), message, comm))
     mine: Tensor = received.unflatten(0, (cp.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
     return mine

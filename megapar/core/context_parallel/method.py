@@ -13,21 +13,21 @@ from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
 from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
 from megapar.core.context_parallel.tiles import Sight
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 
 
 @dataclass(frozen=True)
 class ContextParallel:
     """The ranks that share a sequence, and their algorithm.
 
-    axis: cp. algorithm: ring, ulysses or gathered (``layout``). layout: which rank holds which positions. traffic:
+    axis: cp. algorithm: ring, ulysses or gathered (``layout``). layout: which rank holds which positions. comm:
     takes part in what is launched.
     """
 
     axis: Axis = field(default_factory=lambda: Axis.single("cp"))
     algorithm: str = RING
     layout: SequenceLayout = field(default_factory=SequenceLayout)
-    traffic: Traffic = field(default_factory=Traffic)
+    comm: CommContext = field(default_factory=CommContext)
 
     @property
     def active(self) -> bool:
@@ -43,13 +43,13 @@ class ContextParallel:
     def transport(self) -> Transport:
         """The transport of keys and values to the queries of other ranks."""
         if self.algorithm == RING:
-            return Ring(self.axis, self.traffic)
-        return Gathered(self.axis, self.layout, self.traffic)
+            return Ring(self.axis, self.comm)
+        return Gathered(self.axis, self.layout, self.comm)
 
     @property
     def slice_transport(self) -> SliceTransport:
         """The same where attention runs slice by slice."""
-        return (RingSlices if self.algorithm == RING else GatheredSlices)(self.axis, self.traffic)
+        return (RingSlices if self.algorithm == RING else GatheredSlices)(self.axis, self.comm)
 
     def share(self, mp: Axis, *, sequence_parallel: bool) -> Share:
         """The ranks that have positions of one micro-batch."""

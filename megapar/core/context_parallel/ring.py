@@ -18,7 +18,7 @@ from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColu
 from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
 from megapar.core.exchange import SendReceive
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 
 
 def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
@@ -34,18 +34,18 @@ def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
 class Ring:
     """The ranks of cp as a ring; at least two.
 
-    axis: cp. traffic: takes part in what is launched.
+    axis: cp. comm: takes part in what is launched.
     """
 
     axis: Axis
-    traffic: Traffic
+    comm: CommContext
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
         """One block per step, the next one on its way."""
         flight = self._pass_on(own)
         see(plan.own, own)
         for step, tiles in enumerate(plan.others, start=1):
-            columns = own.with_message(self.traffic.land(flight))
+            columns = own.with_message(self.comm.wait(flight))
             if step < len(plan.others):
                 flight = self._pass_on(columns)
             see(tiles, columns)
@@ -56,19 +56,19 @@ class Ring:
         going: InFlight | None = None
         see(plan.early, own, gradients)
         for step, tiles in enumerate(plan.others, start=1):
-            columns = own.with_message(self.traffic.land(flight))
+            columns = own.with_message(self.comm.wait(flight))
             if step < len(plan.others):
                 flight = self._pass_on(columns)
             theirs = columns.zeros()
             see(tiles, columns, theirs)
             if going is not None:
-                theirs.message.add_(self.traffic.land(going))
+                theirs.message.add_(self.comm.wait(going))
             going = self._pass_on(theirs)
         see(plan.late, own, gradients)
         assert going is not None
-        gradients.message.add_(self.traffic.land(going))
+        gradients.message.add_(self.comm.wait(going))
         return gradients
 
     def _pass_on(self, columns: Columns) -> InFlight:
         size, rank = self.axis.size, self.axis.rank
-        return self.traffic.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), columns.message)
+        return self.comm.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), columns.message)

@@ -30,7 +30,7 @@ from megapar.core.context_parallel.layout import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
 from megapar.core.device.block import AttentionBlock
 from megapar.core.exchange import AllGather, ReduceScatter, SendReceive
-from megapar.core.traffic import InFlight, Traffic
+from megapar.core.traffic import CommContext, InFlight
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class GatheredSlices:
     """One all-gather, and one reduce-scatter, for each slice."""
 
     axis: Axis
-    traffic: Traffic
+    comm: CommContext
 
     def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
         """All-gather under what is near."""
-        flight = self.traffic.launch(AllGather(self.axis), _rows(columns, plan.runs[self.axis.rank]).clone())
+        flight = self.comm.launch(AllGather(self.axis), _rows(columns, plan.runs[self.axis.rank]).clone())
         see(plan.near)
-        pieces = self.traffic.land(flight).chunk(self.axis.size)
+        pieces = self.comm.wait(flight).chunk(self.axis.size)
         for rank, run in enumerate(plan.runs):
             if rank != self.axis.rank:
                 _rows(columns, run).copy_(pieces[rank])
@@ -100,9 +100,9 @@ class GatheredSlices:
         see(plan.others[0])
         message = torch.cat([_rows(gradients, run) for run in plan.runs])
         message.chunk(self.axis.size)[self.axis.rank].zero_()  # it is here
-        flight = self.traffic.launch(ReduceScatter(self.axis), message)
+        flight = self.comm.launch(ReduceScatter(self.axis), message)
         see(plan.near)
-        return self.traffic.land(flight)
+        return self.comm.wait(flight)
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class RingSlices:
     """Blocks go round a ring, each passed on before it is used; their gradients follow them and come home."""
 
     axis: Axis
-    traffic: Traffic
+    comm: CommContext
 
     def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
         """The first block arrives under what is near."""
         flight = self._pass_on(_rows(columns, plan.runs[self.axis.rank]).clone())
         see(plan.near)
         for step, tiles in enumerate(plan.others, start=1):
-            block = self.traffic.land(flight)
+            block = self.comm.wait(flight)
             if step < len(plan.others):
                 flight = self._pass_on(block)
             _rows(columns, self._source(plan, step)).copy_(block)
@@ -130,18 +130,18 @@ class RingSlices:
             see(tiles)
             theirs = _rows(gradients, self._source(plan, step)).clone()
             if going is not None:
-                theirs.add_(self.traffic.land(going))
+                theirs.add_(self.comm.wait(going))
             going = self._pass_on(theirs)
         see(plan.near)
         assert going is not None
-        return self.traffic.land(going)
+        return self.comm.wait(going)
 
     def _source(self, plan: SlicePlan, step: int) -> range:
         return plan.runs[(self.axis.rank - step) % self.axis.size]
 
     def _pass_on(self, block: Tensor) -> InFlight:
         size, rank = self.axis.size, self.axis.rank
-        return self.traffic.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), block)
+        return self.comm.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), block)
 
 
 class SharedSlices:

@@ -82,12 +82,12 @@ class CausalSlices:
             self._attended[number] = self._attend_shared(self._shared, q, k, v, number)
             return
         if attention.cp.deals_heads:
-            q, k, v = to_heads(q, k, v, attention.cp.axis, attention.cp.traffic)
+            q, k, v = to_heads(q, k, v, attention.cp.axis, attention.cp.comm)
         place, total = context.whole_slices[number], context.whole_slices[-1].stop
         heads = (q, self._keys.add(k, place, total), self._values.add(v, place, total), number)
         y = again(self._attend, *heads) if attention.selective else self._attend(*heads)
         if attention.cp.deals_heads:
-            y = to_positions(y, attention.cp.axis, attention.cp.traffic)
+            y = to_positions(y, attention.cp.axis, attention.cp.comm)
         self._attended[number] = y
 
     def leave(self, number: int) -> None:

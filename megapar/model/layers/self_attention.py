@@ -103,11 +103,11 @@ class SelfAttention(nn.Module, ABC):
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, S, N, V]."""
         if self.cp.deals_heads:
-            q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.traffic)
+            q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.comm)
         # Blocks of keys that other ranks send are not kept anyway; computing again would send them again.
         selective = self.selective and context.plan is None
         y = again(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
-        return to_positions(y, self.cp.axis, self.cp.traffic) if self.cp.deals_heads else y
+        return to_positions(y, self.cp.axis, self.cp.comm) if self.cp.deals_heads else y
 
     @contextmanager
     def drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:

@@ -16,14 +16,14 @@ from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.ops import attention_reference
 from megapar.core.device.packed import PackedDocuments, packed_attention_reference
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.support.ranks import run_ranks
 
 SAMPLES, LENGTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 8
 ENDS = (7, 16, 16 + 3, 32)
 
 
-class RecordedTraffic(Traffic):
+class RecordedTraffic(CommContext):
     """Notes launches and waits, and who is in flight while tiles are computed."""
 
     def __init__(self):
@@ -34,9 +34,9 @@ class RecordedTraffic(Traffic):
         self.order.append(f"{exchange.kind} ^")
         return super().launch(exchange, x, aside)
 
-    def land(self, flight, metered=True):
+    def wait(self, flight, metered=True):
         self.order.append(f"{flight.exchange.kind} v")
-        return super().land(flight, metered)
+        return super().wait(flight, metered)
 
 
 def draw(value_dim=SIZE):
@@ -49,12 +49,12 @@ def attend(method, q, k, v, causal, ends):
     """q, k, v [B, S/cp, heads, D] of this rank to y of the same."""
     documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
     if method.deals_heads:
-        q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, method.axis, method.traffic))
+        q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, method.axis, method.comm))
         if documents is None:
             y = attention_reference(q, k, v, causal=causal)
         else:
             y = packed_attention_reference(q, k, v, documents=documents)
-        return to_positions(y.transpose(1, 2), method.axis, method.traffic)
+        return to_positions(y.transpose(1, 2), method.axis, method.comm)
     plan = method.plan(*q.shape[:2], causal=causal, ends=ends)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     return attend_blockwise(*heads, method.transport, plan, flash=False).transpose(1, 2)
@@ -74,19 +74,19 @@ def whole(causal, ends, value_dim=SIZE):
 def compare(rank, size, algorithm, causal, ends, value_dim=SIZE):
     """(worst error, launches and waits of forward and backward, bytes sent)."""
     layout = choose_layout(algorithm, size, causal=causal, length=LENGTH)
-    sent_bytes, traffic = CommBytes(), RecordedTraffic()
+    sent_bytes, comm = CommBytes(), RecordedTraffic()
     axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)), sent_bytes)
-    method = ContextParallel(axis, algorithm, layout, traffic)
+    method = ContextParallel(axis, algorithm, layout, comm)
     own = layout.positions(LENGTH, rank)
     q, k, v = (x[:, own].requires_grad_() for x in draw(value_dim))
     y = attend(method, q, k, v, causal, ends)
-    forward = list(traffic.order)
+    forward = list(comm.order)
     grads = torch.autograd.grad(y.square().sum(), (q, k, v))
-    traffic.check_settled()
+    comm.check_settled()
     want, want_grads = whole(causal, ends, value_dim)
     pairs = zip((y, *grads), (want, *want_grads), strict=True)
     error = max(float((a - b[:, own]).abs().max().detach()) for a, b in pairs)
-    return error, forward, traffic.order[len(forward) :], dict(sent_bytes)
+    return error, forward, comm.order[len(forward) :], dict(sent_bytes)
 
 
 @pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])

@@ -10,15 +10,15 @@ from megapar.core.axis import Axis
 from megapar.core.context_parallel.layout import GATHERED, RING, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.slices import SharedSlices
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.core.context_parallel.test_method import ENDS, LENGTH, SIZE, RecordedTraffic, draw, whole
 from tests.support.ranks import run_ranks
 
 
-def make(rank, size, algorithm, slices, traffic):
+def make(rank, size, algorithm, slices, comm):
     layout = choose_layout(algorithm, size, causal=True, length=LENGTH, slices=slices, balanced=slices == 3)
     axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)))
-    return ContextParallel(axis, algorithm, layout, traffic)
+    return ContextParallel(axis, algorithm, layout, comm)
 
 
 def attend(method, q, k, v, ends, dropout=0.0):
@@ -34,18 +34,18 @@ def attend(method, q, k, v, ends, dropout=0.0):
 
 def compare(rank, size, algorithm, slices, ends, value_dim=SIZE):
     """(worst error, launches and waits of forward and backward)."""
-    traffic = RecordedTraffic()
-    method = make(rank, size, algorithm, slices, traffic)
+    comm = RecordedTraffic()
+    method = make(rank, size, algorithm, slices, comm)
     own = method.layout.positions(LENGTH, rank)
     q, k, v = (x[:, own].requires_grad_() for x in draw(value_dim))
     y = attend(method, q, k, v, ends)
-    forward = list(traffic.order)
+    forward = list(comm.order)
     grads = torch.autograd.grad(y.square().sum(), (q, k, v))
-    traffic.check_settled()
+    comm.check_settled()
     want, want_grads = whole(True, ends, value_dim)
     pairs = zip((y, *grads), (want, *want_grads), strict=True)
     error = max(float((a - b[:, own]).abs().max().detach()) for a, b in pairs)
-    return error, forward, traffic.order[len(forward) :]
+    return error, forward, comm.order[len(forward) :]
 
 
 @pytest.mark.parametrize("algorithm", [RING, GATHERED])
@@ -75,7 +75,7 @@ def test_keys_of_a_slice_travel_once_and_their_gradients_once():
 def dropped(rank, size, algorithm):
     """(sum of y^2, sum of v's gradient of it) where v is one everywhere, so that y is the sum of the kept weights."""
     torch.manual_seed(rank)
-    method = make(rank, size, algorithm, 3, Traffic())
+    method = make(rank, size, algorithm, 3, CommContext())
     own = method.layout.positions(LENGTH, rank)
     q, k, v = (x[:, own].requires_grad_() for x in draw())
     v = torch.ones_like(v).requires_grad_()

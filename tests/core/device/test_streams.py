@@ -18,7 +18,7 @@ from megapar.core.kept import Keeper
 from megapar.core.offload import OffloadedOptimizer
 from megapar.core.optimizer import AdamW
 from megapar.core.sharding.part import Part
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from tests.support.lazy import LazyDevice
 
 
@@ -35,17 +35,17 @@ def test_urgent_is_above_the_usual_priority(kind: Any, monkeypatch: pytest.Monke
 def test_what_feeds_messages_is_urgent() -> None:
     """The stream of an axis, and the one on which chained collectives stand."""
     with LazyDevice() as device:
-        traffic = Traffic(device=device, chained=frozenset({"ep"}))
-        assert traffic.stream(Axis.single("mp")).urgent
+        comm = CommContext(device=device, chained=frozenset({"ep"}))
+        assert comm.stream(Axis.single("mp")).urgent
         two = Axis("ep", 2, 0, None, (0, 1))
-        traffic.land(traffic.launch(Unsent(AllToAll(two)), torch.ones(2, 3)))
+        comm.wait(comm.launch(Unsent(AllToAll(two)), torch.ones(2, 3)))
         assert [stream.urgent for stream in device.streams] == [True, True]
 
 
 def test_copies_to_and_from_the_host_are_not() -> None:
     """Of kept inputs, of masters and moments, and of saves."""
     with LazyDevice() as device:
-        Keeper(device, Axis.single("mp"), Traffic(device=device), offload=True)
+        Keeper(device, Axis.single("mp"), CommContext(device=device), offload=True)
         OffloadedOptimizer([Part(torch.zeros(4), None, False, True)], device, AdamW((0.9, 0.95), 1e-8, 0.1))
         saving, seen = Background(device), []
         state = {"x": Shard("x", (3,), Box((0,), (3,)), torch.arange(3.0))}

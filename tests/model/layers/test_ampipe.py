@@ -19,7 +19,7 @@ from megapar.core.overlap import Overlap
 from megapar.core.recompute import Recompute
 from megapar.core.recompute_choice import Interval
 from megapar.core.sharding.cut import box_at
-from megapar.core.traffic import Traffic
+from megapar.core.traffic import CommContext
 from megapar.model.layers.attention_slices import CausalSlices, Growing
 from megapar.model.layers.context import Context
 from megapar.model.spec import table_of
@@ -41,7 +41,7 @@ def step_on(ahead, step):
     return found
 
 
-class Recorder(Traffic):
+class Recorder(CommContext):
     """Writes down launches and waits of what ``name_of`` has a name for."""
 
     def __init__(self, device=None):
@@ -55,10 +55,10 @@ class Recorder(Traffic):
             self.events.append(name + "^")
         return flight
 
-    def land(self, flight, metered=True):
+    def wait(self, flight, metered=True):
         if id(flight) in self._names:
             self.events.append(self._names.pop(id(flight)) + "v")
-        return super().land(flight, metered)
+        return super().wait(flight, metered)
 
 
 def dispatch_or_combine(x):
@@ -137,7 +137,7 @@ def recorded(rank, world_size, slicing, ahead):
 def recorded_on(rank, world_size, slicing, device):
     diary = Diary(slicing.degree, TWO.num_layers, device)
     model = build(
-        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(traffic=diary), slicing=slicing
+        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(comm=diary), slicing=slicing
     )
     for block in model.layers.values():
         diary.watch(block.attention.proj, "attn")
@@ -175,7 +175,7 @@ def hidden_over_mp(rank, world_size, slicing):
     """(forward, backward) of a step where two ranks share positions and heads, and have whole experts."""
     lanes, ranks = Lanes(), tuple(range(world_size))
     axes = {name: Axis(name, world_size, rank, dist.group.WORLD, ranks) for name in ("mp", "ep")}
-    execution = Execution(overlap=Overlap(pieces=1), traffic=lanes)
+    execution = Execution(overlap=Overlap(pieces=1), comm=lanes)
     model = build(TWO, dtype=torch.float64, **axes, sequence_parallel=True, execution=execution, slicing=slicing)
     attend = CausalSlices.attend
 
@@ -245,7 +245,7 @@ def recomputed(rank, world_size, slicing, layers, ahead):
 def recomputed_on(rank, world_size, slicing, layers, device):
     diary = Unnumbered(slicing.degree, TWO.num_layers, device)
     model = build(
-        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(traffic=diary), slicing=slicing
+        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(comm=diary), slicing=slicing
     )
     model.recompute = Recompute(Interval(layers), diary, CommBytes()) if layers else None
     loss = total(model, batch_for(TWO, seed=rank))
@@ -284,19 +284,19 @@ def stepped(rank, world_size, sizes, slicing, ahead, padded):
 
 
 def stepped_on(rank, world_size, sizes, slicing, padded, device):
-    traffic = Traffic(device=device)
+    comm = CommContext(device=device)
     model = build(
-        sizes, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(traffic=traffic), slicing=slicing
+        sizes, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(comm=comm), slicing=slicing
     )
     fired = Counter()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
     total(model, batch_for(sizes, seed=rank, padded=padded)).backward()
-    traffic.check_settled()
+    comm.check_settled()
     model.eval()
     with torch.no_grad():
         logits = model.logits(batch_for(sizes, seed=rank, padded=padded))
-    traffic.check_settled()
+    comm.check_settled()
     grads = {}
     for row in table_of(sizes):
         if row.trainable:
