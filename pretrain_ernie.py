@@ -3,8 +3,8 @@
 import signal
 
 from megapar.arguments import parse_or_exit
-from megapar.core.parent import end_with_launcher
-from megapar.training.outline import outline
+from megapar.core.health.parent import end_with_launcher
+from megapar.training.building.outline import outline
 
 if __name__ == "__main__":
     end_with_launcher()

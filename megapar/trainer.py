@@ -17,45 +17,50 @@ from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.config.launched import job_id
-from megapar.core.adaptive import Adaptive
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.parent import end_with_launcher
-from megapar.core.watchdog import Watchdog
-from megapar.core.world import World
+from megapar.core.health.parent import end_with_launcher
+from megapar.core.health.watchdog import Watchdog
+from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
-from megapar.data.kept_tokenizer import keep
-from megapar.data.skipping import effective, merged, parse_range
+from megapar.data.sampling.skipping import effective, merged, parse_range
+from megapar.data.tokenizers.kept_tokenizer import keep
 from megapar.errors import MegaparError
-from megapar.training import build, degree, export, failure, innocent, local_saves, opening, report, state
-from megapar.training.builder import Builder
-from megapar.training.checkpoints import Checkpoints
-from megapar.training.companions import make_companions
-from megapar.training.control import StopSignal
-from megapar.training.declared import make_declared
-from megapar.training.evaluate import evaluate
-from megapar.training.going_on import go_on
-from megapar.training.gradients import Gradients
-from megapar.training.guards import Guards, make_guards
-from megapar.training.identity import RECORD
-from megapar.training.job import check_device, make_job
-from megapar.training.judge import Judge
-from megapar.training.learning_rate import make_learning_rate
-from megapar.training.lineage import NAMES
-from megapar.training.load_hf import load_hf
-from megapar.training.loggers import PlainTerminal
-from megapar.training.memory import Planned, out_of_memory
-from megapar.training.monitor import Monitor, Step
-from megapar.training.observer import StepObserver
-from megapar.training.record import Record
-from megapar.training.resume import resume
-from megapar.training.said import is_first_to_say
-from megapar.training.stepper import Stepper
-from megapar.training.stragglers import Stragglers
-from megapar.training.streams import make_patient
-from megapar.training.verification import Start
-from megapar.training.watch import make_watch, meet
-from megapar.training.work import Feed
+from megapar.training.building import ampipe_degree as degree
+from megapar.training.building import build
+from megapar.training.building.builder import Builder
+from megapar.training.building.job import check_device, make_job
+from megapar.training.building.memory import Planned, out_of_memory
+from megapar.training.checkpoints import export, local_saves, state
+from megapar.training.checkpoints.checkpoints import Checkpoints
+from megapar.training.checkpoints.continued import go_on
+from megapar.training.checkpoints.identity import RECORD
+from megapar.training.checkpoints.lineage import NAMES
+from megapar.training.checkpoints.load_hf import load_hf
+from megapar.training.checkpoints.resume import resume
+from megapar.training.checkpoints.verification import Start
+from megapar.training.health import failure, innocent
+from megapar.training.health.control import StopSignal
+from megapar.training.health.declared import make_declared
+from megapar.training.health.guards import Guards, make_guards
+from megapar.training.health.stragglers import Stragglers
+from megapar.training.health.watch import make_watch, meet
+from megapar.training.reports import messages as report
+from megapar.training.reports import opening
+from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.monitor import Monitor, Step
+from megapar.training.reports.record import Record
+from megapar.training.reports.said import is_first_to_say
+from megapar.training.reports.streams import make_patient
+from megapar.training.step.batches import Feed
+from megapar.training.step.callbacks import make_companions
+from megapar.training.step.evaluate import evaluate
+from megapar.training.step.gradients import Gradients
+from megapar.training.step.learning_rate import make_learning_rate
+from megapar.training.step.observer import StepObserver
+from megapar.training.step.step_guard import Judge
+from megapar.training.step.stepper import Stepper
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from megapar.arguments import parse
 from megapar.core.device import ops
-from megapar.tools.gpu import FakeGpu, as_on_a_gpu
-from megapar.tools.pretend import pretend
-from megapar.tools.tally import Sums, Tally, WaitTally, caller
+from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
+from megapar.tools.tracing.pretend import pretend
+from megapar.tools.tracing.tally import Sums, Tally, WaitTally, caller
 from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 from scripts.trace_table import counted

@@ -2,7 +2,7 @@
 
 A figure above its row fails ("rows" of a product: below it). Rows are keyed by operator and call label, the name of the
 function that calls it, and not by files, which move. Where a change takes work away, tighten its row: it is one number.
-Kernels are counted by megapar/tools/kernels.py.
+Kernels are counted by megapar/tools/tracing/kernels.py.
 """
 
 from __future__ import annotations

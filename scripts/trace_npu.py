@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from megapar.arguments import parse
 from megapar.core.device import ascend, ops
 from megapar.core.device.npu import NpuDevice
-from megapar.tools.pretend import pretend
+from megapar.tools.tracing.pretend import pretend
 from scripts.trace_table import counted
 from tests.support.ascend import SCHEMAS
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megapar.arguments import FLAGS, GROUPS, SCRIPTS, Config, parse, parse_or_exit
 from megapar.config.help import help_text
 from megapar.config.read import normal, spellings
-from megapar.data.indexed import IndexedDatasetBuilder
+from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import ConfigError
 from megapar.schema.flag import from_flags
 

@@ -15,7 +15,7 @@ from megapar.planning.assume import assumed
 from megapar.planning.devices import device_kind
 from megapar.planning.nearest import nearest
 from megapar.planning.plan import Plan
-from megapar.training.outline import outline
+from megapar.training.building.outline import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -22,7 +22,7 @@ from megapar.config.published import read_config as read_published
 from megapar.config.stored import stored_facts, stored_scalars, stored_schedule
 from megapar.core.checkpoint import layout
 from megapar.core.checkpoint.folder import candidates
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
 from megapar.model.architectures import ARCHITECTURES
 from megapar.tools.translation.source import UnreadableError, read_source

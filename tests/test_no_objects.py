@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megapar.core import messages
+from megapar.core.comm import json_messages as messages
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.worker import OBJECT_COLLECTIVES
 
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "megapar"
 READS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 # torch's agent reads the state of its rendezvous from a pickle: made in the same process, of JSON that was checked.
-OF_ITS_OWN = {"tools/rendezvous.py": ["pickle"]}
+OF_ITS_OWN = {"tools/launcher/rendezvous.py": ["pickle"]}
 
 
 def uses(path: Path) -> Iterator[str]:

@@ -13,8 +13,8 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megapar.arguments import SCRIPTS, Config, parse
-from megapar.tools.pretend import pretend
-from megapar.training.build import make_batch_size, make_progressive
+from megapar.tools.tracing.pretend import pretend
+from megapar.training.building.build import make_batch_size, make_progressive
 from tests.test_configs import FILES, FOLDER, PLANNED, SAID, kind_of
 
 pytestmark = pytest.mark.presets

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from benchmarks.support.objects import object_bytes
 from megapar.arguments import parse
 from megapar.trainer import Trainer, train
-from megapar.training import numbers
+from megapar.training.step import bad_steps as numbers
 from tests.support.ranks import RanksFailed
 from tests.support.training import COMMON, SMALL, last_wins, run
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import parse, parse_or_exit
-from megapar.data.indexed import IndexedDatasetBuilder
+from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.schema.flag import SCRIPTS
-from megapar.training.learning_rate import make_learning_rate
-from megapar.training.outline import outline
+from megapar.training.building.outline import outline
+from megapar.training.step.learning_rate import make_learning_rate
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "transformers", "sentencepiece", "datasets", "pyarrow")

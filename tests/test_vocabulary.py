@@ -12,8 +12,8 @@ import pytest
 
 from megapar.arguments import Config, parse
 from megapar.config.vocabulary import BadTokenizer, vocabulary_of
-from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer, train
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train
+from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan

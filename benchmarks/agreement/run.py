@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from megapar.arguments import parse
 from megapar.core.device.base import Device
-from megapar.training import build
-from megapar.training.declared import Declared, verdict
+from megapar.training.building import build
+from megapar.training.health.declared import Declared, verdict
 
 FLAGS = ("--data-path", "mock", "--num-experts", "0", "--seq-length", "128", "--vocab-size", "4096")
 CASES: dict[str, Callable[[int, int], bool]] = {

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from benchmarks.ampipe_rows.rows import ROWS, flags
 from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.building import build
 
 RANKS = 4
 

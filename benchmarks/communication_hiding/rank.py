@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from benchmarks.communication_hiding.shape import AUTO, WAYS, make_sizes
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.pair import join
-from megapar.core import transport
-from megapar.core.axis import Axis
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.async_pairs import start, wait
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllToAll, Exchange
+from megapar.core.comm.in_flight import CommContext, InFlight
+from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
+from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.device.pick import pick
-from megapar.core.exchange import AllToAll, Exchange
-from megapar.core.execution import Execution
-from megapar.core.memory import MemoryTracker
-from megapar.core.meter import WaitMeter
-from megapar.core.tickets import start, wait
-from megapar.core.traffic import CommContext, InFlight
+from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.decoder.model import Decoder
-from megapar.training import degree
+from megapar.training.building import ampipe_degree as degree
 
 
 class Diary(CommContext):

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend "fake" known)
 
 from benchmarks.support.contest import Figures, serve
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import Exchange
+from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
-from megapar.core.context_parallel.layout import RING, SequenceLayout, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.exchange import Exchange
-from megapar.core.traffic import CommContext, InFlight
+from megapar.core.context_parallel.positions import RING, SequenceLayout, choose_layout
 
 HEADS, GROUPS, SIZE = 8, 4, 64
 

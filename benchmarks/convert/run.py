@@ -122,7 +122,7 @@ CONVERT = """
 import sys, time
 import torch
 from benchmarks.support.memory import PeakMemory
-from megapar.training.convert import hf_to_megapar, megapar_to_hf
+from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
 memory = PeakMemory("cpu")
 before, start = memory.read(), time.perf_counter()
 {"in": hf_to_megapar, "out": megapar_to_hf}[sys.argv[1]](sys.argv[2], sys.argv[3])

@@ -29,7 +29,7 @@ FILES, TOKENS_PER_FILE, DOCUMENTS_PER_FILE = 15, 10**12, 10**9
 
 def write_jsonl(path: Path, megabytes: float) -> None:
     """The built-in documents in random order, again and again."""
-    from megapar.data.source import all_documents, open_sources
+    from megapar.data.text.source import all_documents, open_sources
 
     documents = [json.dumps({"text": text}) + "\n" for text in all_documents(open_sources(["builtin"]))]
     rng, written = random.Random(0), 0
@@ -42,8 +42,8 @@ def make_tokenizers(folder: Path) -> dict[str, str]:
     """A sentencepiece model of 8,192 ids, and a byte-level BPE of tokenizers."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from megapar.data.sentencepiece_tokenizer import train
-    from megapar.data.source import all_documents, open_sources
+    from megapar.data.text.source import all_documents, open_sources
+    from megapar.data.tokenizers.sentencepiece_tokenizer import train
 
     texts = list(all_documents(open_sources(["builtin"])))
     (folder / "t.model").write_bytes(train(iter(texts), 8192))
@@ -86,7 +86,7 @@ def plain_loops(kind: str, path: str, model: str, processes: int) -> float:
 
 def ours(path: str, model: str, output: str, workers: int) -> float:
     """Tokens per second of ``prepare``, from its call to the finished files."""
-    from megapar.data.prepare import prepare
+    from megapar.data.tokens.prepare import prepare
 
     start = time.perf_counter()
     return prepare(output, [path], model, workers=workers, overwrite=True).tokens / (time.perf_counter() - start)
@@ -126,7 +126,7 @@ def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
     from megapar.arguments import parse
     from megapar.data.batches import Loader
     from megapar.trainer import train
-    from megapar.training.build import make_corpus
+    from megapar.training.building.build import make_corpus
 
     flags = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--train-iters", str(iterations)]
     flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0", "--ep-degree", "1"]
@@ -220,7 +220,7 @@ PREPARE = (
     PEAK
     + """
 import resource, sys
-from megapar.data.prepare import prepare
+from megapar.data.tokens.prepare import prepare
 done = prepare(sys.argv[2], [sys.argv[1]], sys.argv[3], workers=int(sys.argv[4]), overwrite=True)
 print(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, done.tokens)
 """

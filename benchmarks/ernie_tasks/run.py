@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from megapar.arguments import Config, parse
-from megapar.data.builtin import documents
-from megapar.data.samples import NO_LOSS, Samples
+from megapar.data.sampling.samples import NO_LOSS, Samples
+from megapar.data.text.builtin import documents
 from megapar.model.ernie3.tasks import CLASSES, TASKS, accuracy_of
 from megapar.trainer import train
-from megapar.training.build import make_corpus
+from megapar.training.building.build import make_corpus
 
 VERBS = ("returns", "raises", "contains", "means", "takes", "calls", "creates", "provides", "is", "are")
 TRIPLE = re.compile(r"\b([A-Za-z_.]+) (" + "|".join(VERBS) + r") ((?:an? |the )?[A-Za-z_.]+)")

@@ -14,11 +14,11 @@ import time
 from datetime import timedelta
 
 from megapar.arguments import parse
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
-from megapar.training.recheck import RecomputeGuard
+from megapar.training.building import build
+from megapar.training.health.recompute_guard import RecomputeGuard
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),

@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.support.watching import SMALL, look_seconds, timed
 from megapar.arguments import parse
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.building import build
 
 FLAGS = (
     *SMALL,

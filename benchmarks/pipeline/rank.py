@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.support.contest import Figures, serve
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
-from megapar.core.meter import WaitMeter
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner
 from megapar.core.pipeline.schedule import make_schedule
-from megapar.core.weight_gradients import Later, WeightGradients
+from megapar.core.tensor_parallel.weight_gradients import Later, WeightGradients
 
 WIDTH = 256
 

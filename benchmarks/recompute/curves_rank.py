@@ -13,11 +13,11 @@ import torch
 from benchmarks.recompute.rank import CONFIG
 from benchmarks.support.contest import Figures, serve
 from megapar.arguments import Config, parse
+from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.building import build
 
 SETTLED = 10  # steps after which whatever is made once has been made
 

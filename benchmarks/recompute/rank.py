@@ -13,9 +13,9 @@ from benchmarks.support.contest import Figures, serve
 from benchmarks.support.steps import make_trainer
 from megapar.arguments import parse
 from megapar.core.device.base import Device
-from megapar.core.memory import MemoryTracker
+from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.trainer import Trainer
-from megapar.training.builder import make_recompute
+from megapar.training.building.builder import make_recompute
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt-117m.yaml"
 UNIT = ("--recompute-interval", "1")

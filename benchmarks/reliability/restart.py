@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from megapar.tools.stopper import children
+from megapar.tools.launcher.stopper import children
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r" iteration \d+/")

@@ -21,14 +21,15 @@ from unittest.mock import patch
 
 from benchmarks.support.watching import SMALL, look_seconds, timed
 from megapar.arguments import parse
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.journal import FlightRecorder
-from megapar.core.watchdog import Watchdog
-from megapar.core.world import World
+from megapar.core.health.watchdog import Watchdog
 from megapar.trainer import Trainer
-from megapar.training import build, monitor
-from megapar.training.judge import Judge
+from megapar.training.building import build
+from megapar.training.reports import monitor
+from megapar.training.step.step_guard import Judge
 
 FLAGS = (
     *SMALL,
@@ -59,7 +60,7 @@ def without(trainer: Trainer, count: int) -> float:
         patch.object(Judge, "_is_bad", lambda *_: False),
         patch.object(FlightRecorder, "note", lambda *_: None),
         patch.object(Axis, "note", lambda *_: None),
-        patch("megapar.training.monitor.find_pace", lambda *_: None),
+        patch("megapar.training.reports.monitor.find_pace", lambda *_: None),
     ):
         return steps(trainer, count, None)
 

@@ -9,7 +9,7 @@ from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.sharding.cut import local_box
 from megapar.model.spec import table_of
-from megapar.tools.pretend import pretend
+from megapar.tools.tracing.pretend import pretend
 from megapar.trainer import Trainer
 
 DEGREES = (1, 2, 4, 8)

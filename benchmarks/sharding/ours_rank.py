@@ -15,9 +15,9 @@ from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.steps import make_trainer
 from megapar.arguments import parse
-from megapar.core import transport
-from megapar.core.meter import Waits
-from megapar.core.sharding.segment import Segment
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.meter import Waits
+from megapar.core.sharding.bucket import Segment
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.trainer import Trainer
 

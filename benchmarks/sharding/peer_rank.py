@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes
 

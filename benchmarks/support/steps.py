@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from benchmarks.support.contest import Figures
 from megapar.arguments import Config
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.building import build
 
 
 def make_trainer(config: Config, rendezvous: str | None) -> Trainer:

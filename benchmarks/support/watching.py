@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from megapar.core.replicas import digest
+from megapar.core.sharding.replicas import digest
 from megapar.trainer import Trainer
 
 SMALL = (

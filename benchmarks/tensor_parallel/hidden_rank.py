@@ -15,10 +15,10 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.pair import join
 from benchmarks.tensor_parallel.shape import SHAPES
-from megapar.core.axis import Axis
-from megapar.core.overlap import Overlap
-from megapar.core.tensor_parallel import ColumnLinear, RowLinear
-from megapar.core.traffic import CommContext
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
+from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes
 

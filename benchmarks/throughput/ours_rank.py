@@ -19,7 +19,7 @@ from megapar.core.device.peak import peak_flops
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.flops import step_flops
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.building import build
 
 
 class RoundAndRound(Loader):

@@ -16,7 +16,7 @@ _MOCK = ("mock",)
 
 
 def kept_fingerprint(folder: Path) -> str | None:
-    """Of the tokenizer in a folder that ``data.kept_tokenizer.keep`` wrote; None where it did not."""
+    """Of the tokenizer in a folder that ``data.tokenizers.kept_tokenizer.keep`` wrote; None where it did not."""
     try:
         facts = json.loads(read_regular(folder / FACTS))
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """The head of Megatron's indexed token files, and ids at a sample of places: what shows a wrong or broken file.
 
-Standard library only. The format is written down in data/indexed.py, which reads the whole of it.
+Standard library only. The format is written down in data/tokens/indexed.py, which reads the whole of it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megapar.data.samples import NO_LOSS, Sample, Samples
+from megapar.data.sampling.samples import NO_LOSS, Sample, Samples
 
 if TYPE_CHECKING:
     import numpy as np

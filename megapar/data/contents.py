@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Protocol
 
 from megapar.data.blend import BlendSource
-from megapar.data.source import BUILTIN
-from megapar.data.store import StoreBlend
+from megapar.data.text.source import BUILTIN
+from megapar.data.tokens.store import StoreBlend
 
 MOST_NAMES = 3  # of one corpus' files
 

@@ -11,26 +11,26 @@ from typing import Any
 
 from megapar.config.record import FIELD, LONGEST_LINE
 from megapar.config.vocabulary import too_large
-from megapar.data.bad_records import BadRecords
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import BlendSource, open_blend, open_stores
-from megapar.data.cache import digest, made_once
 from megapar.data.contents import Content, contents_of
-from megapar.data.course import Course, Coursed
-from megapar.data.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
-from megapar.data.frame import PAIR_MARKS
-from megapar.data.mixture import Blend
-from megapar.data.mock import MockTokenizer, RandomPieces
-from megapar.data.samples import Boundaries, DecoderSamples, DocumentWindows, Samples, TokenPieces, Windows
-from megapar.data.source import MOCK, all_documents, sources_hash
-from megapar.data.split import Split, TrainHeldout
-from megapar.data.store import StoreBlend, TokenStore
-from megapar.data.streaming import RowSpans, RowWindows, open_dataset, split_rows
+from megapar.data.sampling.course import Course, Coursed
+from megapar.data.sampling.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
+from megapar.data.sampling.frame import PAIR_MARKS
+from megapar.data.sampling.mixture import Blend
+from megapar.data.sampling.mock import MockTokenizer, RandomPieces
+from megapar.data.sampling.samples import Boundaries, DecoderSamples, DocumentWindows, Samples, TokenPieces, Windows
+from megapar.data.sampling.streaming import RowSpans, RowWindows, open_dataset, split_rows
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
 from megapar.data.tasks.task import DocumentPieces
-from megapar.data.token_cache import TokenCache
-from megapar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.source import MOCK, all_documents, sources_hash
+from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from megapar.data.tokens.cache import digest, made_once
+from megapar.data.tokens.split import Split, TrainHeldout
+from megapar.data.tokens.store import StoreBlend, TokenStore
+from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
 
 ERNIE = "ernie"
@@ -213,7 +213,7 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
     """The tokenizer trained on these documents, from the cache where it is there, and its file."""
     import sentencepiece
 
-    from megapar.data.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
+    from megapar.data.tokenizers.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
 
     content, *more = key
     entry = digest(str(TRAINING_VERSION), sentencepiece.__version__, content, str(vocab_size), *more)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.data.batches import LENGTHS, Collate, MicroBatch
-from megapar.data.samples import NO_LOSS
+from megapar.data.sampling.samples import NO_LOSS
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import counted
+from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
-from megapar.core.execution import DEFAULT, Execution
-from megapar.core.selective import forget
-from megapar.core.tensor_parallel import local
-from megapar.core.weight_gradients import Later, linear
-from megapar.core.wide_sum import WideSum
+from megapar.core.recompute.selective import forget
+from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.fp32_grad_sum import WideSum
+from megapar.core.tensor_parallel.layers import local
+from megapar.core.tensor_parallel.weight_gradients import Later, linear
 from megapar.moe.grouped import grouped_linear
 
 T = TypeVar("T")

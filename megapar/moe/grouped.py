@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import op
-from megapar.core.weight_gradients import Later
+from megapar.core.tensor_parallel.weight_gradients import Later
 
 
 def grouped_linear(
@@ -29,7 +29,7 @@ def grouped_linear(
 
     rows_RI: the rows of expert 0, then those of expert 1, and so on. counts_E: int64, rows of each expert,
     some perhaps 0; they must sum to R, because rows beyond are not computed. later: gets the product of the
-    weight's gradient (``core.weight_gradients``). sizes_E: the counts on the host, given where the device's product
+    weight's gradient (``weight_gradients``). sizes_E: the counts on the host, given where the device's product
     would read them from the device each time.
     """
     if later is not None:

@@ -12,22 +12,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.share import Share
-from megapar.core.execution import DEFAULT, Execution
-from megapar.core.replay import Replay, once
-from megapar.core.tensor_parallel import piece_shape
-from megapar.core.traffic import CommContext
+from megapar.core.recompute.replay import Replay, once
+from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.layers import piece_shape
 from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import capacity_on_device
-from megapar.moe.expert_parallel import TokenDispatcher
 from megapar.moe.experts import Experts
 from megapar.moe.micro_batch import MicroBatchRouting
+from megapar.moe.passage import Passage
 from megapar.moe.router import Router
-from megapar.moe.sliced import Passage
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
+from megapar.moe.token_dispatcher import TokenDispatcher
 
 READ_SIZES = "MoeLayer.read_sizes"  # where the host waits for the rows of experts
 

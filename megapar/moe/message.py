@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megapar.model.decoder.expert_rows import row_columns
-from megapar.moe.dispatch import ExpertOrder, gather_sum
+from megapar.moe.expert_order import ExpertOrder, gather_sum
 
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
@@ -67,7 +67,7 @@ def take_apart(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torc
 
 @dataclass(frozen=True)
 class RowsOfTokens:
-    """A message for ``core.tickets.defer``: tokens and weights, in an order that is known after the node was made."""
+    """A message for ``async_pairs.defer``: tokens and weights, in an order that is known after the node was made."""
 
     order: ExpertOrder
     hidden: int

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.exchange import AllToAll
-from megapar.moe.dispatch import ExpertOrder, sort_by_expert
-from megapar.moe.expert_parallel import DispatchPlan, RowCounts, TokenDispatcher, order_by_expert
+from megapar.core.comm.exchange import AllToAll
+from megapar.moe.expert_order import ExpertOrder, sort_by_expert
+from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatcher, order_by_expert
 
 
 def piece_plans(

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, counted, plain
+from megapar.core.device.compiled import Run, counted, plain
 from megapar.core.device.dtypes import wide
-from megapar.core.tensor_parallel import local
+from megapar.core.tensor_parallel.layers import local
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
 

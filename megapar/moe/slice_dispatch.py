@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megapar.core.replay import Replay, once
-from megapar.core.tickets import defer
-from megapar.moe.dispatch import ExpertOrder
-from megapar.moe.expert_parallel import DispatchPlan, RowCounts, TokenDispatcher
+from megapar.core.comm.async_pairs import defer
+from megapar.core.recompute.replay import Replay, once
+from megapar.moe.expert_order import ExpertOrder
 from megapar.moe.message import RowsOfTokens
 from megapar.moe.pieces import piece_plans
 from megapar.moe.slicing import Slicing
+from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatcher
 
 T = TypeVar("T")
 

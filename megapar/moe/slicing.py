@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.core.context_parallel.layout import cut_sequence
+from megapar.core.context_parallel.positions import cut_sequence
 
 CAPACITIES = ("global", "slice")
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.core.compiled import counted
 from megapar.core.context_parallel.share import Share
+from megapar.core.device.compiled import counted
 
 
 class MoeStats(NamedTuple):

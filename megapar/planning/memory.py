@@ -9,7 +9,7 @@ A step has few moments at which memory can be highest, and each is a sum:
 
 Main gradients are kept in flat buffers of the master's dtype over the micro-batches (stage 1), or pass through buffers
 of the dtype that is sent (stage 2). torch has no caching allocator for a CPU: communication buffers are kept for the
-next step (``core/buffers.py``), and a reduce-scatter needs room for what arrives.
+next step (``core/comm/buffers.py``), and a reduce-scatter needs room for what arrives.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megapar.core.comm.rounds import axis_rounds, queue_rounds
 from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
-from megapar.core.rounds import axis_rounds, queue_rounds
 from megapar.model.cost.model_cost import UnitCost
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
 from megapar.planning.pool import pool_bytes

@@ -9,10 +9,10 @@ from math import prod
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.core.context_parallel.layout import RING, ULYSSES
+from megapar.core.context_parallel.positions import RING, ULYSSES
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Chunk, Stages
-from megapar.core.recompute_choice import Block, Choice, Span, recompute_choice
+from megapar.core.recompute.choice import Block, Choice, Span, recompute_choice
 from megapar.core.sharding.cut import box_at, shard_dim
 from megapar.errors import Complaint, ConfigError
 from megapar.model.cost.model_cost import ModelCost, UnitCost
@@ -22,9 +22,9 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
 from megapar.planning.assume import Assumed, with_latent_attention
-from megapar.training.hiding import hiding
-from megapar.training.segments import ITEM_BYTES
-from megapar.training.stages import effective_schedule, make_stages
+from megapar.training.building.segments import ITEM_BYTES
+from megapar.training.building.stages import effective_schedule, make_stages
+from megapar.training.building.tensor_overlap import hiding
 
 MOST_COUNTED = 1024  # micro-batches; tasks come round again long before
 
@@ -220,7 +220,7 @@ def input_of(costs: ModelCost, chunk: Chunk) -> float:
 def task_counts(config: Config) -> Sequence[Mapping[str, float]]:
     """Samples of each task in consecutive micro-batches, until they repeat."""
     # Plans of models without tasks do without the packages that read data.
-    from megapar.data.mixture import Shares
+    from megapar.data.sampling.mixture import Shares
 
     weights = tasks_of(config.data.ernie_tasks)
     shares, size = Shares(list(weights.values())), config.training.micro_batch_size

@@ -1,6 +1,7 @@
 """The communication buffers that a CPU keeps under sharding's stages 1 and 2, replayed by size.
 
-On a CPU they are not freed but reused (``core/buffers.py``), so that the number of buffers after a step or two counts.
+On a CPU they are not freed but reused (``core/comm/buffers.py``), so that the number of buffers after a step or two
+counts.
 The order in which segments are sent (``core/sharding/zero.py``) decides which buffer serves again for what.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.planning.planned_run import PlannedRun
-from megapar.training.segments import make_segments
+from megapar.training.building.segments import make_segments
 
 STEPS = 3  # until nothing is added
 

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES
+from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.planning.assume import Assumed

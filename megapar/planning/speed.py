@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from megapar.core.device.kinds import LINK_SHARE, DeviceKind
-from megapar.core.hiding import OFF
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
+from megapar.core.tensor_parallel.overlap_price import OFF
 from megapar.model.cost.model_cost import CommCost, OpCost, UnitCost
 from megapar.model.flops import step_flops
 from megapar.planning.planned_run import PlannedRun, units_of

@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from megapar.data.tokenizer import load_tokenizer
-    from megapar.training.convert import hf_to_megapar, megapar_to_hf
-    from megapar.training.export import UNDROPPED
+    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
+    from megapar.training.checkpoints.export import UNDROPPED
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)

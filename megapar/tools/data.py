@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megapar.core.durable import write_file
-from megapar.core.process import cores
+from megapar.core.checkpoint.durable import write_file
+from megapar.core.health.process import cores
 from megapar.errors import DataError, MegaparError
 from megapar.tools.parser import Parser, count
 
@@ -57,9 +57,9 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from megapar.data.bad_records import skipped_text
-    from megapar.data.parts import Done
-    from megapar.data.prepare import prepare
+    from megapar.data.text.bad_records import skipped_text
+    from megapar.data.tokens.parts import Done
+    from megapar.data.tokens.prepare import prepare
 
     if not args.input and args.hf_dataset is None:
         print("megapar data prepare: give --input or --hf-dataset", file=sys.stderr)
@@ -134,9 +134,9 @@ def _check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megapar.data.indexed import IndexedDataset
-    from megapar.data.prepared import read_hashes
-    from megapar.data.tokenizer import load_tokenizer
+    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.data.tokens.indexed import IndexedDataset
+    from megapar.data.tokens.prepared import read_hashes
 
     size = load_tokenizer(args.tokenizer_model).size if args.tokenizer_model else args.vocab_size
     status = 0
@@ -166,10 +166,10 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megapar.data.bad_records import BadRecords
-    from megapar.data.chunks import LineNumbers
-    from megapar.data.prepare import input_chunks
-    from megapar.data.sentencepiece_tokenizer import SentencePieceTokenizer, train
+    from megapar.data.text.bad_records import BadRecords
+    from megapar.data.text.chunks import LineNumbers
+    from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train
+    from megapar.data.tokens.prepare import input_chunks
 
     if not args.input and args.hf_dataset is None:
         print("megapar data train-tokenizer: give --input or --hf-dataset", file=sys.stderr)

@@ -24,7 +24,7 @@ def _docs(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-    from megapar.tools.launch import main
+    from megapar.tools.launcher.launch import main
 
     return main(argv)
 

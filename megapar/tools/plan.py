@@ -103,14 +103,14 @@ def _run(asked: argparse.Namespace, flags: list[str]) -> int:
     plan = Plan(config, device, assumed(words), asked.token_budget)
     said, text = plan.to_dict() if asked.json else {}, "" if asked.json else describe(plan)
     if asked.trace:
-        from megapar.tools.trace import trace
+        from megapar.tools.tracing.trace import trace
 
         found = trace(config, asked.trace_rank)
         same = Plan(found.config, device_kind("cpu"))
         said["trace"] = found.to_dict()
         text += "\n" + found.describe(same.memory[found.stage].peak, same.traffic[found.stage])
     if asked.launches:
-        from megapar.tools.budget import budget
+        from megapar.tools.tracing.budget import budget
 
         counted = budget(config)
         said |= counted.to_dict()
@@ -201,7 +201,7 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.schedule import make_schedule
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
-    from megapar.training.stages import effective_schedule, make_stages, outline, pipeline_layers
+    from megapar.training.building.stages import effective_schedule, make_stages, outline, pipeline_layers
 
     sizes = config.model
     if config.grid.pp == 1:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from megapar.core.tickets import Deferred
+from megapar.core.comm.async_pairs import Deferred
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import flags, losses, parsed, trainer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapar.data.samples import Sample, Samples
+from megapar.data.sampling.samples import Sample, Samples
 
 FIRST, WORDS = 7, 211  # ids in use; a prime, so that the walk below comes everywhere
 LEAP = 0.25

@@ -1,7 +1,7 @@
 """What a profiler counts: kernels per operator of torch and per layer, beside the table and the budgets.
 
 A layer is the difference between two depths. ``kernels.json`` beside the findings has, for every operator, its calls
-and the kernels of one call, as the table of ``megapar/tools/kernels.py`` wants them: a row whose count stands there is
+and the kernels of one call, as the table of ``megapar.tools.tracing.kernels`` wants them: a row whose count is there is
 no longer estimated.
 """
 
@@ -20,8 +20,8 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
 from megapar.core.device.pick import pick
-from megapar.tools.kernels import KERNELS, kernels_of
 from megapar.tools.plan import DOES_NOT_FIT
+from megapar.tools.tracing.kernels import KERNELS, kernels_of
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import flags, kind, parsed, trainer
 

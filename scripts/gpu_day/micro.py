@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.device.ops import OPS
-from megapar.core.device.packed import PackedDocuments
+from megapar.core.device.packed_attention import PackedDocuments
 from megapar.model.layers.loss import linear_cross_entropy
-from megapar.moe.dispatch import sort_by_expert, unpermute
+from megapar.moe.expert_order import sort_by_expert, unpermute
 from megapar.moe.message import fill
 from scripts.gpu_day.day import Answer, Day
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from megapar.core.device.block import AttentionBlock, block_backward_reference, block_reference
+from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import OPS, attention_reference, attention_slice_reference
-from megapar.core.device.packed import PackedDocuments
+from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.device.pick import pick
-from megapar.moe.dispatch import sort_by_expert
+from megapar.moe.expert_order import sort_by_expert
 from scripts.gpu_day.day import Answer, Day
 
 # Relative, of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25), and of what is added up behind them.

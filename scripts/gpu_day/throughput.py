@@ -34,7 +34,7 @@ from megapar.moe.router import Router
 from megapar.planning.devices import device_kind, kinds
 from megapar.planning.plan import Plan
 from megapar.trainer import Trainer
-from megapar.training import build
+from megapar.training.building import build
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import losses, trainer
 

@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import Literal
 
 from megapar.arguments import Config, parse
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.world import World
 from megapar.trainer import Trainer
-from megapar.training import build
-from megapar.training.job import check_device
+from megapar.training.building import build
+from megapar.training.building.job import check_device
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Day
 

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-import megapar.core.world
+import megapar.core.comm.world
+from megapar.core.comm.world import World, axis_ranks
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, Grid
-from megapar.core.world import World, axis_ranks
 from tests.test_configs import FILES, load
 
 Made = tuple[str, tuple[int, ...]]  # what a group is called, and its ranks
@@ -50,7 +50,7 @@ def creations(grid: Grid, closings: Sequence[bool] = (False, True)) -> list[list
     with (
         patch.object(dist, "new_group", new_group),
         # Every rank would work out the same ranks again.
-        patch.object(megapar.core.world, "axis_ranks", lambda grid, axis, rank: whole(grid, axis)[rank]),
+        patch.object(megapar.core.comm.world, "axis_ranks", lambda grid, axis, rank: whole(grid, axis)[rank]),
     ):
         for rank in numbers:
             made.append([])

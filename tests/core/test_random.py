@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.random import Streams, seed_micro_batch
 from tests.model.small import DENSE, ERNIE, batch_for, build
 from tests.support.ranks import run_ranks

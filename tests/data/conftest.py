@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megapar.data import Corpus, build
-from megapar.data.source import all_documents, open_sources
+from megapar.data.text.source import all_documents, open_sources
 
 SEQ_LENGTH = 64
 

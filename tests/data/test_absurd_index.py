@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megapar.data.indexed import HEADER, MAGIC, IndexedDataset
+from megapar.data.tokens.indexed import HEADER, MAGIC, IndexedDataset
 from megapar.errors import DataError
 
 MAX_MEMORY = 8 << 20

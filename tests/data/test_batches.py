@@ -13,7 +13,7 @@ import torch
 
 from megapar.data import Corpus
 from megapar.data.batches import Loader, MicroBatch, collate_decoder, collate_ernie
-from megapar.data.samples import NO_LOSS, Sample
+from megapar.data.sampling.samples import NO_LOSS, Sample
 
 
 class Numbered:

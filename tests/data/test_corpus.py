@@ -17,10 +17,10 @@ import pytest
 
 from megapar.data import Corpus, build
 from megapar.data.blend import open_blend, open_stores
-from megapar.data.sentencepiece_tokenizer import train
-from megapar.data.source import all_documents, open_sources
-from megapar.data.split import Split, TrainHeldout
-from megapar.data.token_cache import TokenCache
+from megapar.data.text.source import all_documents, open_sources
+from megapar.data.tokenizers.sentencepiece_tokenizer import train
+from megapar.data.tokens.split import Split, TrainHeldout
+from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
 from tests.support.unigram import store_counts, unigram_entropy
 
@@ -68,7 +68,7 @@ def test_unigram_entropy(decoder_corpus: Corpus) -> None:
 
 
 def test_unigram_entropy_by_hand(tmp_path: Path, fresh_cache: Path) -> None:
-    from megapar.data.mock import MockTokenizer
+    from megapar.data.sampling.mock import MockTokenizer
 
     (tmp_path / "train.txt").write_text("t7 t7 t8\n")
     (tmp_path / "eval.txt").write_text("t9\n")
@@ -164,7 +164,7 @@ def test_what_was_read_under_another_longest_line_is_read_again(
     more = {"split": "100,0", "skip_bad": True, **({} if own else {"tokenizer_model": str(model)})}
 
     def documents(longest: int) -> tuple[int, str]:
-        monkeypatch.setattr("megapar.data.chunks._BLOCK_BYTES", 512)  # below it, as in earnest
+        monkeypatch.setattr("megapar.data.text.chunks._BLOCK_BYTES", 512)  # below it, as in earnest
         for place in ("config.record", "data.chunks", "data.token_cache", "data.corpus"):
             monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", longest, raising=False)
         corpus = build("moe", data_path=[str(path)], **SMALL, **more)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.data.batches import collate_decoder, collate_ernie
 from megapar.data.own import ahead, own_positions
-from megapar.data.samples import NO_LOSS
+from megapar.data.sampling.samples import NO_LOSS
 from megapar.model.decoder.mtp import following
 
 ZIGZAG = SequenceLayout(2, zigzag=True)

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
-from megapar.core.sharding.part import Sharding
-from megapar.core.world import World
+from megapar.core.sharding.master_shard import Sharding
 from megapar.trainer import Trainer
-from megapar.training import build
-from megapar.training.builder import Builder
-from megapar.training.collect import collect_buffers
-from megapar.training.observer import StepObserver
+from megapar.training.building import build
+from megapar.training.building.builder import Builder
+from megapar.training.checkpoints.collect import collect_buffers
+from megapar.training.step.observer import StepObserver
 from tests.support import late
 from tests.support.lazy import LazyDevice
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megapar.core.checkpoint import folder, shard_file, storage
-from megapar.tools.stopper import children
+from megapar.tools.launcher.stopper import children
 from megapar.trainer import Trainer
-from megapar.training.gradients import Gradients
+from megapar.training.step.gradients import Gradients
 from tests.faults.striking import ATTEMPT, RANK, SPEC, before, note, strike
 
 

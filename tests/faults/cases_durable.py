@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.core.manifest import Manifest
+from megapar.core.checkpoint.manifest import Manifest
 from tests.faults.cases_identity import TEXT, write_text
 from tests.faults.cases_watching import NO_RIGHT, make_ext4, mounted
 from tests.faults.job import PATIENCE_SECONDS, ROOT, Ended, _ended, _environ, flags_of

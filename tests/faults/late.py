@@ -23,7 +23,7 @@ if __name__ == "__main__":
     time.time = lambda: _time() + AHEAD
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    from megapar.tools import clocks
+    from megapar.tools.launcher import clocks
     from megapar.tools.main import main
 
     dynamic_rendezvous.datetime = clocks.datetime = Late  # type: ignore[misc,attr-defined]

@@ -9,8 +9,8 @@ import torch
 
 from megapar.core.checkpoint import storage
 from megapar.trainer import Trainer
-from megapar.training.guards import ReplicaGuard
-from megapar.training.work import Feed
+from megapar.training.health.guards import ReplicaGuard
+from megapar.training.step.batches import Feed
 from tests.faults.striking import RANK, SPEC, before, note, strike
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.launched import starts_before
-from megapar.training.gradients import Gradients
+from megapar.training.step.gradients import Gradients
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
 RANK = int(os.environ.get("RANK", "0"))

@@ -19,9 +19,9 @@ import torch
 
 from megapar.arguments import Config, parse
 from megapar.config.config import FLAGS
-from megapar.core import replicas
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device
+from megapar.core.sharding import replicas
 from megapar.errors import MegaparError
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan

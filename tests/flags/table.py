@@ -321,15 +321,15 @@ _FAULT = "acts on a fault, which a sound run has not"
 
 # What cannot show in a short sound run: the reason, and the test that shows it.
 EXEMPT: Mapping[str, tuple[str, str]] = {
-    "distributed_timeout_minutes": (_TIME, "tests/core/test_world.py"),
-    "step_timeout_seconds": (_TIME, "tests/core/test_watchdog.py"),
-    "section_timeouts": (_TIME, "tests/core/test_watchdog.py"),
+    "distributed_timeout_minutes": (_TIME, "tests/core/comm/test_world.py"),
+    "step_timeout_seconds": (_TIME, "tests/core/health/test_watchdog.py"),
+    "section_timeouts": (_TIME, "tests/core/health/test_watchdog.py"),
     "straggler_factor": ("compares ranks' seconds", "tests/training/test_pace.py"),
-    "on_save_error": (_FAULT, "tests/training/test_checkpoints.py"),
-    "spike_sigmas": (_FAULT, "tests/training/test_numbers.py"),
-    "spike_skip": (_FAULT, "tests/training/test_numbers.py"),
+    "on_save_error": (_FAULT, "tests/training/checkpoints/test_checkpoints.py"),
+    "spike_sigmas": (_FAULT, "tests/training/step/test_bad_steps.py"),
+    "spike_skip": (_FAULT, "tests/training/step/test_bad_steps.py"),
     "deterministic": ("chooses between kernels of an accelerator", "tests/core/device/test_base.py"),
-    "async_save": ("writes the same files while training goes on", "tests/training/test_checkpoints.py"),
+    "async_save": ("writes the same files while training goes on", "tests/training/checkpoints/test_checkpoints.py"),
     "local_checkpoint_interval": (
         "is gone when the run is done; serves restarts",
         "tests/core/checkpoint/test_local.py",

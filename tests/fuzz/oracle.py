@@ -19,7 +19,7 @@ from megapar.moe.layer import MoeLayer
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Routing
 from megapar.moe.stats import MoeStats
-from megapar.training.builder import Builder
+from megapar.training.building.builder import Builder
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
-from megapar.core.execution import DEFAULT, Execution
-from megapar.core.recompute import Recompute
+from megapar.core.comm.axis import Axis
+from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.sharding.cut import box_at
-from megapar.core.tensor_parallel import local
+from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.layers import local
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.model import Ernie

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapar.core.axis import Axis
 from megapar.core.box import Box
+from megapar.core.comm.axis import Axis
 from megapar.core.sharding.cut import box_at
 from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import draw_block, fill, std_of

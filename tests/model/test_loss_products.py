@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.device import ops
 from megapar.core.device.kinds import device_class
 from megapar.model.layers.loss import linear_cross_entropy

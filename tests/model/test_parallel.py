@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.sharding.cut import box_at
 from megapar.model.spec import table_of
 from tests.model.small import DENSE, ERNIE, VARIETIES, batch_for, build

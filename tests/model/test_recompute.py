@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
-from megapar.core.execution import Execution
-from megapar.core.recompute import Recompute
-from megapar.core.recompute_choice import Block, Choice, Interval
-from megapar.core.traffic import CommContext
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.recompute.choice import Block, Choice, Interval
+from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build
 from tests.support.ranks import run_ranks

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapar.core.axis import Axis
 from megapar.core.box import Box
+from megapar.core.comm.axis import Axis
 from megapar.core.sharding.cut import box_at
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megapar.core.weight_gradients import WeightGradients
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.moe.experts import Experts
 
 COUNTS = (3, 0, 4)

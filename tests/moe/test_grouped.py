@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from megapar.core.device.grouped import grouped_linear_fused, grouped_linear_reference
-from megapar.core.weight_gradients import WeightGradients
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.moe.grouped import grouped_linear
 
 COUNTS = ([3, 0, 5, 8], [16, 0, 0, 0], [0, 0, 0, 16], [4, 4, 4, 4])

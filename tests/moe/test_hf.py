@@ -5,7 +5,7 @@ import torch
 from transformers.models.ernie4_5_moe.configuration_ernie4_5_moe import Ernie4_5_MoeConfig
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.layer import MoeLayer

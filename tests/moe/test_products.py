@@ -11,11 +11,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.base import Device
-from megapar.core.execution import Execution
-from megapar.core.replay import Replay
-from megapar.core.traffic import CommContext
+from megapar.core.recompute.replay import Replay
+from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megapar.core.axis import Axis
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.comm.axis import Axis
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.share import Share
-from megapar.core.device.packed import PackedDocuments
+from megapar.core.device.packed_attention import PackedDocuments
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing

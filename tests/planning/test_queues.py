@@ -11,15 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from megapar.arguments import Config, parse
+from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.simulate import RUNNERS, Costs, simulate
-from megapar.core.world import World
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import hops
-from megapar.training.report import greeting
+from megapar.training.reports.messages import greeting
 
 
 def configured(world_size: int, *flags: str) -> Config:

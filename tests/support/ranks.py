@@ -38,7 +38,7 @@ R = TypeVar("R")
 # Torch's compiler is imported by its optimizers, at the first step.
 PRELOADED = [
     *("pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.optim"),
-    *("megapar.trainer", "megapar.tools.agent"),
+    *("megapar.trainer", "megapar.tools.launcher.agent"),
 ]
 # gloo's threads outlive their groups where something holds these (DTensor's caches hold every mesh) and wake a hundred
 # times a second: a pool with more is replaced, which takes half a second.

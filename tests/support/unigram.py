@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megapar.data import Corpus
-from megapar.data.mock import MockTokenizer
-from megapar.data.store import StoreBlend, TokenStore
+from megapar.data.sampling.mock import MockTokenizer
+from megapar.data.tokens.store import StoreBlend, TokenStore
 
 
 class Unigram(NamedTuple):

@@ -82,7 +82,7 @@ def _refuse_object_collectives() -> None:
 
     def refused(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            raise AssertionError(f"{name} sends pickles; megapar.core.messages sends JSON")
+            raise AssertionError(f"{name} sends pickles; megapar.core.comm.json_messages sends JSON")
 
         return call
 

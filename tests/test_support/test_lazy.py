@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.exchange import AllToAll
-from megapar.core.tickets import defer, wait
-from megapar.core.traffic import CommContext
+from megapar.core.comm.async_pairs import defer, wait
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllToAll
+from megapar.core.comm.in_flight import CommContext
 from tests.support.lazy import LazyDevice, LazyStream
 from tests.support.memory import LazyError
 from tests.support.ranks import run_ranks

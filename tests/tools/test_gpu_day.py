@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megapar.core.device.ops import OPS
-from megapar.data.mock import MockTokenizer
+from megapar.data.sampling.mock import MockTokenizer
 from megapar.moe.router import Router
 from scripts.gpu_day import ampipe, curve, equivalence, kernels, operators, run, throughput, waits
 from scripts.gpu_day.chain import Chain

@@ -15,8 +15,8 @@ from megapar.config.hints import ELSEWHERE, near_path
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
 from megapar.tools.main import main
-from megapar.training.learning_rate import make_learning_rate
-from megapar.training.outline import outline
+from megapar.training.building.outline import outline
+from megapar.training.step.learning_rate import make_learning_rate
 
 YAML = {
     "typo.yaml": "num_layers: 4\nhiden_size: 64\n",

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.arguments import parse
 from megapar.core.device.base import Device
-from megapar.tools.pretend import pretend
+from megapar.tools.tracing.pretend import pretend
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 LAYER = "--num-experts 0 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336"

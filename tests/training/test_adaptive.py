@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megapar.arguments import parse
-from megapar.core.adaptive import Adaptive
+from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.memory import MemoryTracker
+from megapar.core.device.memory_tracker import MemoryTracker
+from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.units import MEGABYTE
-from megapar.core.world import World
 from megapar.errors import TrainingError
 from megapar.model.layers.context import Context
 from megapar.trainer import Trainer, train
-from megapar.training import build
+from megapar.training.building import build
 from tests.equivalence.table import COMMON, MODELS
 from tests.support.ranks import run_ranks
 

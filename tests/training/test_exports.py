@@ -12,15 +12,15 @@ import torch
 import transformers
 
 from megapar.arguments import parse
-from megapar.data.sentencepiece_tokenizer import train as train_tokenizer
-from megapar.data.tokenizer import NoTokenizer, load_tokenizer, token_ids
+from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
+from megapar.data.tokenizers.tokenizer import NoTokenizer, load_tokenizer, token_ids
 from megapar.errors import CheckpointError, ConfigError
 from megapar.rules.exports import LIMITS, RULES
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
-from megapar.training.convert import hf_to_megapar, megapar_to_hf
-from megapar.training.export import UNDROPPED
-from megapar.training.loggers import PlainTerminal
+from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
+from megapar.training.checkpoints.export import UNDROPPED
+from megapar.training.reports.loggers import PlainTerminal
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 --vocab-size 67 "

@@ -20,9 +20,9 @@ from megapar.model.architectures import ARCHITECTURES
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.tensors import pieces_of
 from megapar.model.spec import table_of
-from megapar.training.convert import hf_to_megapar, megapar_to_hf, published
+from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
 from tests.support.ranks import run_ranks
-from tests.training.test_convert import MODELS, _expected, _logits
+from tests.training.checkpoints.test_convert import MODELS, _expected, _logits
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from megapar.arguments import parse
+from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.rounds import axis_ranks, axis_rounds
 from megapar.core.grid import Grid
-from megapar.core.journal import FlightRecorder
-from megapar.core.rounds import axis_ranks, axis_rounds
 from megapar.trainer import train
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins

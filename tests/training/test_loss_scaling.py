@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.loss_scale import LossScale
-from megapar.core.world import World
+from megapar.core.optimizer.loss_scale import LossScale
 from megapar.trainer import Trainer
-from megapar.training import build
-from megapar.training.collect import collect_all
-from megapar.training.denominators import Denominators
-from megapar.training.objective import Objective
-from megapar.training.record import Record
+from megapar.training.building import build
+from megapar.training.checkpoints.collect import collect_all
+from megapar.training.reports.record import Record
+from megapar.training.step.denominators import Denominators
+from megapar.training.step.objective import Objective
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.training import COMMON, SMALL, run
 

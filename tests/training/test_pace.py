@@ -12,7 +12,7 @@ import torch
 from megapar import trainer
 from megapar.arguments import parse
 from megapar.core.device.base import Device, NoEvent
-from megapar.training.record import Record
+from megapar.training.reports.record import Record
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from megapar.arguments import parse
-from megapar.core.schedule import Progressive
 from megapar.data.batches import Loader, collate_ernie
-from megapar.training import build
+from megapar.training.building import build
+from megapar.training.step.schedules import Progressive
 from tests.support.training import run
 
 SCHEDULE = Progressive(iters=4, length=64, length_step=16, batch=12, batch_step=3)

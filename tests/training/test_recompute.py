@@ -11,7 +11,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 from megapar.arguments import parse
-from megapar.tools.pretend import pretend
+from megapar.tools.tracing.pretend import pretend
 from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import COMMON, MODELS
 from tests.support.pairwise import pairwise

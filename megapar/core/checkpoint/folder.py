@@ -26,9 +26,9 @@ from pathlib import Path
 
 from megapar.config.latest_name import LATEST, OWNERS, iteration_name, of_name, owners_latest, read_latest
 from megapar.config.suspects import suspects
+from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.checkpoint.owner import Owner
-from megapar.core.durable import sync_folder
 from megapar.errors import CheckpointError
 
 _ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?")

@@ -23,7 +23,7 @@ from typing import Any
 
 from megapar.config.latest_name import OWNERS, epochs_of, of_name, owners_latest, read_latest
 from megapar.config.regular_file import open_regular
-from megapar.core.process import MAX_TEXT, Process
+from megapar.core.health.process import MAX_TEXT, Process
 
 ENDED = "ended"
 LOCK_SECONDS = 5.0

@@ -26,7 +26,6 @@ from urllib.parse import quote
 import torch
 import torch.distributed as dist
 
-from megapar.core import messages
 from megapar.core.checkpoint.layout import FileEntry, seal
 from megapar.core.checkpoint.local_owner import LocalOwner
 from megapar.core.checkpoint.shard import Shard
@@ -38,6 +37,7 @@ from megapar.core.checkpoint.shard_file import (
     write_bytes,
     write_shards,
 )
+from megapar.core.comm import json_messages as messages
 from megapar.errors import CheckpointError
 
 KEPT = 2  # a rank that dies while it writes the newest leaves the one before it

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megapar.core.process import Process
+from megapar.core.health.process import Process
 from megapar.errors import TrainingError
 
 PATIENCE_SECONDS = 600.0  # in which a launcher has started its ranks again

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megapar.core.checkpoint import lease as leases
 from megapar.core.checkpoint.lease import ENDED, Lease
-from megapar.core.process import Process
+from megapar.core.health.process import Process
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
 
 BEAT_SECONDS = 2.0

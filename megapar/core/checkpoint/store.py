@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megapar.core import messages
 from megapar.core.checkpoint import together
 from megapar.core.checkpoint.folder import checkpoints, find, iteration_folder, latest, publish, remove_aside
 from megapar.core.checkpoint.layout import Layout
@@ -18,6 +17,7 @@ from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
 from megapar.core.checkpoint.tiling import Json
+from megapar.core.comm import json_messages as messages
 from megapar.errors import CheckpointError
 
 __all__ = [

@@ -9,8 +9,8 @@ from pathlib import Path
 from megapar.config.latest_name import LATEST
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.owner import Owner
-from megapar.core.durable import sync_folder
 from megapar.errors import CheckpointError
 
 

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megapar.core import messages
 from megapar.core.box import Box
 from megapar.core.checkpoint.layout import DTYPE_NAMES, DTYPES, FileEntry
 from megapar.core.checkpoint.planner import Declared, ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import Place, ShardReader, ShardWriter, Stored
 from megapar.core.checkpoint.tiling import Json
+from megapar.core.comm import json_messages as messages
 from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError, FolderLostError
 
 

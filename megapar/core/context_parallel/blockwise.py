@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.context_parallel.blocks import OnlineSoftmax, OnlineSoftmaxBackward
+from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.tiles import Tile
-from megapar.core.device.block import AttentionBlock
+from megapar.core.device.block_attention import AttentionBlock
 from megapar.core.device.dtypes import wide
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllGather, ReduceScatter
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColumnsBackward, TilePlan
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, gathered_tiles, halves, own_tiles
-from megapar.core.exchange import AllGather, ReduceScatter
-from megapar.core.traffic import CommContext
 
 
 def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:

@@ -16,10 +16,10 @@ import math
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.exchange import AllToAll
-from megapar.core.tickets import start, wait
-from megapar.core.traffic import CommContext
+from megapar.core.comm.async_pairs import start, wait
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllToAll
+from megapar.core.comm.in_flight import CommContext
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis, comm: CommContext) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import TilePlan, Transport
 from megapar.core.context_parallel.gathered import Gathered, gathered_plan
-from megapar.core.context_parallel.layout import RING, ULYSSES, SequenceLayout
+from megapar.core.context_parallel.positions import RING, ULYSSES, SequenceLayout
 from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
 from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
 from megapar.core.context_parallel.tiles import Sight
-from megapar.core.traffic import CommContext
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import SendReceive
+from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColumnsBackward, TilePlan
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
-from megapar.core.exchange import SendReceive
-from megapar.core.traffic import CommContext, InFlight
 
 
 def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.collectives import gather
-from megapar.core.context_parallel.layout import HeldRun, SequenceLayout
-from megapar.core.index import Indices
+from megapar.core.comm.autograd import gather
+from megapar.core.comm.axis import Axis
+from megapar.core.context_parallel.positions import HeldRun, SequenceLayout
+from megapar.core.device.index import Indices
 
 
 class Runs(NamedTuple):

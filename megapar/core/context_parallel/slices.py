@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.axis import Axis
-from megapar.core.context_parallel.blocks import OnlineSoftmax, OnlineSoftmaxBackward
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllGather, ReduceScatter, SendReceive
+from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.context_parallel.blockwise import Columns
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
-from megapar.core.device.block import AttentionBlock
-from megapar.core.exchange import AllGather, ReduceScatter, SendReceive
-from megapar.core.traffic import CommContext, InFlight
+from megapar.core.device.block_attention import AttentionBlock
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megapar.core.context_parallel.layout import SequenceLayout, same
+from megapar.core.context_parallel.positions import SequenceLayout, same
 
 
 class Tile(NamedTuple):

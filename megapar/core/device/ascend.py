@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.device.block import AttentionBlock, BlockGradients
+from megapar.core.device.block_attention import AttentionBlock, BlockGradients
 from megapar.core.device.head_dims import cut_features, pad_features
-from megapar.core.device.packed import DocumentPiece, PackedDocuments
+from megapar.core.device.packed_attention import DocumentPiece, PackedDocuments
 
 # npu_fusion_attention's names for what a mask means; all but the first want the compressed causal mask.
 WHOLE_MASK, LOWER_RIGHT = 0, 3

@@ -19,8 +19,8 @@ from torch.nn.attention import bias as alignments
 
 from megapar.core.device.dtypes import wide
 from megapar.core.device.head_dims import cut_features, equal_head_dims
-from megapar.core.device.merged import MergedAttention
-from megapar.core.device.packed import DocumentPiece
+from megapar.core.device.merged_attention import MergedAttention
+from megapar.core.device.packed_attention import DocumentPiece
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:

@@ -27,7 +27,7 @@ from megapar.core.device.attention_slice import (
     packed_attention_slice_merged,
     packed_attention_slice_reference,
 )
-from megapar.core.device.block import (
+from megapar.core.device.block_attention import (
     block_backward_cpu,
     block_backward_cuda,
     block_backward_reference,
@@ -47,7 +47,7 @@ from megapar.core.device.grouped import (
     unpermute_reference,
 )
 from megapar.core.device.head_dims import cut_features, equal_head_dims
-from megapar.core.device.packed import (
+from megapar.core.device.packed_attention import (
     packed_attention_by_document,
     packed_attention_reference,
     packed_attention_varlen,

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core import transport
-from megapar.core.axis import Axis
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
-from megapar.core.meter import WaitMeter
 
 
 class Queues:

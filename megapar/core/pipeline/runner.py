@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megapar.core.meter import WaitMeter
+from megapar.core.comm.meter import WaitMeter
 from megapar.core.pipeline import schedule as kinds
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import Action, Schedule
 from megapar.core.pipeline.stages import Stages
-from megapar.core.weight_gradients import WeightGradients
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 
 Place = tuple[int, int]  # chunk, micro-batch
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from megapar.core.sharding.part import Part, Sharding, View
-from megapar.core.trail import Trail
+from megapar.core.health.trail import Trail
+from megapar.core.sharding.master_shard import Part, Sharding, View
 
 
 class CombinedSharding:

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megapar.core import transport
-from megapar.core.axis import Axis
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.world import World
+from megapar.core.health.trail import Trail
+from megapar.core.sharding.bucket_plan import PlannedSegment
 from megapar.core.sharding.cut import Described, is_primary, master_box, shard_dim
-from megapar.core.sharding.part import Part, View
-from megapar.core.sharding.plan import PlannedSegment
-from megapar.core.trail import Trail
-from megapar.core.world import World
+from megapar.core.sharding.master_shard import Part, View
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 

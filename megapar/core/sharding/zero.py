@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapar.core.buffers import BufferPool
-from megapar.core.meter import WaitMeter
+from megapar.core.comm.buffers import BufferPool
+from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.world import World
+from megapar.core.health.trail import Trail
+from megapar.core.sharding.bucket import Segment
+from megapar.core.sharding.bucket_plan import PlannedSegment
 from megapar.core.sharding.cut import Described, is_primary, master_box
-from megapar.core.sharding.part import Part, View
-from megapar.core.sharding.plan import PlannedSegment
-from megapar.core.sharding.segment import Segment
-from megapar.core.trail import Trail
-from megapar.core.world import World
+from megapar.core.sharding.master_shard import Part, View
 
 IN_FLIGHT_BYTES = 1 << 26  # of gradients
 LEAST_IN_FLIGHT = 2  # segments
@@ -174,7 +174,7 @@ class ZeroSharding:
         weak = weakref.ref(self)
 
         def gradient_is_there(parameter: Tensor) -> None:
-            # Without a gradient: it is made later (``core.weight_gradients``), or there is none.
+            # Without a gradient: it is made later (``core.tensor_parallel.weight_gradients``), or there is none.
             if parameter.grad is not None and (sharding := weak()) is not None:
                 sharding._add(number, index)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megapar.data.course import Coursed
-from megapar.data.frame import Frame
-from megapar.data.mixture import Shares
-from megapar.data.samples import PieceOrder, Samples, order_of
-from megapar.data.split import Split, TrainHeldout
+from megapar.data.sampling.course import Coursed
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.mixture import Shares
+from megapar.data.sampling.samples import PieceOrder, Samples, order_of
 from megapar.data.tasks.document_lm import DocumentLm
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
 from megapar.data.tasks.knowledge_text import KnowledgeText, RandomTriples, Triples, read_triples
@@ -18,7 +17,8 @@ from megapar.data.tasks.samples import TaskSamples
 from megapar.data.tasks.sentence_distance import SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder
 from megapar.data.tasks.task import DocumentPieces, Task
-from megapar.data.tokenizer import Tokenizer
+from megapar.data.tokenizers.tokenizer import Tokenizer
+from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, REORDER, tasks_of
 

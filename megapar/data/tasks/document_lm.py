@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.data.draws import Draws
-from megapar.data.frame import Frame
-from megapar.data.samples import NO_LOSS, Sample, TokenPieces
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.samples import NO_LOSS, Sample, TokenPieces
 from megapar.model.ernie3.tasks import DOCUMENT_LM
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.data.draws import Draws
-from megapar.data.ernie import mask_words
-from megapar.data.frame import Frame
-from megapar.data.samples import Sample, TokenPieces
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.ernie import mask_words
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.samples import Sample, TokenPieces
 from megapar.data.tasks.lexicon import Lexicon
 from megapar.model.ernie3.tasks import KNOWLEDGE_MLM
 

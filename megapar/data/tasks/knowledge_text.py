@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from megapar.data.draws import Draws
-from megapar.data.ernie import mask_words
-from megapar.data.frame import Frame
-from megapar.data.samples import NO_LOSS, Sample
-from megapar.data.split import Split, TrainHeldout
-from megapar.data.tokenizer import Tokenizer
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.ernie import mask_words
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.samples import NO_LOSS, Sample
+from megapar.data.tokenizers.tokenizer import Tokenizer
+from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import KNOWLEDGE_TEXT
 

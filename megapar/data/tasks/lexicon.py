@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapar.data.tokenizer import Tokenizer
+from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import DataError
 
 if TYPE_CHECKING:

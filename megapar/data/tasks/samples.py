@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from megapar.data.batches import MicroBatch, micro_batch
-from megapar.data.draws import Draws
-from megapar.data.mixture import Shares
-from megapar.data.samples import NO_LOSS, PieceOrder, Sample
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.mixture import Shares
+from megapar.data.sampling.samples import NO_LOSS, PieceOrder, Sample
 from megapar.data.tasks.task import Task
 from megapar.model.ernie3.tasks import CLASSES, GENERATION, TASKS, accuracy_of
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megapar.data.draws import Draws
-from megapar.data.frame import Frame
-from megapar.data.samples import Sample, beside
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.samples import Sample, beside
 from megapar.data.tasks.task import DocumentPieces, cut_evenly
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import DISTANCE, DISTANCES

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import factorial
 
-from megapar.data.draws import Draws
-from megapar.data.frame import Frame
-from megapar.data.samples import Sample, TokenPieces
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.samples import Sample, TokenPieces
 from megapar.data.tasks.task import cut_evenly
 from megapar.model.ernie3.tasks import REORDER, reorder_classes
 

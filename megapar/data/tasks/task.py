@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from megapar.data.draws import Draws
-from megapar.data.samples import Sample
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.samples import Sample
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.execution import DEFAULT
-from megapar.core.tensor_parallel import LayerOptions, Linear, look_up, vocabulary_range
+from megapar.core.tensor_parallel.execution import DEFAULT
+from megapar.core.tensor_parallel.layers import LayerOptions, Linear, look_up, vocabulary_range
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.block import DecoderBlock

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
-from megapar.core.collectives import copy, gather
-from megapar.core.compiled import Run, plain
+from megapar.core.comm.autograd import copy, gather
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.compiled import Run, plain
 from megapar.core.device.dtypes import wide
-from megapar.core.execution import DEFAULT, Execution
 from megapar.core.pipeline.stages import Chunk, Holding
-from megapar.core.recompute import Recompute
-from megapar.core.tensor_parallel import (
+from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.layers import (
     SEQUENCE_DIM,
     LayerOptions,
     Linear,

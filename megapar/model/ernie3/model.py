@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
-from megapar.core.collectives import gather
+from megapar.core.comm.autograd import gather
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import wide
-from megapar.core.execution import DEFAULT
 from megapar.core.pipeline.stages import Chunk, Holding
-from megapar.core.tensor_parallel import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
+from megapar.core.tensor_parallel.execution import DEFAULT
+from megapar.core.tensor_parallel.layers import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.ernie3.sizes import Ernie3Sizes

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.collectives import gather
+from megapar.core.comm.autograd import gather
 from megapar.core.device.ops import attention_reference, op
-from megapar.core.selective import again
-from megapar.core.tensor_parallel import SEQUENCE_DIM
+from megapar.core.recompute.selective import again
+from megapar.core.tensor_parallel.layers import SEQUENCE_DIM
 from megapar.model.layers.block import ErnieBlock
 from megapar.model.layers.context import Context
 

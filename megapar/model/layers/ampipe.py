@@ -7,7 +7,7 @@ keys and values are shared: slice c sees those of slices 0..c. Program order of 
     attn0 D0^  attn1 D1^  |  D0v exp0 C0^  D1v exp1 C1^  |  C0v C1v
 
 With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer's slices are put
-together: ``C0v attn0 D0^  C1v attn1 D1^``. What flies between two layers is passed as tokens (``core.tickets``), which
+together: ``C0v attn0 D0^  C1v attn1 D1^``. What flies between two layers is passed as tokens (``async_pairs``), which
 stand bare in the output, because hooks of sharding must see what autograd sees. A recomputed unit waits for what enters
 it once, in its forward, and keeps what arrived (``IncomingSlices``).
 Under ``overlap_mp`` what attention needs of the other ranks of mp flies as well (g all-gather before the heads, r
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.core.replay import Replay
-from megapar.core.wide_sum import wide_sums
+from megapar.core.recompute.replay import Replay
+from megapar.core.tensor_parallel.fp32_grad_sum import wide_sums
 from megapar.model.layers.attention_slices import CausalSlices, split_slices
 from megapar.model.layers.context import Context
-from megapar.moe.sliced import Passage, PendingCombines
+from megapar.moe.passage import Passage, PendingCombines
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:

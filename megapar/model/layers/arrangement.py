@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.index import Indices
+from megapar.core.comm.axis import Axis
+from megapar.core.device.index import Indices
 from megapar.moe.slicing import Slicing
 
 

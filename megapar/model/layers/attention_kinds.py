@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.tensor_parallel import LayerOptions
-from megapar.model.layers.attention import GroupedQueryAttention
+from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.layers.grouped_query_attention import GroupedQueryAttention
 from megapar.model.layers.self_attention import SelfAttention
 
 if TYPE_CHECKING:

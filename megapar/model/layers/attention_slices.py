@@ -18,8 +18,8 @@ from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.dtypes import wide
 from megapar.core.device.ops import op
-from megapar.core.selective import again
-from megapar.core.tensor_parallel import Started
+from megapar.core.recompute.selective import again
+from megapar.core.tensor_parallel.layers import Started
 from megapar.model.layers.context import Context
 
 if TYPE_CHECKING:

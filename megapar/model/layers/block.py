@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.execution import DEFAULT
-from megapar.core.tensor_parallel import LayerOptions
+from megapar.core.tensor_parallel.execution import DEFAULT
+from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced

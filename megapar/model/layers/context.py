@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megapar.core.context_parallel.blockwise import TilePlan
 from megapar.core.context_parallel.slices import SlicePlan
-from megapar.core.device.packed import PackedDocuments
+from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.random import Streams
-from megapar.core.replay import Replay
+from megapar.core.recompute.replay import Replay
 
 
 @dataclass(frozen=True)

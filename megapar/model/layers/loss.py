@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import wide
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
-from megapar.core.tensor_parallel import cross_entropy_, vocabulary_range
+from megapar.core.tensor_parallel.layers import cross_entropy_, vocabulary_range
 from megapar.model.cost.logits import rows_at_a_time
 
 IGNORED = -100

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import counted
+from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
-from megapar.core.execution import DEFAULT
-from megapar.core.replay import Replay
-from megapar.core.selective import forget
-from megapar.core.tensor_parallel import ColumnLinear, LayerOptions, RowLinear
+from megapar.core.recompute.replay import Replay
+from megapar.core.recompute.selective import forget
+from megapar.core.tensor_parallel.execution import DEFAULT
+from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.compiled import Run, counted, plain
+from megapar.core.device.compiled import Run, counted, plain
 from megapar.core.device.ops import op
-from megapar.core.tensor_parallel import local, parameter
+from megapar.core.tensor_parallel.layers import local, parameter
 
 
 class RmsNorm(nn.Module):

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megapar.core.compiled import counted
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.compiled import counted
 from megapar.core.device.ops import attention_reference, op
-from megapar.core.device.packed import packed_attention_reference
-from megapar.core.execution import DEFAULT
-from megapar.core.selective import again
-from megapar.core.tensor_parallel import LayerOptions, Started
+from megapar.core.device.packed_attention import packed_attention_reference
+from megapar.core.recompute.selective import again
+from megapar.core.tensor_parallel.execution import DEFAULT
+from megapar.core.tensor_parallel.layers import LayerOptions, Started
 from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 

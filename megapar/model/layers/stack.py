@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megapar.core.recompute import Recompute
-from megapar.core.replay import Replay
+from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.recompute.replay import Replay
 from megapar.model.layers.ampipe import IncomingSlices, Sliced
 from megapar.model.layers.context import Context
 from megapar.moe.stats import MoeStats

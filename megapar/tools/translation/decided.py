@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 
 from megapar.config.read import spellings
-from megapar.core.schedule import BatchSize
 from megapar.tools.translation import megatron_values
 from megapar.tools.translation.verdict import (
     ANOTHER,
@@ -18,6 +17,7 @@ from megapar.tools.translation.verdict import (
     UNNECESSARY,
     UNSUPPORTED,
 )
+from megapar.training.step.schedules import BatchSize
 
 # verdict, what to write here, reason
 Decided = tuple[str, str, str]

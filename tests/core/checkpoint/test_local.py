@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megapar.core.checkpoint import local as local_module
 from megapar.core.checkpoint.local import Local
 from megapar.core.checkpoint.shard import Shard
-from megapar.core.process import Process
+from megapar.core.health.process import Process
 from tests.support.ranks import run_ranks
 
 FACTS = {"model": {"hidden_size": 8}, "grid": {"mp": 2}}

@@ -19,7 +19,7 @@ import pytest
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import lease as leases
 from megapar.core.checkpoint.owner import Owner, take
-from megapar.core.process import Process
+from megapar.core.health.process import Process
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
 from tests.core.checkpoint.owners import Waiting, claim
 from tests.core.checkpoint.sleeper import save

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megapar.core.buffers import BufferPool
+from megapar.core.comm.buffers import BufferPool
 
 HOST = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 
 from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
-from megapar.core.world import World
 
 
 def test_nothing_is_added_inside_uncounted_which_may_be_nested() -> None:

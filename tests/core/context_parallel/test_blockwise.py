@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.core.context_parallel.blocks import merge
 from megapar.core.context_parallel.blockwise import Columns, attend_blockwise
 from megapar.core.context_parallel.gathered import gathered_plan
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.online_softmax import merge
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
 from megapar.core.context_parallel.tiles import Sight
-from megapar.core.device.block import block_reference
+from megapar.core.device.block_attention import block_reference
 from megapar.core.device.ops import attention_reference
-from megapar.core.device.packed import PackedDocuments, packed_attention_reference
+from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
 
 LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8  # SIZE: features of queries and keys
 ENDS, LENGTHS = [5, 17, 24, 24 + 1, 24 + 13, 48], [24, 7]

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
-from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.ops import attention_reference
-from megapar.core.device.packed import PackedDocuments, packed_attention_reference
-from megapar.core.traffic import CommContext
+from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
 from tests.support.ranks import run_ranks
 
 SAMPLES, LENGTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 8

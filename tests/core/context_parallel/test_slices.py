@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
-from megapar.core.context_parallel.layout import GATHERED, RING, choose_layout
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.context_parallel.positions import GATHERED, RING, choose_layout
 from megapar.core.context_parallel.slices import SharedSlices
-from megapar.core.traffic import CommContext
 from tests.core.context_parallel.test_method import ENDS, LENGTH, SIZE, RecordedTraffic, draw, whole
 from tests.support.ranks import run_ranks
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megapar.core.context_parallel.layout import SequenceLayout
+from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, Tile, gathered_tiles, halves, own_tiles, tiles_between
 
 LENGTH = 16

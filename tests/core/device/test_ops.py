@@ -17,13 +17,13 @@ from megapar.core.device.attention_slice import (
 )
 from megapar.core.device.dtypes import wide
 from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference
-from megapar.core.device.packed import (
+from megapar.core.device.packed_attention import (
     PackedDocuments,
     by_kernel,
     packed_attention_by_document,
     packed_attention_reference,
 )
-from megapar.moe.dispatch import sort_by_expert
+from megapar.moe.expert_order import sort_by_expert
 from tests.support.ascend import stand_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

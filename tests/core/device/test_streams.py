@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.core.axis import Axis
 from megapar.core.box import Box
 from megapar.core.checkpoint.background import Background
 from megapar.core.checkpoint.shard import Shard
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllToAll, Unsent
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice
-from megapar.core.exchange import AllToAll, Unsent
-from megapar.core.kept import Keeper
-from megapar.core.offload import OffloadedOptimizer
-from megapar.core.optimizer import AdamW
-from megapar.core.sharding.part import Part
-from megapar.core.traffic import CommContext
+from megapar.core.optimizer.adamw import AdamW
+from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.recompute.saved_inputs import Keeper
+from megapar.core.sharding.master_shard import Part
 from tests.support.lazy import LazyDevice
 
 

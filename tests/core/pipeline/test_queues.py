@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.rounds import queue_rounds
 from megapar.core.device.base import Device
-from megapar.core.journal import FlightRecorder
-from megapar.core.meter import WaitMeter
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.stages import Stages
-from megapar.core.rounds import queue_rounds
 from tests.core.pipeline.test_simulate import KINDS
 from tests.support.ranks import run_ranks
 

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megapar.core.sharding import segment, zero
+from megapar.core.sharding import bucket as segment
+from megapar.core.sharding import zero
 from megapar.core.sharding.zero import ZeroSharding
 from tests.equivalence.run import trace
 from tests.equivalence.table import ROWS

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megapar.data.draws import Draws
-from megapar.data.frame import Frame
-from megapar.data.mock import MockTokenizer, RandomPieces
-from megapar.data.samples import NO_LOSS, InOrder
-from megapar.data.split import Split, TrainHeldout
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.frame import Frame
+from megapar.data.sampling.mock import MockTokenizer, RandomPieces
+from megapar.data.sampling.samples import NO_LOSS, InOrder
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.document_lm import DocumentLm
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
@@ -25,7 +24,8 @@ from megapar.data.tasks.samples import TaskSamples, collate_tasks
 from megapar.data.tasks.sentence_distance import ADJACENT, OTHER, SAME, SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder, class_of, permutation
 from megapar.data.tasks.task import cut_evenly
-from megapar.data.tokenizer import WordMarks
+from megapar.data.tokenizers.tokenizer import WordMarks
+from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import TASKS, reorder_classes, tasks_of
 

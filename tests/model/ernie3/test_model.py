@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.pipeline.stages import Stages
-from megapar.data.mock import MockTokenizer, RandomPieces
-from megapar.data.split import Split, TrainHeldout
+from megapar.data.sampling.mock import MockTokenizer, RandomPieces
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.samples import collate_tasks
+from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate
 from megapar.model.ernie3.sizes import Ernie3Sizes

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.base import Device
-from megapar.core.execution import Execution
-from megapar.core.overlap import Overlap
-from megapar.core.recompute import Recompute
-from megapar.core.recompute_choice import Interval
+from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.recompute.choice import Interval
 from megapar.core.sharding.cut import box_at
-from megapar.core.traffic import CommContext
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.model.layers.attention_slices import CausalSlices, Growing
 from megapar.model.layers.context import Context
 from megapar.model.spec import table_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.model.decoder.model import Decoder
 from megapar.moe.slicing import Slicing
 from tests.model.small import MOE

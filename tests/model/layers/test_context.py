@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar.core.axis import Axis
-from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.moe.slicing import Slicing
 from tests.model.small import DENSE, build
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.axis import Axis
+from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import wide
 from megapar.model.layers.loss import IGNORED, linear_cross_entropy
 

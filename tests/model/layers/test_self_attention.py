@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.axis import Axis
-from megapar.core.context_parallel.layout import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.packed import PackedDocuments
-from megapar.core.tensor_parallel import ColumnLinear, RowLinear
+from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.device.packed_attention import PackedDocuments
+from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.layers.attention_kinds import ATTENTION_KINDS, make_attention
 from megapar.model.layers.attention_sizes import AttentionSizes

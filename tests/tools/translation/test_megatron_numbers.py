@@ -22,12 +22,12 @@ import torch
 
 from megapar.arguments import parse
 from megapar.config.read import normal, spellings
-from megapar.core.loss_scale import LossScale
+from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import Streams
-from megapar.core.schedule import BatchSize, LearningRate
-from megapar.data.samples import Boundaries, DecoderSamples
+from megapar.data.sampling.samples import Boundaries, DecoderSamples
 from megapar.tools.translation.translated import equivalent, meant, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
+from megapar.training.step.schedules import BatchSize, LearningRate
 from tests.support.ranks import run_ranks
 from tests.tools.translation.megatron_model import Adam, loss, norm
 from tests.tools.translation.tables import declared
@@ -101,7 +101,7 @@ IMPLICATIONS = {
     **dict.fromkeys((f"megatron-fsdp-{kind}-dtype" for kind in ("main-params", "main-grads", "grad-comm")), MASTERS),
     **dict.fromkeys(("ddp-param-name-patterns-for-fp32-local-accumulation", "use-precision-aware-optimizer"), MASTERS),
     **dict.fromkeys(("cross-entropy-fusion-impl", "cross-entropy-loss-fusion"), LOSS),
-    "dataloader-type": "tests/data/test_samples.py::test_every_epoch_has_every_window_once_in_its_own_order",
+    "dataloader-type": "tests/data/sampling/test_samples.py::test_every_epoch_has_every_window_once_in_its_own_order",
     "disable-moe-top2-2nd-expert-sampling": f"{GATES}::test_kept_pairs_and_weights",
     **dict.fromkeys(("enable-expert-tensor-parallelism", "enable-zbh1-exact-semantics"), LAYOUTS),
     **dict.fromkeys(("create-moe-param-group", "overlap-p2p-communication"), LAYOUTS),
@@ -157,10 +157,10 @@ def ours(line: str) -> list[str]:
 
 def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> dict[str, Any]:
     """What a run has before, and after each of two steps."""
+    from megapar.core.comm.world import World
     from megapar.core.device.pick import pick
-    from megapar.core.world import World
     from megapar.trainer import Trainer
-    from megapar.training import build
+    from megapar.training.building import build
 
     with patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}):
         config = parse("moe", flags, dict(os.environ))

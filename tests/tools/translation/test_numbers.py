@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from megapar.config.read import normal, spellings
-from megapar.core.loss_scale import LossScale
-from megapar.core.optimizer import clip
-from megapar.core.schedule import LearningRate
+from megapar.core.optimizer.adamw import clip
+from megapar.core.optimizer.loss_scale import LossScale
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import router_losses, router_sums
 from megapar.tools.translation.translated import Translated, equivalent, meant, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
+from megapar.training.step.schedules import LearningRate
 from tests.support.ranks import run_ranks
 from tests.tools.translation.megatron_model import Adam, loss
 from tests.tools.translation.tables import declared, values_of

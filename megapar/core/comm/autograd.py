@@ -1,0 +1,70 @@
+"""Collectives over one axis that are launched and waited for at once, with their gradients.
+
+Each function runs an exchange; its backward runs the conjugate (the table in ``core/comm/exchange.py``). The axis is an
+argument; at size 1 every function returns its input and communicates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllGather, Conjugate, Copy, Reduce, ReduceScatter
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """The input of parts that differ per rank: forward nothing, backward all-reduce."""
+    return _run(Copy(axis), x)
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis: forward all-reduce, backward nothing."""
+    return _run(Reduce(axis), x)
+
+
+def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[.., n, ..] to [.., size * n, ..]: forward all-gather, backward this rank's piece."""
+    return _run(AllGather(axis, alike=True), x, dim)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[.., n, ..] to [.., size * n, ..]: forward all-gather, backward reduce-scatter."""
+    return _run(AllGather(axis), x, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """[.., size * n, ..] to this rank's piece [.., n, ..] of the sum: forward reduce-scatter, backward all-gather."""
+    return _run(ReduceScatter(axis), x, dim)
+
+
+def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """All-reduce in place, outside autograd; returns its argument."""
+    if axis.size > 1:
+        with axis.waiting("all_reduce"):
+            transport.all_reduce(x, axis, op)
+    return x
+
+
+def _run(exchange: Conjugate, x: Tensor, dim: int = 0) -> Tensor:
+    if exchange.axis.size == 1:
+        return x
+    y: Tensor = _Run.apply(x, exchange, dim)
+    return y
+
+
+class _Run(torch.autograd.Function):
+    """An exchange forward, its conjugate backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Conjugate, dim: int) -> Tensor:
+        ctx.exchange, ctx.dim = exchange, dim
+        return exchange.run(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.conjugate().run(grads[0], ctx.dim), None, None

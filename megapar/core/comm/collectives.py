@@ -1,0 +1,194 @@
+"""The collectives themselves, over an axis of more than one rank; what they send is added to its ``sent_bytes``.
+
+Bytes are what one rank sends when nothing is sent twice, n ranks and a whole message of w bytes:
+
+    all_gather, reduce_scatter    w (n - 1) / n
+    all_reduce                    2 w (n - 1) / n     a reduce-scatter and an all-gather
+    all_to_all                    the rows for other ranks
+    send                          the message
+
+On a CPU pieces are exchanged point to point, receipts first. gloo's own collectives send first: the receipt is offered
+after the message on the same connection, the other end waits for it, and the two directions of a link take turns
+(torch 2.13: twice the time of one direction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.comm.axis import Axis
+from megapar.core.torch_names import all_gather_single, reduce_scatter_single
+
+
+def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
+    """Gather the pieces [n, ..] of all ranks into ``whole`` [size * n, ..], in rank order."""
+    axis.count("all_gather", whole.nbytes * (axis.size - 1) / axis.size)
+    if _by_pieces(axis):
+        return _exchange(
+            whole.chunk(axis.size),
+            [piece.view(whole.shape[0] // axis.size, *whole.shape[1:])] * axis.size,
+            axis,
+            async_op,
+        )
+    return all_gather_single(whole, piece, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def all_reduce(
+    x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, async_op: bool = False
+) -> dist.Work | None:
+    """Reduce ``x`` over all ranks with ``op``, in place."""
+    count_all_reduce(x, axis)
+    return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+
+
+def count_all_reduce(x: Tensor, axis: Axis) -> None:
+    """Note an all-reduce of ``x`` that torch issues itself."""
+    axis.count("all_reduce", 2 * x.nbytes * (axis.size - 1) / axis.size)
+
+
+def count_all_gather(piece: Tensor, axis: Axis) -> None:
+    """Note an all-gather of every rank's ``piece`` that torch issues itself."""
+    axis.count("all_gather", piece.nbytes * (axis.size - 1))
+
+
+def count_reduce_scatter(piece: Tensor, axis: Axis) -> None:
+    """Note a reduce-scatter that gives every rank a ``piece`` and that torch issues itself."""
+    axis.count("reduce_scatter", piece.nbytes * (axis.size - 1))
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    receive: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it; None, both: even pieces."""
+    rows = sent.shape[0] - (sent.shape[0] // axis.size if send is None else send[axis.rank])
+    axis.count("all_to_all", rows * sent.nbytes / max(1, sent.shape[0]))
+    if _by_pieces(axis):
+        arriving = received.chunk(axis.size) if receive is None else received.split(list(receive))
+        leaving = sent.chunk(axis.size) if send is None else sent.split(list(send))
+        return _exchange(arriving, leaving, axis, async_op)
+    splits = None if receive is None else list(receive), None if send is None else list(send)
+    return dist.all_to_all_single(  # type: ignore[no-any-return]
+        received, sent, *splits, group=axis.group, async_op=async_op
+    )
+
+
+def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> JointWork | None:
+    """Send to rank ``to`` of the axis and receive from rank ``source``, asynchronously; None: do not."""
+    calls = []
+    if source is not None:  # first, as above
+        calls.append(dist.P2POp(dist.irecv, received, axis.ranks[source], group=axis.group))
+    if to is not None:
+        axis.count("send", sent.nbytes)
+        calls.append(dist.P2POp(dist.isend, sent, axis.ranks[to], group=axis.group))
+    return JointWork(dist.batch_isend_irecv(calls)) if calls else None
+
+
+def reduce_scatter(
+    piece: Tensor, whole: Tensor, axis: Axis, *, async_op: bool = False, scratch: Tensor | None = None
+) -> dist.Work | None:
+    """Sum ``whole`` [size * n, ..] over the axis and put this rank's rows [n, ..] into ``piece``.
+
+    On a CPU, gloo's reduce-scatter is an all-reduce of everything (torch 2.13), twice the bytes: there the pieces are
+    exchanged and each rank sums its own, in rank order. scratch: room like ``whole`` for them, by default new. Returns
+    what to wait for where ``async_op``.
+    """
+    axis.count("reduce_scatter", whole.nbytes * (axis.size - 1) / axis.size)
+    if piece.device.type != "cpu":
+        return reduce_scatter_single(piece, whole, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+    received = (torch.empty_like(whole) if scratch is None else scratch).view(axis.size, *piece.shape)
+    if _by_pieces(axis):
+        work = _exchange(received, whole.view_as(received), axis, async_op)
+    else:
+        work = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
+    if work is not None:
+        return _SumWork(work, received, piece)
+    torch.sum(received, 0, out=piece)
+    return None
+
+
+def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
+    """Launch ``x`` to the rank at coordinate ``to``; it must not be changed until the result was waited for."""
+    axis.count("send", x.nbytes)
+    work: dist.Work | None = dist.isend(x, axis.ranks[to], group=axis.group)
+    assert work is not None
+    return work
+
+
+def receive(x: Tensor, axis: Axis, source: int) -> dist.Work:
+    """Launch the receipt of ``x`` from the rank at coordinate ``source``; messages come in the order of the sends."""
+    axis.note("receive")
+    work: dist.Work | None = dist.irecv(x, axis.ranks[source], group=axis.group)
+    assert work is not None
+    return work
+
+
+def _by_pieces(axis: Axis) -> bool:
+    return dist.get_backend(axis.group) == dist.Backend.GLOO
+
+
+def _exchange(
+    received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor, axis: Axis, async_op: bool
+) -> dist.Work | None:
+    """``sent[r]`` to rank r and ``received[r]`` from it; this rank's own piece is copied at once."""
+    others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    group = axis.group
+    works = [dist.irecv(received[r], group=group, group_src=r) for r in reversed(others) if received[r].numel()]
+    works += [dist.isend(sent[r], group=group, group_dst=r) for r in others if sent[r].numel()]
+    received[axis.rank].copy_(sent[axis.rank])
+    exchange = JointWork([work for work in works if work is not None])
+    if async_op:
+        return exchange
+    exchange.wait()
+    return None
+
+
+class JointWork(dist.Work):
+    """Several works that are waited for as one, such as messages to and from every other rank."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for each; the second time, do nothing (gloo waits for ever for a message that was waited for)."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait() if timeout == timedelta(0) else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """True once ``wait`` has returned, and where there was nothing to wait for."""
+        return not self._works
+
+
+class _SumWork(dist.Work):
+    """An exchange of pieces [size, n, ..] whose sum is written to ``piece`` by the first ``wait``."""
+
+    def __init__(self, exchange: dist.Work, received: Tensor, piece: Tensor) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._received: Tensor | None = received
+        self._piece = piece
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the exchange, then sum; the second time, do nothing."""
+        if self._received is not None:
+            self._exchange.wait(timeout)
+            received, self._received = self._received, None
+            torch.sum(received, 0, out=self._piece)
+        return True
+
+    def is_completed(self) -> bool:
+        """True once the sum is there, which only ``wait`` computes."""
+        return self._received is None

@@ -1,0 +1,1 @@
+"""Guards and watchdogs: they detect hangs, divergence, bad numbers and lost processes."""

@@ -1,0 +1,116 @@
+"""AdamW on this rank's master pieces, the global norm and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.axis import Axis
+from megapar.core.device.dtypes import widest
+from megapar.core.sharding.master_shard import Part
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int | Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """2-norm of all gradients of the model, each parameter counted once over every axis; a scalar, the same everywhere.
+
+    One rank counts each piece (``Part.counted``), so that one sum over the world is right whatever replicates or
+    splits a parameter. The squares are added in the device's widest dtype, so that the order of ranks does not show.
+    besides: small numbers of this rank that travel with it, of the host or scalars on the device; the second tensor is
+    their sums over all ranks. Both lie where the gradients do, whatever memory the masters have: the host waits for
+    neither.
+    """
+    grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
+    made = next((part.grad for part in parts if part.grad is not None), parts[0].master)
+    device, dtype = made.device, parts[0].master.dtype
+    total = torch.zeros(1 + len(besides), dtype=widest(device), device=device)
+    for i, number in enumerate(besides, start=1):
+        if isinstance(number, Tensor):
+            total[i].copy_(number)
+        elif number:
+            total[i].fill_(number)  # a copy from the host would wait for the device
+    if grads:
+        total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()
+    if world.group is not None:
+        transport.all_reduce(total, world)
+    return total[0].sqrt().to(dtype), total[1:]
+
+
+def clip(parts: Sequence[Part], norm: Tensor, limit: float) -> None:
+    """Scale all gradients by min(1, limit / (norm + 1e-6)), without a look at the values from the host."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    grads = [part.grad for part in parts if part.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+def scale_gradients(parts: Sequence[Part], factor: float) -> None:
+    """Multiply all gradients by one number."""
+    torch._foreach_mul_([part.grad for part in parts if part.grad is not None], factor)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Its numbers. router_lr_ratio: learning rate of routers' weights over that of all others."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    router_lr_ratio: float = 1.0
+
+
+class Optimizer:
+    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one."""
+
+    def __init__(self, parts: Sequence[Part], numbers: AdamW) -> None:
+        self._parts = parts
+        groups = [
+            {
+                "params": [part.master for part in parts if (part.decay, part.router) == kind],
+                "weight_decay": numbers.weight_decay if kind[0] else 0.0,
+                "ratio": numbers.router_lr_ratio if kind[1] else 1.0,
+            }
+            for kind in ((True, False), (True, True), (False, False))
+        ]
+        # Fused: of several kernels torch would look at every parameter's count of steps, and wait for the device.
+        self._adamw: Any = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=numbers.betas, eps=numbers.eps, fused=True
+        )
+        for part in parts:
+            self._adamw.state[part.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=part.master.device),
+                **{name: torch.zeros_like(part.master) for name in MOMENTS},
+            }
+
+    def step(self, lr: float, unless: Tensor | None = None) -> None:
+        """One update of all masters from their parts' gradients.
+
+        unless: a scalar on the device, where it is 1 nothing changes; only where the device ``skips_updates``.
+        """
+        self._adamw.found_inf = unless
+        for group in self._adamw.param_groups:
+            group["lr"] = lr * group["ratio"]
+        for part in self._parts:
+            part.master.grad = part.grad
+        self._adamw.step()
+        for part in self._parts:
+            part.master.grad = None
+
+    def moments(self, name: str) -> list[Tensor]:
+        """``exp_avg`` or ``exp_avg_sq`` of every part."""
+        return [self._adamw.state[part.master][name] for part in self._parts]
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far; drives the bias correction."""
+        return int(self._adamw.state[self._parts[0].master]["step"].item())
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        for part in self._parts:
+            self._adamw.state[part.master]["step"].fill_(float(steps))

@@ -1,0 +1,142 @@
+"""AdamW whose state and master weights live in host memory and visit the device for the update.
+
+Two slots on the device; program order of the streams for parts 0, 1, 2, ..:
+
+    in        load 0   load 1             load 2 (after store 0)   ..
+    compute            update 0  update 1                update 2
+    out                          store 0  store 1                  ..
+
+Source: the optimizer-state offload of Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2, with the update left on
+the device. On a CPU host and device are the same memory: the copies are made and nothing runs beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megapar.core.device.base import Device, Stream
+from megapar.core.optimizer.adamw import MOMENTS, AdamW
+from megapar.core.sharding.master_shard import Part
+
+
+class Visitors(Protocol):
+    """Who wants to see a part's master and moments while they are on the device, by the part's number."""
+
+    def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """They are there as host memory has them."""
+
+    def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """They have been updated."""
+
+
+class OffloadedOptimizer:
+    """The updates of ``Optimizer``, bit for bit, for parts whose masters lie in host memory.
+
+    Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one. slots: two places on the
+    device for a part's master and moments. seen_by: whom they are shown there.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: Device, numbers: AdamW) -> None:
+        self._parts = parts
+        self._device = device
+        self._numbers = numbers
+        self._moments = {
+            name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
+        }
+        largest = max(part.master.numel() for part in parts)
+        largest += largest % 2  # so that each begins at a whole 64-bit integer
+        self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
+        self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
+        self._in, self._out = device.new_stream(), device.new_stream()
+        self.seen_by: Visitors | None = None
+
+    def step(self, lr: float, unless: Tensor | None = None) -> None:
+        """One update of all masters from their parts' gradients; the current stream sees them in host memory.
+
+        unless: as in ``Optimizer``.
+        """
+        current = self._device.current_stream()
+        self._in.wait_stream(current)
+        self._load(0)
+        steps = self._step.clone()  # each update counts up its own
+        for number, part in enumerate(self._parts):
+            current.wait_stream(self._in)
+            if number + 1 < len(self._parts):
+                self._load(number + 1)
+            if self.seen_by is not None:
+                self.seen_by.arrived(number, self._views(number)[1])
+            self._update(number, part, lr, steps.clone(), unless)
+            if self.seen_by is not None:
+                self.seen_by.leaves(number, self._views(number)[1])
+            self._store(number, current)
+        self._step += 1 if unless is None else 1 - unless
+        current.wait_stream(self._out)
+
+    def visit(self) -> None:
+        """Bring every part's master and moments to the device, to be seen and not changed."""
+        current = self._device.current_stream()
+        for number in range(len(self._parts)):
+            self._in.wait_stream(current)
+            self._load(number)
+            current.wait_stream(self._in)
+            if self.seen_by is not None:
+                self.seen_by.arrived(number, self._views(number)[1])
+
+    def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A part's master and moments: in host memory, and in its slot."""
+        host = [self._parts[number].master, *(self._moments[name][number] for name in MOMENTS)]
+        slot = self.slots[number % 2, :, : host[0].numel()]
+        return host, list(slot.unbind())
+
+    def _load(self, number: int) -> None:
+        # What the slot held before must have been stored.
+        self._in.wait_stream(self._out)
+        with self._in:
+            for source, target in zip(*self._views(number), strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def _store(self, number: int, current: Stream) -> None:
+        self._out.wait_stream(current)
+        with self._out:
+            for target, source in zip(*self._views(number), strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def _update(self, number: int, part: Part, lr: float, step: Tensor, unless: Tensor | None) -> None:
+        assert part.grad is not None
+        numbers = self._numbers
+        master, first, second = self._views(number)[1]
+        adamw(
+            params=[master],
+            grads=[part.grad],
+            exp_avgs=[first],
+            exp_avg_sqs=[second],
+            max_exp_avg_sqs=[],
+            state_steps=[step],
+            fused=True,
+            amsgrad=False,
+            beta1=numbers.betas[0],
+            beta2=numbers.betas[1],
+            lr=lr * numbers.router_lr_ratio if part.router else lr,
+            weight_decay=numbers.weight_decay if part.decay else 0.0,
+            eps=numbers.eps,
+            maximize=False,
+            found_inf=unless,
+        )
+
+    def moments(self, name: str) -> list[Tensor]:
+        """``exp_avg`` or ``exp_avg_sq`` of every part, in host memory."""
+        return self._moments[name]
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far; drives the bias correction."""
+        return int(self._step.item())
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        self._step.fill_(float(steps))

@@ -1,0 +1,1 @@
+"""Activation checkpointing: units of layers keep their inputs only and run again in the backward."""

@@ -1,0 +1,358 @@
+"""A segment: parameters that are gathered and reduced together, in one flat buffer.
+
+flat [n, P]: row r is what rank r of the shard axis masters: the pieces of all parameters of the segment, one after
+the other, decayed ones first, and those together that the same axes split.
+
+    parameter a, cut along dim 0     parameter b, cut along dim 1          row 0 | a0 b0 |
+        [ a0 ]                            [ b0 | b1 ]                      row 1 | a1 b1 |
+        [ a1 ]
+
+A row that is a large message is filled up to whole 16 bytes, so that every rank's part of a collective begins at a
+multiple of them: NCCL copies byte by byte elsewhere. Nobody reads what fills it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megapar.core.box import Box
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.buffers import BufferPool
+from megapar.core.comm.meter import WaitMeter
+from megapar.core.sharding.cut import Described, shard_dim
+
+ALIGNED_BYTES = 16
+LARGE_BYTES = 1 << 16  # of a rank's part, from which its copy counts
+
+# (description, local parameter, this rank's master box, whether this rank counts it in the global norm)
+Entry = tuple[Described, nn.Parameter, Box, bool]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a segment.
+
+    counted: whether this rank counts it in the global norm. parts, dim: sharding cuts it in ``parts`` along ``dim``.
+    split: how many of its dims other axes cut. piece: shape of one rank's padded piece. offset: where the piece starts
+    in a row. box: this rank's real piece of the global tensor.
+    """
+
+    spec: Described
+    parameter: nn.Parameter
+    counted: bool
+    parts: int
+    dim: int
+    split: int
+    piece: tuple[int, ...]
+    offset: int
+    box: Box
+    padded: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of one padded piece."""
+        return prod(self.piece)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """A whole local tensor as [n, *piece]; a view unless it must be padded."""
+        if self.padded:
+            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.parts)
+        cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
+        return cut.movedim(self.dim, 0)
+
+
+def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
+    padded = tensor.new_zeros(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded
+
+
+def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
+    """What the optimizer and the norm treat alike comes together."""
+    spec = entry[0]
+    return not spec.decay, spec.router, spec.axes
+
+
+def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
+    """Lay parameters out in a row, in an order that every rank shares; what counts alike on a rank lies together."""
+    members: list[Member] = []
+    offset = 0
+    for spec, parameter, box, counted in sorted(parameters, key=_alike):
+        sizes = tuple(parameter.shape)
+        dim = shard_dim(sizes, parts)
+        piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
+        padded = piece[dim] * parts != sizes[dim]
+        split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
+        members.append(Member(spec, parameter, counted, parts, dim, split, piece, offset, box, padded))
+        offset += prod(piece)
+    return tuple(members)
+
+
+def row_length(elements: int, item_bytes: int) -> int:
+    """Elements of a row with so many of its own, the smallest of which travel in ``item_bytes``."""
+    if elements * item_bytes <= LARGE_BYTES or item_bytes >= ALIGNED_BYTES:
+        return elements
+    unit = ALIGNED_BYTES // item_bytes
+    return -(-elements // unit) * unit
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, end) of a row that the optimizer treats alike."""
+
+    start: int
+    end: int
+    decay: bool
+    counted: bool
+    router: bool
+
+
+class Segment:
+    """Masters, gradients and the collectives of one segment on this rank.
+
+    master [P]: fp32 values of this rank's row. A single rank's fp32 parameters are views of it. units: the layers that
+    have parameters in it. reduce_dtype: what gradients travel in; they are accumulated in the master's dtype.
+    new_master: gives the master its memory (elements, dtype), such as pinned host memory; by default on the device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Entry],
+        shard: Axis,
+        replica: Axis,
+        master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        *,
+        whole_gradients: bool,
+        meter: WaitMeter,
+        pool: BufferPool,
+        new_master: Callable[[int, torch.dtype], Tensor] | None = None,
+    ) -> None:
+        self.units = frozenset(spec.unit for spec, *_ in parameters)
+        self._meter = meter
+        self._pool = pool
+        self.shard = shard
+        self.replica = replica
+        self.members = make_members(parameters, shard.size)
+        first = parameters[0][1]
+        self.dtype = first.dtype
+        self.row = self.members[-1].offset + self.members[-1].numel
+        if shard.size > 1:
+            self.row = row_length(self.row, min(self.dtype.itemsize, reduce_dtype.itemsize))
+        if new_master is None:
+            self.master = torch.zeros(self.row, dtype=master_dtype, device=first.device)
+        else:
+            self.master = new_master(self.row, master_dtype)
+        self._reduce_dtype = reduce_dtype
+        self.gradient: Tensor | None = None
+        # Whole main gradients are kept over the micro-batches where the reduction runs once per step (stage 1).
+        self.whole_gradients = whole_gradients or shard.size == 1
+        self._flat: Tensor | None = None
+        self._seen: set[int] = set()
+        self._missing = len(self.members)
+        self._reduced: Tensor | None = None
+        self._summed: Tensor | None = None  # over the replicas
+        self._lent: list[Tensor] = []  # what the collective in flight reads and writes
+        self._work: list[dist.Work] = []
+        self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
+        self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
+        if self.aliased:
+            for member in self.members:
+                member.parameter.data = self.piece(self.master, member)
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The row cut where decay, learning rate or counting changes, and between what other axes split and what they
+        repeat: a kernel rounds the last elements of a range in another way than those before, so ranks that hold the
+        same have to step it in ranges of one length.
+        """
+        found: list[Range] = []
+        kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
+        for (decay, counted, router, _), group in kinds:
+            members = list(group)
+            found.append(Range(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of all ranks' gradients as they travel."""
+        return self.shard.size * self.row * self._reduce_dtype.itemsize
+
+    def piece(self, flat: Tensor, member: Member) -> Tensor:
+        """A member's real piece as a view of a row-shaped tensor [P]."""
+        padded = flat[member.offset : member.offset + member.numel].view(member.piece)
+        return padded.narrow(member.dim, 0, member.box.sizes[member.dim])
+
+    def _columns(self, flat: Tensor, member: Member) -> Tensor:
+        columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
+        return columns
+
+    # Gradients: add (each backward) -> launch (once complete) -> settle -> shard's gradient
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        if self.gradient is not None:
+            self._pool.give(self.gradient)  # a single rank's is a view of all that is flat
+        self.gradient = self._flat = None
+        self._seen.clear()
+
+    def begin_micro_batch(self, gradients: int = 1) -> None:
+        """Expect so many gradients from each member."""
+        self._missing = len(self.members) * gradients
+
+    def add(self, index: int) -> bool:
+        """Member ``index`` has its gradient of this micro-batch; True when it was the segment's last missing one."""
+        if self.whole_gradients:
+            self._accumulate(index)
+        self._missing -= 1
+        return self._missing == 0
+
+    def _accumulate(self, index: int) -> None:
+        member = self.members[index]
+        grad = member.parameter.grad
+        if grad is None:
+            return
+        if self._flat is None:
+            self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
+        target = self._columns(self._flat, member)
+        if index in self._seen:
+            target.add_(member.rows(grad))
+        else:
+            target.copy_(member.rows(grad))
+            self._seen.add(index)
+        member.parameter.grad = None
+
+    def _pack(self) -> Tensor:
+        """All members' gradients as [n, P]; a member that got none has gradient zero."""
+        flat = self._flat
+        if flat is None:
+            # Nothing is added up in it where each micro-batch is reduced: it may have the dtype that travels.
+            dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
+            flat = self._flat = self._pool.take((self.shard.size, self.row), dtype)
+        for index, member in enumerate(self.members):
+            if not self.whole_gradients and member.parameter.grad is not None:
+                self._columns(flat, member).copy_(member.rows(member.parameter.grad))
+                member.parameter.grad = None
+            elif index not in self._seen:
+                self._columns(flat, member).zero_()
+        return flat
+
+    def launch(self, *, overlap: bool) -> None:
+        """Start the reduction of what was accumulated since the last launch."""
+        flat = self._pack()
+        if self.shard.group is None:
+            self._reduced = flat[0]
+            return
+        message = flat if flat.dtype == self._reduce_dtype else self._lend(flat.shape).copy_(flat)
+        # A CPU exchanges pieces in place of a reduce-scatter and needs room for what arrives.
+        scratch = self._lend(flat.shape) if flat.device.type == "cpu" else None
+        self._reduced = self._pool.take((self.row,), self._reduce_dtype)
+        work = transport.reduce_scatter(self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch)
+        if work is not None:
+            self._work.append(work)
+
+    def settle(self, *, last: bool, overlap: bool) -> None:
+        """Wait for the reduce-scatter and add its result; after the step's last one start the sum over replicas."""
+        if self._reduced is None:
+            return
+        self._wait()
+        self._give_back()
+        if self.shard.group is not None and self._flat is not None:
+            self._pool.give(self._flat)
+            self._flat = None
+        self._accumulate_reduced(self._reduced)
+        self._reduced = None
+        if last and self.replica.group is not None:
+            assert self.gradient is not None
+            same = self.gradient.dtype == self._reduce_dtype
+            self._summed = self.gradient if same else self._lend((self.row,)).copy_(self.gradient)
+            work = transport.all_reduce(self._summed, self.replica, async_op=overlap)
+            if work is not None:
+                self._work.append(work)
+
+    def _accumulate_reduced(self, reduced: Tensor) -> None:
+        """Into the main gradient, in the master's dtype."""
+        if self.shard.group is None or (self.gradient is None and reduced.dtype == self.master.dtype):
+            # One rank accumulates in place: what was reduced is the sum over the micro-batches already.
+            self.gradient = reduced
+            return
+        if self.gradient is None:
+            self.gradient = self._pool.take((self.row,), self.master.dtype).copy_(reduced)
+        else:
+            self.gradient.add_(reduced)
+        self._pool.give(reduced)
+
+    def finish(self) -> None:
+        """Wait for the sum over replicas."""
+        self._wait()
+        if self._summed is not None and self._summed is not self.gradient:
+            assert self.gradient is not None
+            self.gradient.copy_(self._summed)
+        self._summed = None
+        self._give_back()
+
+    def _wait(self) -> None:
+        for work in self._work:
+            self._meter.wait(work, f"{self.shard.name}/reduce")
+        self._work.clear()
+
+    def _lend(self, shape: Sequence[int]) -> Tensor:
+        """A buffer in the dtype that travels, until ``_give_back``."""
+        buffer = self._pool.take(shape, self._reduce_dtype)
+        self._lent.append(buffer)
+        return buffer
+
+    def _give_back(self) -> None:
+        for buffer in self._lent:
+            self._pool.give(buffer)
+        self._lent.clear()
+
+    # Parameters: publish (after the optimizer) -> receive (before the forward)
+
+    def publish(self, *, overlap: bool) -> None:
+        """Send this rank's row to the others in the compute dtype; ``receive`` puts it into the parameters."""
+        if self.aliased:
+            return
+        self.receive()  # nothing that is in flight is dropped: its messages would be taken for the next gather's
+        # A copy also where the dtypes agree: the optimizer may step while the row still travels.
+        # From host memory it is copied first and cast on the device: a cast on the host would not wait for its values.
+        master = self.master.to(self.members[0].parameter.device, non_blocking=True)
+        row = self._pool.take((self.row,), self.dtype).copy_(master)
+        if self.shard.group is None:
+            self._fill(row.unsqueeze(0))
+            self._pool.give(row)
+            return
+        flat = self._pool.take((self.shard.size, self.row), self.dtype)
+        work = transport.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
+        self._gather = (flat, row, work)
+        if work is None:
+            self.receive()
+
+    def receive(self) -> None:
+        """Wait for a launched gather, if there is one, and fill the parameters."""
+        if self._gather is not None:
+            flat, row, work = self._gather
+            self._gather = None
+            if work is not None:
+                self._meter.wait(work, f"{self.shard.name}/all_gather")
+            self._fill(flat)
+            self._pool.give(flat)
+            self._pool.give(row)
+
+    @torch.no_grad()
+    def _fill(self, flat: Tensor) -> None:
+        for member in self.members:
+            columns = self._columns(flat, member)
+            if member.padded:
+                whole = columns.movedim(0, member.dim).flatten(member.dim, member.dim + 1)
+                member.parameter.copy_(whole.narrow(member.dim, 0, member.parameter.shape[member.dim]))
+            else:
+                member.rows(member.parameter).copy_(columns)

@@ -1,0 +1,60 @@
+"""Gradients that are partial sums per mp rank, made whole once per optimizer step in one collective.
+
+Under sequence parallelism every mp rank sees a part of the positions, so parameters that are replicated over mp (norms,
+the router, row-parallel biases) get partial gradients; those that each rank applies to its own heads (qk-norm) always
+do. What is summed are the sharded gradients, after the reduction over data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megapar.core.comm import collectives as transport
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.meter import WaitMeter
+from megapar.core.sharding.master_shard import Sharding
+
+
+def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitMeter) -> None:
+    """Sum the finished gradients of the named parameters over mp, in place, as one message."""
+    wanted = set(names)
+    if mp.group is None or not wanted:
+        return
+    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in wanted]
+    if not pieces:
+        return  # a stage without such parameters, on all its mp ranks
+    message = torch.cat([piece.flatten() for piece in pieces])
+    work = transport.all_reduce(message, mp, async_op=True)
+    assert work is not None
+    meter.wait(work, f"{mp.name}/all_reduce")
+    _scatter(message, pieces)
+
+
+def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
+    """Sum the finished gradient of a parameter that the first and the last stage have, in place, once per step.
+
+    The two exchange their gradients and add: a + b and b + a are the same bits, so that their weights stay the same.
+    """
+    if pp.rank not in (0, pp.size - 1):
+        return
+    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    pieces = [view.tensor for view in sharding.views(grads) if view.spec.name == name]
+    own = torch.cat([piece.flatten() for piece in pieces])
+    other = torch.empty_like(own)
+    peer = pp.size - 1 - pp.rank
+    # As one: where both ranks' queues had a send before the receipt, an accelerator would wait for ever.
+    work = transport.send_receive(other, own, pp, peer, peer)
+    assert work is not None
+    meter.wait(work, f"{pp.name}/send")
+    _scatter(own + other, pieces)
+
+
+def _scatter(message: Tensor, pieces: Sequence[Tensor]) -> None:
+    offset = 0
+    for piece in pieces:
+        piece.copy_(message[offset : offset + piece.numel()].view(piece.shape))
+        offset += piece.numel()

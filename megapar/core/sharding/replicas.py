@@ -1,0 +1,119 @@
+"""The replica guard: parameters that several ranks hold must be the same bits on all of them.
+
+A rank whose memory or arithmetic failed goes on silently with other weights than its peers; every later step spreads
+the damage. A digest of 64 bits per tensor, compared by one all-reduce per axis, finds that for the price of one pass
+over the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.comm import json_messages as messages
+from megapar.core.comm.agreement import gather_numbers, reduce_numbers
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.world import World
+from megapar.core.sharding.cut import Described
+from megapar.errors import CorruptionError
+
+WIDTH = 4096
+SHOWN = 5
+Row: TypeAlias = tuple[str, str, list[int], bool]
+"""A difference: in words, the parameter, ranks, and True if those are to blame, False if that is not known."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor of this rank that must have the same bits on every rank of an axis. name: for error messages."""
+
+    name: str
+    tensor: Tensor
+    axis: Axis
+
+
+def axes_of(spec: Described, world: World, *, sharded: bool) -> list[Axis]:
+    """Axes along which a parameter repeats. sharded: the tensor is a piece that the sharding ranks do not share."""
+    kind = "expert_" if spec.expert else ""
+    names = [f"{kind}replica"] if sharded else [f"{kind}replica", f"{kind}shard"]
+    kept = ("ep", "emp") if spec.expert else ("mp",)
+    names += [name for name in kept if name not in dict(spec.axes)]
+    return [axis for axis in map(world.axis, names) if axis.group is not None]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """64 bits of a tensor, int64 on its device: equal for equal bits, different wherever a few of them differ.
+
+    Elements as integers are summed in WIDTH columns, and those added with different odd weights, all modulo 2**64.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    whole = flat.numel() // WIDTH * WIDTH
+    columns = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device)
+    columns[: flat.numel() - whole] = flat[whole:].to(torch.int64)
+    if whole:
+        columns += flat[:whole].view(-1, WIDTH).sum(0, dtype=torch.int64)
+    weights = torch.arange(1, 2 * WIDTH, 2, device=flat.device) * 0x9E3779B97F4A7C1
+    return (columns * weights).sum()
+
+
+def check(replicas: Iterable[Replica], world: World, when: str) -> bool:
+    """Compare all replicas; True if there are any. Every rank of the world calls it, with the same names on each axis.
+
+    Raises CorruptionError, on every rank, naming the parameters and the ranks that differ. when: begins the message.
+    """
+    by_axis: dict[tuple[int, ...], list[Replica]] = {}
+    for replica in replicas:
+        by_axis.setdefault(replica.axis.ranks, []).append(replica)
+    device = world.device.torch_device
+    found = [row for same in by_axis.values() for row in _compare(same, device)]
+    everyone = world.axis("world")
+    counts = torch.tensor([len(found), len(by_axis)], dtype=torch.int64, device=device)
+    reduce_numbers(counts, everyone, "replicas")
+    bad, compared = counts.tolist()
+    if bad:
+        parts: list[Any] = [found]
+        if everyone.group is not None:
+            parts = messages.all_gather([list(row) for row in found], everyone.group)
+        raise _error([row for part in parts for row in part], when)
+    return bool(compared)
+
+
+def _error(rows: Sequence[Row], when: str) -> CorruptionError:
+    texts = list(dict.fromkeys(text for text, *_ in rows))
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    known = [row for row in rows if row[3]] or rows
+    return CorruptionError(
+        f"{when}: replicas of parameters differ: {'; '.join(texts[:SHOWN])}{more}. A rank computes or remembers "
+        "wrongly: look at its hardware, and resume from a checkpoint before this.",
+        sorted({rank for row in known for rank in row[2]}),
+        list(dict.fromkeys(name for _, name, *_ in rows)),
+    )
+
+
+def _compare(replicas: Sequence[Replica], device: torch.device) -> list[Row]:
+    axis = replicas[0].axis
+    # Offloaded masters are in host memory, and the group may reach only the device.
+    digests = torch.stack([digest(replica.tensor).to(device) for replica in replicas])
+    extremes = torch.cat([digests, ~digests])
+    reduce_numbers(extremes, axis, "replicas", dist.ReduceOp.MAX)
+    greatest, least = extremes[: len(replicas)], ~extremes[len(replicas) :]
+    wrong = (greatest != least).nonzero().flatten().tolist()
+    if not wrong:
+        return []
+    gathered = gather_numbers(digests, axis, "replicas")
+    return [_differing(replicas[i].name, axis, [int(g[i].item()) for g in gathered]) for i in wrong]
+
+
+def _differing(name: str, axis: Axis, digests: Sequence[int]) -> Row:
+    usual = max(digests, key=digests.count)
+    odd = [rank for rank, value in zip(axis.ranks, digests, strict=True) if value != usual]
+    others = [rank for rank in axis.ranks if rank not in odd]
+    if len(odd) >= len(others):  # which of them are right is not known
+        return f"{name} on ranks {list(axis.ranks)} of {axis.name}", name, list(axis.ranks), False
+    return f"{name} on ranks {odd}, against {others} of {axis.name}", name, odd, True

@@ -1,0 +1,1 @@
+"""Layers sharded over the axis ``mp``, with their collectives in flight under their products."""

@@ -1,0 +1,327 @@
+"""Layers whose weights are cut over the axis ``mp``: linear, embedding, and the softmax over a cut vocabulary.
+
+Weights are plain parameters that hold this rank's piece (or, once sharded, DTensors whose local tensor is it) and are
+created uninitialised. A fused weight carries its real axes, [out dims.., in], and is cut along one of them.
+Under sequence parallelism activations outside the layers are cut along the sequence: [B, S/mp, H].
+
+Shape letters: B batch, S sequence, H hidden, O out features (the product of out dims), I in features, V vocabulary,
+N rows (tokens). A letter is the global size; /mp marks the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megapar.core.box import Box
+from megapar.core.comm.async_pairs import Ticket, copy_gradient, start, wait
+from megapar.core.comm.autograd import all_gather, all_reduce_, reduce, reduce_scatter
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllGather, Reduce, ReduceScatter
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.recompute.replay import Replay
+from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.fp32_grad_sum import wide_use
+from megapar.core.tensor_parallel.overlapped_linear import (
+    ArrivedColumn,
+    CopiedColumn,
+    GatheredColumn,
+    ReducedRow,
+    Road,
+    ScatteredRow,
+)
+from megapar.core.tensor_parallel.weight_gradients import linear
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired, Unpack
+
+SEQUENCE_DIM = 1
+
+
+class LayerOptions(TypedDict):
+    """Arguments of every layer that is cut over mp.
+
+    mp: the axis. sequence_parallel: activations outside the layers are cut over it too. dtype, device: of the
+    parameters. execution: how the layer runs; by default plainly.
+    """
+
+    mp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device | str | None
+    execution: NotRequired[Execution]
+
+
+def local(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight, whether it is a plain tensor or a DTensor, for one use."""
+    return wide_use(weight, weight.to_local() if isinstance(weight, DTensor) else weight)
+
+
+def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -> tuple[int, ...]:
+    """Shape of this rank's piece of a tensor cut along ``dim``.
+
+    Raises ValueError where ``even`` pieces are asked for and the axis does not divide the dim.
+    """
+    if even and shape[dim] % axis.size:
+        raise ValueError(f"dim {dim} of {tuple(shape)} is not divisible by the {axis.size} ranks of {axis.name}")
+    return Box.whole(shape).cut(dim, axis.size, axis.rank).sizes
+
+
+def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
+    """An uninitialised parameter: building a model draws nothing and works on the meta device."""
+    return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
+
+
+class Linear(nn.Module):
+    """y = x w^T + b, the whole weight on every rank.
+
+    x [.., I] @ w [O, I]^T -> y [.., O]
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.weight = parameter((out_features, in_features), dtype, device)
+        self.bias = parameter((out_features,), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., I] to [.., O]."""
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class Started(NamedTuple):
+    """A layer cut over mp between ``start`` and ``finish``.
+
+    x: what it started on, or its products where nothing flies. token, ticket: of what flies.
+    """
+
+    x: Tensor
+    token: Tensor | None = None
+    ticket: Ticket | None = None
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer whose out features are cut over mp; ``split`` is the out dim that is cut.
+
+    Forward: x [B, S, I] (sequence parallel: [B, S/mp, I] -> all-gather) @ w [O/mp, I]^T -> y [B, S, O/mp]
+    dgrad:   dy [B, S, O/mp] @ w [O/mp, I] -> all-reduce (reduce-scatter) over mp -> dx [B, S, I] ([B, S/mp, I])
+    wgrad:   dy^T [O/mp, B S] @ x [B S, I] -> dw [O/mp, I], whole on its rank; bias [O/mp] likewise.
+    The collectives fly under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_dims: Sequence[int],
+        *,
+        split: int,
+        bias: bool,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        execution: Execution = DEFAULT,
+    ) -> None:
+        super().__init__()
+        self.mp, self.sequence_parallel = mp, sequence_parallel
+        self.out_dims = piece_shape(out_dims, split, mp)
+        self.weight = parameter((*self.out_dims, in_features), dtype, device)
+        self.bias = parameter(self.out_dims, dtype, device) if bias else None
+        self.product = GatheredColumn if sequence_parallel else CopiedColumn
+        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
+        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
+        weight, bias, road = self._operands()
+        if self.fp8 is not None:
+            y = self.fp8(x, weight, bias)
+        elif self.mp.size == 1:
+            y = linear(x, weight, bias, road.later)
+        else:
+            y = self.product.apply(x, weight, bias, road)
+        out: Tensor = y.unflatten(-1, self.out_dims)
+        return out
+
+    def start(self, x: Tensor) -> Started:
+        """Launch what ``forward`` needs from other ranks; ``finish`` does the rest, later."""
+        if self.mp.size == 1 or not self.sequence_parallel:
+            return Started(x)
+        # A copy travels: x is kept for the backward.
+        return Started(x, *start(AllGather(self.mp), x.clone(), self.comm))
+
+    def finish(self, started: Started) -> Tensor:
+        """What ``forward`` returns."""
+        if started.token is None or started.ticket is None:
+            return self(started.x)  # type: ignore[no-any-return]
+        weight, bias, road = self._operands()
+        gathered = wait(started.token, started.ticket)
+        y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, road)
+        out: Tensor = y.unflatten(-1, self.out_dims)
+        return out
+
+    def _operands(self) -> tuple[Tensor, Tensor | None, Road]:
+        """Weight [O/mp, I], bias [O/mp] and the road, for one use."""
+        bias = None if self.bias is None else local(self.bias).flatten()
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        return local(self.weight).flatten(0, -2), bias, Road(self.mp, self.overlap, self.comm, later)
+
+
+class RowLinear(nn.Module):
+    """A linear layer whose in features are cut over mp.
+
+    Forward: x [B, S, I/mp] @ w [O, I/mp]^T -> partial sums [B, S, O] -> all-reduce (sequence parallel: reduce-scatter)
+             -> + b [O] -> y [B, S, O] ([B, S/mp, O])
+    dgrad:   dy [B, S, O] (all-gather of [B, S/mp, O]) @ w [O, I/mp] -> dx [B, S, I/mp]
+    wgrad:   dy^T [O, B S] @ x [B S, I/mp] -> dw [O, I/mp], whole on its rank; db [O] is the same on every rank,
+             under sequence parallelism a partial sum.
+    The collectives fly under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        mp: Axis,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        execution: Execution = DEFAULT,
+    ) -> None:
+        super().__init__()
+        self.mp, self.sequence_parallel = mp, sequence_parallel
+        self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
+        self.bias = parameter((out_features,), dtype, device) if bias else None
+        self.product = ScatteredRow if sequence_parallel else ReducedRow
+        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
+        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+
+    def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
+        """[B, S, I/mp] to [B, S(/mp), O]; closing: the recomputed unit whose output needs this and nothing else."""
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        if self.fp8 is not None:
+            return self.fp8(x, weight, bias)
+        if self.mp.size == 1:
+            return linear(x, weight, bias, later, closing)
+        road = Road(self.mp, self.overlap, self.comm, later, closing)
+        return self.product.apply(x, weight, bias, road)  # type: ignore[no-any-return]
+
+    def start(self, x: Tensor) -> Started:
+        """Launch the sum of the products; ``finish`` waits for it, later."""
+        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        y = linear(x, local(self.weight), None, later)
+        if self.mp.size == 1:
+            return Started(y)
+        if not self.sequence_parallel:
+            return Started(y, *start(Reduce(self.mp), y, self.comm))
+        by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
+        return Started(by_rank, *start(ReduceScatter(self.mp), by_rank, self.comm))
+
+    def finish(self, started: Started) -> Tensor:
+        """What ``forward`` returns."""
+        y = started.x
+        if started.token is not None and started.ticket is not None:
+            y = copy_gradient(wait(started.token, started.ticket))
+        return y if self.bias is None else y + local(self.bias)
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding whose rows are cut over mp in chunks of ceil(V / mp), the last ones shorter.
+
+    Forward: tokens [B, S] -> rows of w [V/mp, H], zeros for tokens of other ranks -> all-reduce (sequence parallel:
+             reduce-scatter) -> x [B, S, H] ([B, S/mp, H])
+    wgrad:   dx [B, S, H] (all-gather of [B, S/mp, H]) is added to the rows that this rank holds: dw [V/mp, H].
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, **options: Unpack[LayerOptions]) -> None:
+        super().__init__()
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.start, rows = vocabulary_range(vocab_size, self.mp)
+        self.weight = parameter((rows, hidden_size), options["dtype"], options["device"])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S] int64 to [B, S(/mp), H]."""
+        return look_up(tokens, self.weight, self.start, self.mp, sequence_parallel=self.sequence_parallel)
+
+
+def look_up(tokens: Tensor, word: Tensor, start: int, mp: Axis, *, sequence_parallel: bool) -> Tensor:
+    """Rows of ``word`` [V/mp, H], whose first row is token ``start``: [B, S] to [B, S(/mp), H]."""
+    weight = local(word)
+    if mp.size == 1:
+        return F.embedding(tokens, weight)
+    own = (tokens >= start) & (tokens < start + weight.shape[0])
+    rows = F.embedding(torch.where(own, tokens - start, 0), weight)
+    leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
+    return leave(rows * own.unsqueeze(-1).to(rows.dtype), mp)
+
+
+class Embedding(nn.Module):
+    """A small embedding, whole on every rank: rows of w [count, H]. Its gradient covers the tokens it was given."""
+
+    def __init__(self, count: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = parameter((count, hidden_size), dtype, device)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[..] int64 to [.., H]."""
+        return F.embedding(indices, local(self.weight))
+
+
+def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
+    """(first token, number of tokens) of the vocabulary on this rank. Raises ValueError where a rank has none."""
+    box = Box.whole((vocab_size,)).cut(0, mp.size, mp.rank)
+    if not box.sizes[0]:
+        raise ValueError(f"a vocabulary of {vocab_size} leaves rank {mp.rank} of {mp.size} on {mp.name} without tokens")
+    return box.offsets[0], box.sizes[0]
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored: int = -100) -> Tensor:
+    """Cross-entropy over a vocabulary cut over mp; ``logits`` is overwritten with the gradient of the losses' sum.
+
+    logits: [N, V/mp] in max(fp32, dtype), this rank's part. labels: [N] int64 over the whole vocabulary; rows with
+    ``ignored`` have loss and gradient 0. start: the first token on this rank.
+    Returns the losses [N], the same on every rank; only three numbers per row travel.
+    """
+    peak = all_reduce_(logits.amax(-1), mp, dist.ReduceOp.MAX)
+    logits.sub_(peak.unsqueeze(-1))
+    own = (labels >= start) & (labels < start + logits.shape[-1])
+    column = torch.where(own, labels - start, 0).unsqueeze(-1)
+    target = logits.gather(-1, column).squeeze(-1).masked_fill(~own, 0.0)
+    total = logits.exp_().sum(-1)
+    total, target = all_reduce_(torch.stack((total, target)), mp).unbind()
+    counted = (labels != ignored).to(logits.dtype)
+    logits.mul_((counted / total).unsqueeze(-1))
+    logits.scatter_add_(-1, column, -own.to(logits.dtype).unsqueeze(-1))
+    return (total.log() - target) * counted
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, mp: Axis) -> Tensor:
+    """[.., V/mp] on each rank to the whole [.., V]; for inspection, never for a loss. Without gradients."""
+    if mp.size == 1:
+        return logits
+    length = -(-vocab_size // mp.size)
+    padded = F.pad(logits.detach(), (0, length - logits.shape[-1]))
+    # Only the last pieces are shorter than the others, so all padding ends up behind the vocabulary.
+    return all_gather(padded, mp, logits.dim() - 1)[..., :vocab_size]
+
+
+def _scatter_sequence(x: Tensor, mp: Axis) -> Tensor:
+    return reduce_scatter(x, mp, SEQUENCE_DIM)

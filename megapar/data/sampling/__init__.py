@@ -1,0 +1,1 @@
+"""Samples as pure functions of (seed, number), mixtures of corpora, and streams."""

@@ -1,0 +1,48 @@
+"""A random order of n things that is computed, not stored. Standard library only."""
+
+from __future__ import annotations
+
+from megapar.data.sampling.draws import key_of
+
+_ROUNDS = 8
+_MASK = (1 << 64) - 1
+
+
+class Permutation:
+    """A bijection of range(n) chosen by a key: a Feistel network on the next power of four, walked back into range.
+
+    ``permutation[i]`` takes a few microseconds for any n; nothing of size n is ever held.
+    """
+
+    def __init__(self, n: int, seed: int, stream: str) -> None:
+        """n: number of things, at least 1. seed, stream: what the order depends on."""
+        if n < 1:
+            raise ValueError(f"a permutation of {n} things")
+        self._n = n
+        self._half = max(1, ((n - 1).bit_length() + 1) // 2)
+        self._keys = tuple(key_of(seed, f"{stream}/{r}") for r in range(_ROUNDS))
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, i: int) -> int:
+        if not 0 <= i < self._n:
+            raise IndexError(f"{i} is not in range({self._n})")
+        i = self._network(i)
+        while i >= self._n:  # the network's range is at most 4 n: about 4 steps at worst
+            i = self._network(i)
+        return i
+
+    def _network(self, i: int) -> int:
+        mask = (1 << self._half) - 1
+        left, right = i >> self._half, i & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return left << self._half | right
+
+
+def _mixed(x: int) -> int:
+    """The finaliser of SplitMix64: every bit of the result depends on every bit of ``x``."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,1 @@
+"""Readers of text: built-in, text, JSONL and parquet files."""

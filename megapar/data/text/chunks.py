@@ -1,0 +1,328 @@
+"""The one reader of text: inputs cut in chunks, which give the same documents to every reader.
+
+Text and JSONL files are cut every 16 MiB, files below 4 GiB in 256 chunks of at least 1 MiB, and the end of a file four
+times as finely, so that workers finish together: a chunk holds the documents that begin in its bytes. A compressed
+file is one chunk, because it can be read from its beginning only. Parquet files are cut by row groups, ``datasets``
+sources by 8,192 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megapar.config.data_files import is_compressed, opened
+from megapar.config.record import (
+    FIELD,
+    LONGEST_LINE,
+    checked_text,
+    decoded,
+    rest_of_line,
+    text_of_line,
+    too_long,
+)
+from megapar.data.text.bad_records import BadRecords
+from megapar.errors import DataError
+
+CHUNK_BYTES = 16 << 20
+LEAST_CHUNK_BYTES = 1 << 20
+CHUNKS = 256  # chunks of a file, unless that makes them larger or smaller than the limits above
+LAST = 4  # chunks at the end of a file that are cut again,
+LAST_BYTES = 1 << 18  # in pieces of at least this size
+CHUNK_ROWS = 8192
+_END = 1 << 62  # stands for the unknown length of a compressed file
+_WHITE_SPACE = " \t\n\r\v\f"  # what bytes.strip() takes for white space
+_BLOCK_BYTES = 1 << 18  # read and decoded at once, plus the rest of the last line
+
+
+class LineNumbers:
+    """Counts the lines before a place in a file, which only messages need.
+
+    A reader that goes through the chunks of a file in order reads each of its bytes once. bytes_read: so far.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._path, self._end, self._lines = "", 0, 0
+
+    def before(self, path: str, end: int) -> int:
+        """The number of line ends in the first ``end`` bytes of a file."""
+        if path != self._path or end < self._end:
+            self._path, self._end, self._lines = path, 0, 0
+        with open(path, "rb") as file:
+            file.seek(self._end)
+            while self._end < end and (block := file.read(min(1 << 20, end - self._end))):
+                self._lines += block.count(b"\n")
+                self._end += len(block)
+                self.bytes_read += len(block)
+        return self._lines
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """A stretch of one input.
+
+    kind: jsonl, lines, blank (documents between blank lines), parquet, rows (of a ``datasets`` source).
+    path: the file; of a ``datasets`` source, its name and split with a zero character between them.
+    first, last: bytes of a file, row groups of a parquet file, or rows; ``last`` is excluded.
+    field: the field or column that holds the document.
+    """
+
+    kind: str
+    path: str
+    first: int
+    last: int
+    field: str = FIELD
+
+    def documents(self, bad: BadRecords, numbers: LineNumbers | None = None) -> Iterator[str]:
+        """The documents that begin in the chunk; documents of white space only are left out.
+
+        bad: takes broken records, with their line or row in the whole input. numbers: shared by the chunks that one
+        reader goes through.
+        """
+        if self.kind in _ROW_READERS:
+            return _ROW_READERS[self.kind](self, bad)
+        return _LINE_READERS[self.kind](self, _Lines(self, numbers or LineNumbers()), bad)
+
+
+def file_chunks(kind: str, path: Path, field: str = FIELD) -> list[TextChunk]:
+    """The chunks of a text or JSONL file."""
+    if is_compressed(path):
+        return [TextChunk(kind, str(path), 0, _END, field)]
+    return [TextChunk(kind, str(path), *stretch, field) for stretch in _stretches(path.stat().st_size)]
+
+
+def parquet_chunks(path: Path, field: str = FIELD) -> list[TextChunk]:
+    """The row groups of a parquet file. Raises DataError where it cannot be read or has no such column."""
+    return _steps("parquet", str(path), _parquet_file(str(path), field).num_row_groups, 1, field)
+
+
+def dataset_chunks(name: str, split: str, field: str = FIELD) -> list[TextChunk]:
+    """The chunks of one split of a ``datasets`` source. Raises DataError where it cannot be read."""
+    return _steps("rows", f"{name}\0{split}", len(_dataset(name, split, field)), CHUNK_ROWS, field)
+
+
+def _stretches(size: int) -> Iterator[tuple[int, int]]:
+    """First and last byte of the chunks of a file of ``size`` bytes."""
+    step = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, size // CHUNKS))
+    edge = max(0, size // step - LAST) * step
+    last = min(step, max(LAST_BYTES, step // 4))
+    begins = [*range(0, edge, step), *range(edge, size, last)]
+    yield from zip(begins, [*begins[1:], size], strict=True)
+
+
+def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[TextChunk]:
+    return [TextChunk(kind, path, first, min(first + step, size), field) for first in range(0, size, step)]
+
+
+class _Lines:
+    """The lines of a file that begin in a chunk; ``places`` also gives those after it.
+
+    ``refuse`` names the line that was given last. The lines before the chunk are counted for the first such message.
+    """
+
+    def __init__(self, chunk: TextChunk, numbers: LineNumbers) -> None:
+        self._path = chunk.path
+        self._first, self._last = chunk.first, chunk.last
+        self._given = 0
+        self._numbers = numbers
+        self._before: int | None = None
+
+    def texts(self) -> Iterator[str | bytes | None]:
+        """The lines that begin in the chunk, decoded; the lines of a block that is not UTF-8 are given as bytes.
+
+        None stands for a line of more than LONGEST_LINE bytes, which is not held in memory. A block is decoded as a
+        whole and then cut, which takes half the time of decoding line by line.
+        """
+        with opened(Path(self._path)) as file:
+            place = self._seek(file)
+            while (left := self._last - place) > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
+                rest, size = (b"", 0) if block.endswith(b"\n") else rest_of_line(file)
+                place += len(block) + size
+                last = block.rfind(b"\n") + 1
+                long = size > 0 and len(block) - last + size > LONGEST_LINE
+                block = block[:last] if long else block + rest
+                for line in _cut(block) if block else ():
+                    self._given += 1
+                    yield line
+                if long:
+                    self._given += 1
+                    yield None
+
+    def places(self) -> Iterator[tuple[int, bytes | None]]:
+        """(place of the first byte, line) to the end of the file; None for a line that is too long."""
+        with opened(Path(self._path)) as file:
+            place = self._seek(file)
+            while True:
+                line, size = rest_of_line(file)
+                if not size:
+                    return
+                self._given += 1
+                yield place, line if size <= LONGEST_LINE else None
+                place += size
+
+    def _seek(self, file: IO[bytes]) -> int:
+        """Go to the first line that begins at the chunk's first byte or after it; returns its place."""
+        if self._first:
+            file.seek(self._first - 1)
+            rest_of_line(file)
+            self._first = file.tell()
+        return self._first
+
+    def refuse(self, error: DataError) -> DataError:
+        """The same error with file and line before it."""
+        if self._before is None:
+            self._before = self._numbers.before(self._path, self._first)
+        return DataError(f"{self._path}, line {self._before + self._given}{error}")
+
+
+def _cut(block: bytes) -> Sequence[str | bytes]:
+    block = block.removesuffix(b"\n")
+    try:
+        return block.decode().split("\n")
+    except UnicodeDecodeError:
+        return block.split(b"\n")
+
+
+def _jsonl(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+    for line in lines.texts():
+        if line is None:
+            bad.take(lines.refuse(too_long("")))
+            continue
+        if not (line.strip(_WHITE_SPACE) if isinstance(line, str) else line.strip()):
+            continue
+        try:
+            text = text_of_line(line, "", chunk.field)
+        except DataError as error:
+            bad.take(lines.refuse(error))
+            continue
+        if text and not text.isspace():
+            yield text
+
+
+def _lines(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+    for line in lines.texts():
+        if line is None:
+            bad.take(lines.refuse(too_long("")))
+            continue
+        try:
+            text = line if isinstance(line, str) else decoded(line, "")
+        except DataError as error:
+            bad.take(lines.refuse(error))
+            continue
+        if text and not text.isspace():
+            yield text.rstrip()
+
+
+def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+    """The documents from the first blank line in the chunk (or the file's beginning) to the first one after it.
+
+    A line is blank where it holds nothing but white space of Unicode.
+    """
+    document: list[str] = []
+    held, inside = 0, chunk.first == 0
+    for place, line in lines.places():
+        text, error = _stripped(line)
+        if text != "":
+            size = LONGEST_LINE + 1 if line is None else len(line)
+            held += size
+            if inside and error is not None:
+                bad.take(lines.refuse(error))
+            if inside and held > LONGEST_LINE:  # the rest of the document is skipped too, up to a blank line
+                if held - size <= LONGEST_LINE:
+                    bad.take(lines.refuse(too_long("")))
+                document = []
+            elif inside and text is not None:
+                document.append(text)
+            continue
+        held = 0
+        if document:
+            yield "\n".join(document)
+            document = []
+        if place >= chunk.last:
+            return
+        inside = True
+    if document:
+        yield "\n".join(document)
+
+
+def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
+    """(A line's text, "" of a blank line, None where it is not UTF-8 or too long; the error where it is not UTF-8)."""
+    try:
+        return (None if line is None else decoded(line, "").rstrip()), None
+    except DataError as error:
+        return None, error
+
+
+def _parquet_file(path: str, field: str) -> Any:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataError(f"{path}: parquet files need the package pyarrow (pip install pyarrow)") from error
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow raises many kinds for a file that it cannot read
+        raise DataError(f"{path}: not a readable parquet file ({error})") from error
+    if field not in file.schema_arrow.names:
+        columns = ", ".join(map(repr, file.schema_arrow.names))
+        raise DataError(f"{path}: no field {field!r}; the columns are {columns}")
+    return file
+
+
+def _parquet(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
+    file = _parquet_file(chunk.path, chunk.field)
+    row = sum(file.metadata.row_group(i).num_rows for i in range(chunk.first))
+    try:
+        for batch in file.iter_batches(256, row_groups=range(chunk.first, chunk.last), columns=[chunk.field]):
+            for text in batch.column(0).to_pylist():
+                yield from _text(text, f"{chunk.path}, row {row}", chunk.field, bad)
+                row += 1
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{chunk.path}: not a readable parquet file ({error})") from error
+
+
+def _dataset(name: str, split: str, field: str) -> Any:
+    from megapar.data.sampling.streaming import open_dataset
+
+    return open_dataset(name, split, field)
+
+
+def _rows(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
+    name, part = chunk.path.split("\0")
+    rows = _dataset(name, part, chunk.field)
+    for first in range(chunk.first, chunk.last, 256):
+        for number, text in enumerate(rows[first : min(first + 256, chunk.last)][chunk.field], first):
+            yield from _text(text, f"{name}, row {number}", chunk.field, bad)
+
+
+def _text(text: Any, place: str, field: str, bad: BadRecords) -> Iterator[str]:
+    try:
+        good = checked_text(text, {field: text}, place, field)
+    except DataError as error:
+        bad.take(error)
+        return
+    if good.strip():
+        yield good
+
+
+_LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]]] = {
+    "jsonl": _jsonl,
+    "lines": _lines,
+    "blank": _blank,
+}
+_ROW_READERS: dict[str, Callable[[TextChunk, BadRecords], Iterator[str]]] = {"parquet": _parquet, "rows": _rows}
+
+
+def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:
+    """All that decides the content of the chunks: paths, stretches, and size and time of change of each file."""
+    found = []
+    for chunk in chunks:
+        path = Path(chunk.path.split("\0")[0])
+        status = path.stat() if path.is_file() else None
+        stamp = [status.st_size, status.st_mtime_ns] if status else []
+        found.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
+    return found

@@ -1,0 +1,191 @@
+"""Fingerprints of the data of ``--data-path`` and ``--hf-dataset``: the same for the same data in any place.
+
+    text, JSONL, parquet    SHA-256 of all bytes, and how they are read
+    PREFIX.bin, PREFIX.idx  SHA-256 of the index; the length of the tokens and 64 blocks of 1 MiB spread over them
+    a datasets source       its revision where the cache of the Hub has it, and the names and lengths of its files
+
+Standard library only. What whole files had to be read for is remembered in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from megapar.config.record import FIELD
+from megapar.data.blend import Group, groups_of
+from megapar.data.text.source import MOCK, open_sources, unread_bytes
+from megapar.data.tokens.cache import digest
+from megapar.data.tokens.indexed import without_suffix
+from megapar.data.tokens.prepared import hashes_path, index_hash
+from megapar.data.tokens.remembered import Unread, remembered
+from megapar.errors import DataError
+
+BLOCKS = 64  # of a file of tokens that are looked at, of
+BLOCK_BYTES = 1 << 20
+_NAMES = 3  # paths of one corpus that are shown
+BY_TEXT, BY_POSITION = "text", "position"
+"""The two ways to split documents: by a hash of their text, or by their numbers."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """One source of a mixture; paths without weights are one source together.
+
+    name: for people. value: None where it is not known without reading ``unread`` bytes. cut: how its documents are
+    split where it is.
+    """
+
+    name: str
+    value: str | None
+    weight: Fraction | None
+    cut: str
+    unread: int = 0
+
+
+def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
+    """Fingerprints of the sources that ``--data-path`` names, in order. field: see source.open_sources.
+
+    may_read: False takes from the cache only. Raises DataError.
+    """
+    if list(paths) == [MOCK]:
+        return (Fingerprint("mock", "mock", None, ""),)
+    groups = groups_of(paths)
+    found = [_of_group(group, field, may_read) for group in groups]
+    if len(found) == 1 or found[0].weight is not None:
+        return tuple(found)
+    values = [one.value for one in found if one.value is not None]
+    whole = digest(*values) if len(values) == len(found) else None
+    names = _names([path for group in groups for path in group.paths])
+    cut = "+".join(sorted({one.cut for one in found}))
+    return (Fingerprint(names, whole, None, cut, sum(one.unread for one in found)),)
+
+
+def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
+    names = _names(group.paths)
+    by_text = not group.indexed or hashes_path(group.paths[0]).exists()
+    cut = BY_TEXT if by_text else BY_POSITION
+    try:
+        value = _indexed(group.paths[0], may_read) if group.indexed else _texts(group.paths, field, may_read)
+    except Unread as unread:
+        return Fingerprint(names, None, group.weight, cut, unread.bytes)
+    except OSError as error:
+        raise DataError(f"{names}: cannot be read: {error}") from error
+    return Fingerprint(names, value, group.weight, cut)
+
+
+def _names(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _NAMES} more" if len(paths) > _NAMES else ""
+    return ", ".join(paths[:_NAMES]) + more
+
+
+def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
+    """As ``source.sources_hash``, which names the tokens of the same text in the cache."""
+    try:
+        return digest(*(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read)))
+    except Unread:  # the first one only
+        raise Unread(unread_bytes(paths, field)) from None
+
+
+def _indexed(path: str, may_read: bool) -> str:
+    prefix = without_suffix(path)
+    tokens, values, unread = Path(f"{prefix}.bin"), list[str](), 0
+    looks: tuple[Callable[[], str], ...] = (
+        lambda: index_hash(prefix, may_read=may_read),
+        lambda: remembered(tokens, lambda: _blocks(tokens), "blocks", may_read=may_read),
+    )
+    for look, most in zip(looks, (None, BLOCKS * BLOCK_BYTES), strict=True):
+        try:
+            values.append(look())
+        except Unread as one:
+            unread += one.bytes if most is None else min(most, one.bytes)
+    if unread:
+        raise Unread(unread)
+    return digest(*values)
+
+
+def _blocks(tokens: Path) -> str:
+    size = tokens.stat().st_size
+    state = hashlib.sha256(str(size).encode())
+    with tokens.open("rb") as file:
+        if size <= BLOCKS * BLOCK_BYTES:
+            while block := file.read(BLOCK_BYTES):
+                state.update(block)
+        else:
+            for number in range(BLOCKS):
+                file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+                state.update(file.read(BLOCK_BYTES))
+    return state.hexdigest()
+
+
+def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
+    """The fingerprint of a file that is not a corpus, by its bytes. name: for messages. Raises DataError."""
+    try:
+        value = remembered(path, lambda: _bytes(path), "bytes", may_read=may_read)
+    except Unread as unread:
+        return Fingerprint(name, None, None, "", unread.bytes)
+    except OSError as error:
+        raise DataError(f"{name} {path}: cannot be read: {error}") from error
+    return Fingerprint(name, value, None, "")
+
+
+def _bytes(path: Path) -> str:
+    state = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            state.update(block)
+    return state.hexdigest()
+
+
+def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
+    """The fingerprint of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers.
+
+    Raises DataError.
+    """
+    path = Path(name)
+    try:
+        if path.is_file():
+            parts = ["file", str(path.stat().st_size)]
+        elif path.is_dir():
+            parts = ["folder", *_listed(path)]
+        else:
+            parts = ["name", name, *_cached(name)]
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error}") from error
+    return Fingerprint(name, digest(*parts, field), None, BY_POSITION)
+
+
+def _listed(folder: Path) -> Iterator[str]:
+    """Names and lengths of the files in a folder, but for hidden ones and what ``datasets`` itself puts there."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        for file in sorted(files):
+            if not file.startswith((".", "cache-")):
+                path = Path(place, file)
+                yield f"{path.relative_to(folder)} {path.stat().st_size}"
+
+
+def _cached(name: str) -> Iterator[str]:
+    """Revision and files of a name in the caches of the Hub's library and of ``datasets``."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
+    try:
+        revision = (hub / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        kept = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+        wanted = _letters(name)
+        there = sorted(kept.iterdir()) if kept.is_dir() else []
+        yield from (line for one in there if _letters(one.name) == wanted for line in _listed(one))
+        return
+    yield revision
+    if (hub / "snapshots" / revision).is_dir():
+        yield from _listed(hub / "snapshots" / revision)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

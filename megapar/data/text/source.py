@@ -1,0 +1,308 @@
+"""Sources of documents: the built-in text, text files, JSONL files, parquet files; each is read chunk by chunk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from megapar.config.data_files import (
+    INDEXED,
+    MOST_TOLD,
+    first_line,
+    is_compressed,
+    kind_of,
+    listing,
+    nothing_read,
+    opened,
+    refusal_of,
+)
+from megapar.config.hints import near_path
+from megapar.config.record import FIELD, JSONL, numbered_lines, text_of_line
+from megapar.data.text import builtin
+from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
+from megapar.data.tokens.cache import digest, known, made_once
+from megapar.data.tokens.remembered import Unread, remembered
+from megapar.errors import DataError
+
+BUILTIN = "builtin"
+MOCK = "mock"
+_UNPACKED = 4  # a compressed file holds about four times its size
+_LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to its reader
+
+
+class TextSource(Protocol):
+    """A named collection of documents in a fixed order."""
+
+    @property
+    def name(self) -> str:
+        """The name that the user gave it."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of text, estimated where the file is compressed."""
+
+    def chunks(self) -> list[TextChunk]:
+        """The chunks in which it is read, in order; together they give its documents. Raises DataError."""
+
+    def content_hash(self, *, may_read: bool = True) -> str:
+        """A hash of the content, independent of the file's name. may_read: see ``remembered``."""
+
+
+@dataclass(frozen=True)
+class BuiltinSource:
+    """The text that every CPython carries, kept in the cache after it has been collected once."""
+
+    name: str = BUILTIN
+    bytes: int = builtin.ABOUT_BYTES
+
+    def file(self) -> JsonlFile:
+        """The JSONL file in the cache that holds it."""
+        return JsonlFile(made_once(self._entry(), _write_builtin))
+
+    @staticmethod
+    def _entry() -> str:
+        import sys
+
+        version = "{}.{}.{}-{}".format(*sys.version_info[:4])
+        return f"text/builtin-{builtin.VERSION}-python-{version}.jsonl"
+
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return self.file().chunks()
+
+    def content_hash(self, *, may_read: bool = True) -> str:
+        """See TextSource."""
+        if not may_read and known(self._entry()) is None:
+            raise Unread(builtin.ABOUT_BYTES)
+        return self.file().content_hash(may_read=may_read)
+
+
+def _write_builtin(path: Path) -> None:
+    with open(path, "w", encoding="utf-8") as out:
+        for text in builtin.documents():
+            out.write(json.dumps({FIELD: text}) + "\n")
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+
+    read_as: ClassVar[str]  # part of content hashes, which checkpoints record: never changed
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @property
+    def bytes(self) -> int:
+        """See TextSource."""
+        return self.path.stat().st_size * (_UNPACKED if is_compressed(self.path) else 1)
+
+    def content_hash(self, *, may_read: bool = True) -> str:
+        """SHA-256 of the file's bytes, unpacked, and how it is read; remembered by path, size and time of change."""
+        packed = is_compressed(self.path)
+        unpacked = ("unpacked",) if packed else ()
+        try:
+            return digest(*self._reading(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
+        except Unread as unread:
+            raise Unread(unread.bytes * (_UNPACKED if packed else 1)) from None
+
+    def _sha256(self) -> str:
+        state = hashlib.sha256()
+        with opened(self.path) as data:
+            while block := data.read(1 << 20):
+                state.update(block)
+        return state.hexdigest()
+
+    def _reading(self) -> tuple[str, ...]:
+        """All that can make other documents of the same bytes."""
+        return (self.read_as,)
+
+
+@dataclass(frozen=True)
+class _Records(_File):
+    """A file of records. field: the one that holds the document."""
+
+    field: str = FIELD
+
+    def _reading(self) -> tuple[str, ...]:
+        return (self.read_as, *(() if self.field == FIELD else (self.field,)))
+
+
+@dataclass(frozen=True)
+class TextFile(_File):
+    """A text file: blank lines separate documents, as in BERT's pre-training data.
+
+    A file without any blank line holds one document per line.
+    """
+
+    read_as = "TextFile"
+
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return file_chunks("blank" if self._has_blank_line() else "lines", self.path)
+
+    def _has_blank_line(self) -> bool:
+        """Looks for a blank line between two others."""
+        seen = blank = False
+        with opened(self.path) as file:
+            for _, line in numbered_lines(file):
+                if line is None or line.strip():
+                    if blank:
+                        return True
+                    seen = True
+                else:
+                    blank = seen
+        return False
+
+
+@dataclass(frozen=True)
+class JsonlFile(_Records):
+    """A JSONL file: one object per line, the document in one of its fields; blank lines are skipped."""
+
+    read_as = "JsonlFile"
+
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return file_chunks("jsonl", self.path, self.field)
+
+
+@dataclass(frozen=True)
+class ParquetFile(_Records):
+    """A parquet file with the documents in one of its columns, read by the package ``pyarrow``."""
+
+    read_as = "ParquetFile"
+
+    def chunks(self) -> list[TextChunk]:
+        """See TextSource."""
+        return parquet_chunks(self.path, self.field)
+
+
+_FORMATS: tuple[tuple[tuple[str, ...], type[JsonlFile] | type[ParquetFile]], ...] = (
+    (JSONL, JsonlFile),
+    ((".parquet",), ParquetFile),
+)
+
+
+def open_sources(
+    paths: Sequence[str],
+    field: str = FIELD,
+    say: Callable[[str], object] = lambda text: None,
+    *,
+    may_read: bool = True,
+) -> tuple[TextSource, ...]:
+    """The sources that ``--data-path`` names, in order; a folder stands for its files, sorted by name.
+
+    field: of records, the one that holds the document. say: called with what is skipped of a folder. may_read: if not,
+    Unread is raised where whole files would have to be read to find copies.
+    Raises DataError where a path is missing, empty, or of a kind that is read otherwise.
+    """
+    sources: list[TextSource] = []
+    for path in paths:
+        if path == BUILTIN:
+            sources.append(BuiltinSource())
+        elif Path(path).is_dir():
+            sources += _of_folder(Path(path), field, say, may_read)
+        else:
+            sources.append(_file_source(Path(path), field))
+    if not sources:
+        raise DataError("no data path was given; --data-path builtin needs no file")
+    return tuple(sources)
+
+
+def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
+    """The bytes to read before all hashes of what ``open_sources`` finds are known, and its copies found.
+
+    Raises DataError as that does.
+    """
+    total = 0
+    for path in paths:
+        for one in listing(Path(path)).taken if path != BUILTIN and Path(path).is_dir() else (path,):
+            source = BuiltinSource() if one == BUILTIN else _file_source(Path(one), field)
+            try:
+                source.content_hash(may_read=False)
+            except Unread as unread:
+                total += unread.bytes
+    return total
+
+
+def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[TextSource]:
+    """The files of a folder, each content once: a second copy is more often a mistake than intended."""
+    found, skipped = listing(folder)
+    if not found:
+        raise DataError(f"{folder}: {nothing_read(folder)}")
+    sources: list[TextSource] = []
+    told = [f"{name} ({reason})" for name, reason in skipped]
+    twins, seen = _may_be_copies(found), dict[str, Path]()
+    for file in found:
+        source = _file_source(file, field)
+        first = seen.setdefault(source.content_hash(may_read=may_read), file) if file in twins else file
+        if first is file:
+            sources.append(source)
+        else:
+            told.append(f"{file.name} (the same content as {first.name})")
+    if told:
+        more = f" and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+        entries = f"{len(sources)} of {len(sources) + len(told)} entries"
+        say(f"{folder}: {entries} are read, skipped: {', '.join(told[:MOST_TOLD])}{more}")
+    return sources
+
+
+def _may_be_copies(files: Sequence[Path]) -> set[Path]:
+    """The files that have the size of another one, or its name but for compression: only these are read twice."""
+    alike: dict[object, list[Path]] = {}
+    for file in files:
+        for mark in (file.stat().st_size, file.stem if is_compressed(file) else file.name):
+            alike.setdefault(mark, []).append(file)
+    return {file for group in alike.values() if len(group) > 1 for file in group}
+
+
+def _file_source(path: Path, field: str) -> TextSource:
+    if str(path) == MOCK:
+        raise DataError("mock makes random tokens and cannot be mixed with text; give --data-path mock alone")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. {near_path(str(path))} What is read: text, JSONL and parquet files")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: the file may not be read; change its permissions")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty; give one with text in it")
+    if path.suffix in INDEXED:
+        raise DataError(f"{path}: holds tokens, where text is needed; give the text, JSONL or parquet file")
+    if reason := refusal_of(path):
+        raise DataError(f"{path}: {reason}")
+    for suffixes, kind in _FORMATS:
+        if kind_of(path) in suffixes:
+            return kind(path, field)
+    return TextFile(path)
+
+
+def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) -> Iterator[str]:
+    """The documents of all sources, one source after the other. bad: takes broken records; None: they are raised."""
+    bad, numbers = bad or BadRecords(stops=True), LineNumbers()
+    for source in sources:
+        for chunk in source.chunks():
+            yield from chunk.documents(bad, numbers)
+
+
+def check_first_records(sources: Iterable[TextSource]) -> None:
+    """Refuse a wrong field by the first line of each JSONL file.
+
+    Workers that read in parallel would otherwise report whichever of their lines came first. Raises DataError.
+    """
+    for source in sources:
+        if isinstance(source, JsonlFile):
+            number, line = first_line(source.path, _LONGEST_LOOK)
+            if 0 < len(line) < _LONGEST_LOOK:
+                text_of_line(line, f"{source.path}, line {number}", source.field)
+
+
+def sources_hash(sources: Sequence[TextSource]) -> str:
+    """One hash over the content of all sources, in order."""
+    return digest(*(source.content_hash() for source in sources))

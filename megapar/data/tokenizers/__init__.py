@@ -1,0 +1,1 @@
+"""Tokenizers: SentencePiece and Hugging Face, and the one that a run keeps."""

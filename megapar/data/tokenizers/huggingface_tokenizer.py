@@ -1,0 +1,156 @@
+"""Hugging Face tokenizers, from a folder or a ``tokenizer.json``; code that a folder carries is never run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megapar.data.tokenizers.tokenizer import SpecialTokens, WordMarks
+from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
+_USUAL_NAMES = {
+    "pad": ("[PAD]", "<pad>"),
+    "unk": ("[UNK]", "<unk>"),
+    "bos": ("<s>", "<|begin_of_text|>"),
+    "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
+    "cls": ("[CLS]", "<cls>"),
+    "sep": ("[SEP]", "<sep>"),
+    "mask": ("[MASK]", "<mask>", "<mask:0>"),
+}
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of ``transformers``, wrapped."""
+
+    def __init__(self, path: str | Path) -> None:
+        """path: a folder with a tokenizer, or a ``tokenizer.json``. Raises DataError where it cannot be used."""
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        self._path = Path(path)
+        try:
+            if self._path.is_dir():
+                self._inner: Any = AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=False
+                )
+            else:
+                self._inner = PreTrainedTokenizerFast(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
+        except Exception as error:  # the loaders raise many kinds of errors
+            raise DataError(f"{path}: not a usable Hugging Face tokenizer ({error})") from error
+        self._inner.model_max_length = int(1e30)  # documents longer than a model's context are cut later, here
+        # Calls the library below, where there is one: transformers' call costs as much as a short document.
+        self._fast = getattr(self._inner, "backend_tokenizer", None)
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        vocabulary: dict[str, int] = self._inner.get_vocab()
+        if not vocabulary:
+            raise DataError(f"{path}: the tokenizer has no tokens")
+        self.vocabulary = vocabulary
+        self._size = max(vocabulary.values()) + 1
+
+    @property
+    def size(self) -> int:
+        """See Tokenizer."""
+        return self._size
+
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """See Tokenizer. Roles without a token fall back: end to separator, class to begin, and so on."""
+        found: dict[str, int | None] = {}
+        for role in _ROLES:
+            own = getattr(self._inner, f"{role}_token_id", None)
+            usual = (self.vocabulary.get(name) for name in _USUAL_NAMES[role])
+            found[role] = own if own is not None else next((i for i in usual if i is not None), None)
+        for role, other in (("eos", "sep"), ("sep", "eos"), ("bos", "cls"), ("cls", "bos"), ("pad", "eos")):
+            if found[role] is None:
+                found[role] = found[other]
+        return SpecialTokens(**found)
+
+    @cached_property
+    def ordinary_ids(self) -> np.ndarray:
+        """See Tokenizer."""
+        import numpy as np
+
+        special = self.special.ids | set(self._inner.all_special_ids)
+        added = getattr(self._inner, "added_tokens_decoder", {})
+        special |= {i for i, token in added.items() if getattr(token, "special", False)}
+        return np.array(sorted(i for i in set(self.vocabulary.values()) if i not in special), dtype=np.int64)
+
+    @cached_property
+    def word_marks(self) -> WordMarks:
+        """See Tokenizer. Knows the marks of sentencepiece (▁), byte-level (Ġ, Ċ) and WordPiece (##) tokens."""
+        import numpy as np
+
+        tokens = [""] * self.size
+        for token, i in self.vocabulary.items():
+            tokens[i] = token
+        return WordMarks(*(np.array(marks) for marks in zip(*_marks(tokens), strict=True)))
+
+    @property
+    def joins(self) -> list[list[Any]] | None:
+        """The facts that decide the ids of a text beside those of the tokens: merges in order, or each token's score.
+
+        None where the tokenizer has neither, or does not say. Older libraries write a merge as one text.
+        """
+        if self._fast is None:
+            return None
+        model = json.loads(self._fast.to_str()).get("model") or {}
+        if model.get("merges"):
+            return [one.split(" ") if isinstance(one, str) else list(one) for one in model["merges"]]
+        vocabulary = model.get("vocab")
+        return vocabulary if isinstance(vocabulary, list) else None
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See Tokenizer."""
+        if not texts:
+            return []
+        if self._fast is not None:
+            return [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        encoded = self._inner(
+            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def fingerprint(self) -> str:
+        """See Tokenizer."""
+        backend = getattr(self._inner, "backend_tokenizer", None)
+        if backend is not None:
+            content = backend.to_str()
+        else:
+            content = repr((type(self._inner).__name__, sorted(self.vocabulary.items())))
+        return hashlib.sha256(f"{content}{self.special}".encode()).hexdigest()[:32]
+
+    def save_hf(self, folder: str | Path) -> None:
+        """See Tokenizer."""
+        self._inner.save_pretrained(str(folder))
+
+
+def _marks(tokens: Sequence[str]) -> list[tuple[bool, bool]]:
+    """Per token whether it begins a word and whether what follows it does, by the marks this vocabulary uses."""
+    wordpiece = sum(token.startswith("##") for token in tokens) > len(tokens) // 100
+    byte_level = not wordpiece and sum(token.startswith("Ġ") for token in tokens) > len(tokens) // 100
+    if wordpiece:
+        return [(not token.startswith("##"), False) for token in tokens]
+    space, breaks = ("Ġ", ("Ċ", "ĉ", "č")) if byte_level else ("▁", ("\n", "\t", "\r"))
+    marks = []
+    for token in tokens:
+        token = "\n" if token == "<0x0A>" else token
+        blank = not token.strip(space + "".join(breaks)) and token != ""
+        marks.append((token.startswith((space, *breaks)), blank or token.endswith(breaks)))
+    return marks

@@ -1,0 +1,93 @@
+"""The ids that a tokenizer makes of text, as facts that a checkpoint keeps and another tokenizer is compared with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megapar.core.checkpoint.manifest import sha256_of
+from megapar.data.sampling.mock import MockTokenizer
+from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
+from megapar.data.tokens.cache import digest, known, made_once
+
+_VERSION = "2"  # of the facts
+_LARGE_BYTES = 16 << 20
+_OF_A_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|.*\.(model|tiktoken|spm)$")
+"""Files of such names are read at any size, others up to _LARGE_BYTES."""
+
+Facts = dict[str, Any]
+"""fingerprint: of the files. ids: of every token's id and of some texts' (None: the fingerprint says it). size.
+
+joins: of what makes tokens of pieces, merges or scores, where the library says it. Older facts do not have it.
+"""
+
+_PROBES = (
+    "The quick brown fox jumps over the lazy dog. 1234567890 3.14 -42",
+    " leading  spaces\tand\nlines\r\n\n  def f(x):\n    return x[0] # code",
+    "Ünïcödé, Καλημέρα, Привет, 你好世界, こんにちは, 안녕하세요, مرحبا, שלום, नमस्ते 👩‍👩‍👧 ﬁ ½ ＡＢＣ",
+)
+
+
+def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
+    """None where a run has no text, and so no tokenizer that its weights could depend on.
+
+    path: what it was loaded from, to be remembered for ``known_facts``. A library's own form of a tokenizer, of which
+    the fingerprint is made, may change with its version: so there are ids, too.
+    """
+    if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
+        return None
+    ids = None
+    if not isinstance(getattr(tokenizer, "model", None), bytes):
+        ids = digest(*(json.dumps(one) for one in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
+        ids = digest(ids, json.dumps(getattr(tokenizer, "vocabulary", {}), sort_keys=True))
+    facts: Facts = {"fingerprint": tokenizer.fingerprint(), "ids": ids, "size": tokenizer.size}
+    joins = getattr(tokenizer, "joins", None)
+    if joins is not None:
+        facts["joins"] = digest(json.dumps(joins))
+    if path is not None and ids is not None:
+        made_once(_entry(Path(path)), lambda entry: _write(entry, facts))
+    return facts
+
+
+def known_facts(path: str) -> Facts | None:
+    """The facts of a path as --tokenizer-model takes it, without the library that runs it; None if that is needed."""
+    place = Path(path)
+    try:
+        if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
+            place /= "tokenizer.model"
+        if place.is_file() and place.suffix != ".json":
+            return {"fingerprint": sha256_of(place)[:32], "ids": None, "size": None}
+        entry = known(_entry(place))
+        found = None if entry is None else json.loads(entry.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def same_ids(there: Facts, here: Facts) -> bool:
+    """True if two tokenizers give the same ids."""
+    if there.get("fingerprint") == here.get("fingerprint"):
+        return True
+    joins = there.get("joins"), here.get("joins")
+    if None not in joins and joins[0] != joins[1]:
+        return False
+    return there.get("ids") is not None and there.get("ids") == here.get("ids")
+
+
+def _write(entry: Path, facts: Facts) -> None:
+    entry.write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _entry(path: Path) -> str:
+    """By what may decide the ids: of a model's folder that is not its weights, which are named and not read."""
+    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    return f"tokenizer-facts/{digest(_VERSION, *(part for one in files for part in (one.name, _content(one))))}.json"
+
+
+def _content(file: Path) -> str:
+    size = file.stat().st_size
+    if size > _LARGE_BYTES and not _OF_A_TOKENIZER.match(file.name):
+        return f"{size} bytes"
+    return sha256_of(file)

@@ -1,0 +1,273 @@
+"""Documents to an indexed file on all cores: chunks are encoded into parts, which are joined in order.
+
+    workers     chunk 0 -> part 0    chunk 2 -> part 2    ..
+                chunk 1 -> part 1    chunk 3 -> part 3    ..
+    parent      .. part 0, part 1 -> PREFIX.bin.unfinished, as soon as all parts before them are there
+
+A folder holds one part per finished chunk while the work goes on; a run that was killed resumes from them. The bytes of
+the result follow from the inputs and the tokenizer, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from array import array
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megapar.core.health.parent import end_with
+from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.chunks import LineNumbers, TextChunk, describe
+from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.tokens.cache import digest
+from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
+from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened
+from megapar.data.tokens.prepared import HashesWriter, hashes_of
+from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 4
+_BATCH = 32  # documents encoded at a time; more of them do not fit the caches of a core
+_CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
+
+Progress = Callable[[int, int, Done], None]
+"""Called with the finished chunks, all chunks, and what the finished ones gave."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The settings that turn documents into ids.
+
+    dtype: of the ids in the file. end: the token after each document; None: there is none. skip_bad: broken records are
+    left out and counted; otherwise the first one stops the work.
+    """
+
+    dtype: str
+    end: int | None
+    skip_bad: bool
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, append_end: bool = True, skip_bad: bool = False) -> Encoding:
+        """Raises DataError where an end token is wanted and the tokenizer has none."""
+        end = tokenizer.special.need("eos") if append_end else None
+        return cls(smallest_dtype(tokenizer.size), end, skip_bad)
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Everything that decides one indexed file.
+
+    prefix: of PREFIX.bin, PREFIX.idx and PREFIX.hashes. folder: of the finished parts. tokenizer: the file or folder
+    from which workers load it. names: the inputs, for messages.
+    """
+
+    prefix: str
+    folder: str
+    chunks: tuple[TextChunk, ...]
+    encoding: Encoding
+    tokenizer: str
+    names: str
+
+    def key(self, tokenizer: Tokenizer) -> str:
+        """A hash of all that decides the parts."""
+        encoding = self.encoding
+        parts = [VERSION, describe(self.chunks), tokenizer.fingerprint(), encoding.dtype, encoding.end]
+        return digest(json.dumps(parts))
+
+
+def encode(
+    job: EncodeJob,
+    tokenizer: Tokenizer,
+    *,
+    workers: int,
+    keep_parts: bool,
+    progress: Progress = lambda done, total, result: None,
+) -> Done:
+    """Write PREFIX.bin and PREFIX.idx, one sequence per document, and PREFIX.hashes (see prepared.py).
+
+    workers: processes; 1: this process does the work. keep_parts: after a DataError finished parts stay for the next
+    run, and its message says so. A process that is killed leaves them in any case.
+
+    Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then PREFIX has no
+    files, or the old ones.
+    """
+    folder = Path(job.folder)
+    with claimed(folder, job.key(tokenizer)):
+        try:
+            total = _written(job, tokenizer, workers, progress)
+        except DataError as error:
+            kept = sum(finished(folder, number) is not None for number in range(len(job.chunks)))
+            if kept == 0 or not keep_parts:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            raise DataError(
+                f"{error} ({kept} of {len(job.chunks)} chunks are finished and kept in {folder}; the same command "
+                "resumes from them, also with --on-bad-record skip)"
+            ) from error
+        shutil.rmtree(folder)
+    return total
+
+
+def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progress) -> Done:
+    """Encodes what is not finished yet, and joins all parts."""
+    folder, seen = Path(job.folder), Done()
+    results = closing(_finished_chunks(job, tokenizer, workers))
+    with (
+        IndexedDatasetBuilder(job.prefix, job.encoding.dtype) as builder,
+        HashesWriter(job.prefix) as hashes,
+        results as each,
+    ):
+        join = _Join(folder, builder, hashes)
+        for count, (number, result) in enumerate(each, start=1):
+            join.take(number, result)
+            seen += result
+            progress(count, len(job.chunks), seen)
+        if join.total.documents == 0:
+            shutil.rmtree(folder)
+            raise DataError(f"{job.names}: the corpus holds no documents")
+        builder.finalize(hashes.finish)
+    return join.total
+
+
+class _Join:
+    """Copies parts into a builder by their numbers, each as soon as all before it are there.
+
+    total: of the parts that were copied.
+    """
+
+    def __init__(self, folder: Path, builder: IndexedDatasetBuilder, hashes: HashesWriter) -> None:
+        self.total = Done()
+        self._folder, self._builder, self._hashes = folder, builder, hashes
+        self._next = 0
+        self._early: dict[int, Done] = {}
+
+    def take(self, number: int, done: Done) -> None:
+        """One more part is finished."""
+        self._early[number] = done
+        while (found := self._early.pop(self._next, None)) is not None:
+            with opened(self._folder, self._next) as (ids, lengths, hashes):
+                self._builder.copy_documents(ids, lengths)
+                self._hashes.add(hashes)
+            self.total += found
+            self._next += 1
+
+
+def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Generator[tuple[int, Done]]:
+    """The number of each chunk as it is finished, and what it gave; first those that an earlier run finished."""
+    waiting = []
+    for number, chunk in enumerate(job.chunks):
+        found = finished(Path(job.folder), number)
+        if found is None or (found.bad and not job.encoding.skip_bad):
+            waiting.append((number, chunk))
+        else:
+            yield number, found
+    if workers == 1 or len(waiting) <= 1:
+        numbers = LineNumbers()
+        for number, chunk in waiting:
+            yield number, _encode_chunk(number, chunk, job.folder, job.encoding, tokenizer, numbers)
+    else:
+        yield from _in_workers(waiting, job, tokenizer, workers)
+
+
+def _in_workers(
+    waiting: Sequence[tuple[int, TextChunk]], job: EncodeJob, tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[int, Done]]:
+    # A forked worker has the parent's tokenizer; loading a large one takes a second.
+    given = tokenizer if multiprocessing.get_start_method() == "fork" else None
+    rest = iter(waiting)
+    settings = (job.folder, job.encoding, job.tokenizer, given)
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=settings) as pool:
+        in_flight: dict[Future[Done], int] = {}
+        try:
+            while True:
+                while len(in_flight) < 2 * workers and (following := next(rest, None)) is not None:
+                    in_flight[pool.submit(_work, *following)] = following[0]
+                if not in_flight:
+                    return
+                for future in wait(in_flight, return_when=FIRST_COMPLETED).done:
+                    yield in_flight.pop(future), future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"a worker died, perhaps for want of memory; encode with fewer than {workers} (megapar data prepare "
+                "--workers)"
+            ) from error
+        finally:
+            for future in in_flight:
+                future.cancel()
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(folder: str, encoding: Encoding, path: str, tokenizer: Tokenizer | None) -> None:
+    """Load the tokenizer in a worker. Workers leave interrupts to their parent, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(os.getppid())
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker uses one core
+    tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
+    _worker.update(folder=folder, encoding=encoding, tokenizer=tokenizer, numbers=LineNumbers())
+
+
+def _work(number: int, chunk: TextChunk) -> Done:
+    return _encode_chunk(
+        number, chunk, _worker["folder"], _worker["encoding"], _worker["tokenizer"], _worker["numbers"]
+    )
+
+
+def _encode_chunk(
+    number: int, chunk: TextChunk, folder: str, encoding: Encoding, tokenizer: Tokenizer, numbers: LineNumbers
+) -> Done:
+    """Write one part."""
+    import numpy as np
+
+    bad = BadRecords(stops=not encoding.skip_bad)
+    documents = tokens = 0
+    with PartWriter(Path(folder), number) as part:
+        for texts in _batches(chunk.documents(bad, numbers)):
+            flat, lengths = _tokens(tokenizer, texts, encoding)
+            part.add(flat, np.array(lengths), hashes_of(texts))
+            documents, tokens = documents + len(lengths), tokens + len(flat)
+        result = Done(documents, tokens, bad.count, tuple(bad.first))
+        part.finish(result)
+    return result
+
+
+def _tokens(tokenizer: Tokenizer, texts: Sequence[str], encoding: Encoding) -> tuple[np.ndarray, list[int]]:
+    """(the ids of all documents one after the other, each with its end token; the length of each)."""
+    import numpy as np
+
+    arrays = tokenizer.encode_arrays(texts) if isinstance(tokenizer, SentencePieceTokenizer) else None
+    if arrays is not None:
+        end = np.array([] if encoding.end is None else [encoding.end], dtype=np.int32)
+        ids = np.concatenate([part for one in arrays for part in (one, end)])
+        return ids.astype(encoding.dtype), [len(one) + len(end) for one in arrays]
+    lengths, flat = [], array(_CODES[encoding.dtype])
+    for document in tokenizer.encode_batch(texts):
+        if encoding.end is not None:
+            document.append(encoding.end)
+        flat.fromlist(document)
+        lengths.append(len(document))
+    return np.frombuffer(flat, dtype=encoding.dtype), lengths
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in documents:
+        batch.append(text)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

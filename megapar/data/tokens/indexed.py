@@ -1,0 +1,373 @@
+"""Megatron's indexed token files: PREFIX.bin, the ids of all sequences one after the other, and PREFIX.idx.
+
+Format of the .idx file, little endian, without gaps (Megatron-LM core/datasets/indexed_dataset.py, version 1):
+
+    offset  bytes  what
+    0       9      magic "MMIDIDX" and two zero bytes
+    9       8      version, uint64: 1
+    17      1      dtype code, uint8: see DTYPE_CODES
+    18      8      N, uint64: sequences
+    26      8      D, uint64: documents + 1
+    34      4 N    length of each sequence in elements, int32
+            8 N    where each sequence begins in the .bin file in bytes, int64
+            8 D    document d is sequences [indices[d], indices[d + 1]), int64
+            N      mode of each sequence, int8; only in files made for several modalities
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from megapar.config.token_index import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    SAMPLE_TOKENS,
+    SAMPLES,
+    VERSION,
+    Head,
+    bad_id,
+    check_dtype,
+    places,
+    read_head,
+)
+from megapar.core.checkpoint.durable import sync_folder
+from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BLOCK = 1 << 20  # sequences or tokens that a full pass holds at a time
+
+
+class Summary(NamedTuple):
+    """The result of a full check. largest: the largest id, -1 of an empty file."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    largest: int
+
+
+class IndexedDataset:
+    """The sequences of PREFIX.bin and PREFIX.idx, memory-mapped: opening costs the same at any size.
+
+    ``len(dataset)``: sequences. ``dataset[i]``: [T] their ids in the file's dtype; no copy. ``document_indices``: [D]
+    int64, see the format. ``lengths`` [N] int32, ``pointers`` [N] int64, ``modes`` [N] int8 or None.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        """prefix: the path without ``.bin`` or ``.idx`` (either may be there).
+
+        Magic, version, dtype, counts and the lengths of both files are checked, and the index at a sample of places.
+        Raises DataError with the file's name and both numbers.
+        """
+        import numpy as np
+
+        self.prefix = without_suffix(prefix)
+        self.index_path, self.data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        for path in (self.index_path, self.data_path):
+            if not path.is_file():
+                raise DataError(f"{path}: no such file; an indexed corpus is a .bin and an .idx file of one prefix")
+        head = read_head(self.index_path, self.data_path)
+        self.dtype = np.dtype(head.dtype).newbyteorder("<")
+        self._map(head)
+        self._check_places()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"{number} is not one of {len(self)} sequences")
+        start = int(self.pointers[number]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[number])]
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_indices) - 1
+
+    def document_start(self, document: int) -> int:
+        """The place in ``tokens`` where a document begins; of the number of documents: where the last one ends."""
+        sequence = int(self.document_indices[document])
+        if sequence == len(self):
+            return len(self.tokens)
+        return int(self.pointers[sequence]) // int(self.dtype.itemsize)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse ids outside [0, vocab_size), looking at 32 runs of 1,024 tokens spread over the file."""
+        check_dtype(self.data_path, self.dtype.name)
+        for start in places(len(self.tokens), SAMPLES):
+            self._check_run(start, min(start + SAMPLE_TOKENS, len(self.tokens)), vocab_size)
+
+    def verify(self, vocab_size: int | None = None) -> Summary:
+        """Check the whole index and, against ``vocab_size``, every id; raises DataError at the first bad one."""
+        import numpy as np
+
+        address = 0
+        for start in range(0, len(self), _BLOCK):
+            lengths = np.asarray(self.lengths[start : start + _BLOCK], dtype=np.int64)
+            expected = address + np.concatenate([[0], np.cumsum(lengths * self.dtype.itemsize)])
+            wrong = np.flatnonzero((lengths < 0) | (self.pointers[start : start + _BLOCK] != expected[:-1]))
+            if len(wrong):
+                first = int(wrong[0])
+                self._bad_sequence(start + first, int(expected[first]))
+            address = int(expected[-1])
+        for start in range(0, self.documents, _BLOCK):
+            indices = np.asarray(self.document_indices[start : start + _BLOCK + 1])
+            falling = np.flatnonzero(np.diff(indices) < 0)
+            if len(falling):
+                self._bad_document(start + int(falling[0]))
+        largest = -1
+        for start in range(0, len(self.tokens), _BLOCK):
+            largest = max(largest, self._check_run(start, min(start + _BLOCK, len(self.tokens)), vocab_size))
+        return Summary(self.documents, len(self), len(self.tokens), largest)
+
+    def _map(self, head: Head) -> None:
+        import numpy as np
+
+        sequences, documents = head.sequences, head.documents
+        buffer = _mapped(self.index_path, np.dtype(np.uint8))
+        starts = HEADER.size + np.cumsum([0, 4 * sequences, 8 * sequences, 8 * documents])
+
+        def array(place: int, dtype: str, count: int) -> Any:
+            return np.frombuffer(buffer, dtype=dtype, count=count, offset=int(starts[place]))
+
+        self.lengths = array(0, "<i4", sequences)
+        self.pointers = array(1, "<i8", sequences)
+        self.document_indices = array(2, "<i8", documents)
+        self.modes = array(3, "<i1", sequences) if head.modes else None
+        filled = self.data_path.stat().st_size > 0
+        self.tokens = _mapped(self.data_path, self.dtype) if filled else np.empty(0, dtype=self.dtype)
+
+    def _check_places(self) -> None:
+        """The ends of the index, and neighbours at a sample of places: each sequence begins where the last one ends."""
+        item = self.dtype.itemsize
+        if len(self) and int(self.pointers[0]) != 0:
+            self._bad_sequence(0, 0)
+        for number in places(len(self) - 1, SAMPLES):
+            end = int(self.pointers[number]) + int(self.lengths[number]) * item
+            if int(self.lengths[number]) < 0 or int(self.pointers[number + 1]) != end:
+                self._bad_sequence(number + 1, end)
+        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        if first != 0 or last != len(self):
+            raise DataError(
+                f"{self.index_path}: the documents are sequences {first} to {last}, where the file has 0 to {len(self)}"
+            )
+        for document in places(self.documents, SAMPLES):
+            if self.document_indices[document] > self.document_indices[document + 1]:
+                self._bad_document(document)
+
+    def _bad_sequence(self, number: int, expected: int) -> None:
+        raise DataError(
+            f"{self.index_path}: sequence {number} begins at byte {int(self.pointers[number])} and has "
+            f"{int(self.lengths[number])} elements, where the ones before it end at byte {expected}"
+        )
+
+    def _bad_document(self, number: int) -> None:
+        first, last = (int(i) for i in self.document_indices[number : number + 2])
+        raise DataError(f"{self.index_path}: document {number} begins at sequence {first} and ends before, at {last}")
+
+    def _check_run(self, start: int, end: int, vocab_size: int | None) -> int:
+        """The largest id of tokens[start:end]."""
+        import numpy as np
+
+        run = self.tokens[start:end]
+        low, high = run.min(), run.max()
+        if vocab_size is not None and (low < 0 or high >= vocab_size):
+            place = start + int(np.flatnonzero((run < 0) | (run >= vocab_size))[0])
+            raise bad_id(self.data_path, place, int(self.tokens[place]), vocab_size)
+        return int(high)
+
+
+class IndexedDatasetBuilder:
+    """Writes PREFIX.bin and PREFIX.idx; nothing has these names before ``finalize``.
+
+        with IndexedDatasetBuilder("corpus", "uint16") as builder:
+            builder.add_item([5, 6, 7])
+            builder.end_document()
+            builder.finalize()
+
+    Memory is bounded: lengths and document indices go to files beside as well. Left without ``finalize`` (by an error,
+    or by ``close``) nothing remains. Not finalized and not closed, files called PREFIX.*.unfinished do.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: Any, *, multimodal: bool = False) -> None:
+        """dtype: of the elements, a numpy dtype or its name; raises DataError for one that the format has no code for.
+
+        multimodal: sequences have a mode each.
+        """
+        import numpy as np
+
+        self.prefix = without_suffix(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = {name: code for code, name in DTYPE_CODES.items()}
+        if self.dtype.name not in codes:
+            raise DataError(f"{self.dtype.name} has no code in the format; choose one of {', '.join(codes)}")
+        self._code = codes[self.dtype.name]
+        self._sequences = 0
+        self._documents = 1
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        kinds = ("bin", "lengths", "documents", "idx", *(("modes",) if multimodal else ()))
+        self._paths = {kind: Path(f"{self.prefix}.{kind}.unfinished") for kind in kinds}
+        self._files: dict[str, IO[bytes]] = {kind: open(self._paths[kind], "wb") for kind in kinds}  # noqa: SIM115
+        self._files["documents"].write(struct.pack("<q", 0))
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def add_item(self, ids: Any, mode: int = 0) -> None:
+        """One sequence: anything that makes an array of the dtype. Raises DataError for values it cannot hold."""
+        array = self._checked(ids)
+        self._files["bin"].write(array.tobytes())
+        self._files["lengths"].write(struct.pack("<i", array.size))
+        if "modes" in self._files:
+            self._files["modes"].write(struct.pack("<b", mode))
+        self._sequences += 1
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Documents of one sequence each. tokens: [T], all of them; lengths: [n], which sum up to T."""
+        self._index(lengths)
+        self._files["bin"].write(self._checked(tokens).tobytes())
+
+    def copy_documents(self, ids: IO[bytes], lengths: np.ndarray) -> None:
+        """Like ``add_documents``, with ids from a file of this dtype, from its position on.
+
+        Raises DataError where it ends early."""
+        self._index(lengths)
+        left = int(lengths.sum()) * self.dtype.itemsize
+        while left:
+            block = ids.read(min(left, 1 << 22))
+            if not block:
+                raise DataError(f"{self.prefix}: {ids.name} ends {left} bytes early")
+            self._files["bin"].write(block)
+            left -= len(block)
+
+    def _index(self, lengths: np.ndarray) -> None:
+        import numpy as np
+
+        if "modes" in self._files:
+            raise ValueError("documents are added one by one to a file with modes")
+        self._files["lengths"].write(np.asarray(lengths, dtype="<i4").tobytes())
+        ends = np.arange(self._sequences + 1, self._sequences + len(lengths) + 1, dtype="<i8")
+        self._files["documents"].write(ends.tobytes())
+        self._sequences += len(lengths)
+        self._documents += len(lengths)
+
+    def end_document(self) -> None:
+        """Close a document: the sequences since the last one."""
+        self._files["documents"].write(struct.pack("<q", self._sequences))
+        self._documents += 1
+
+    def finalize(self, beside: Callable[[Path], None] | None = None) -> None:
+        """Write the index, bring both files to disk and give them their names. Documents not ended are an error.
+
+        beside: gets the path of the finished index before it has its name, to write PREFIX.hashes of it.
+        """
+        out = self._files["idx"]
+        for kind in self._files:
+            self._files[kind].flush()
+        with open(self._paths["documents"], "rb") as documents:
+            documents.seek(-8, os.SEEK_END)
+            (ended,) = struct.unpack("<q", documents.read(8))
+        if ended != self._sequences:
+            raise DataError(f"{self.prefix}: {self._sequences - ended} sequences follow the last end_document()")
+        out.write(HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents))
+        self._copy("lengths")
+        for pointers in self._pointers():
+            out.write(pointers.tobytes())
+        self._copy("documents")
+        if "modes" in self._files:
+            self._copy("modes")
+        for kind in ("bin", "idx"):
+            self._files[kind].flush()
+            os.fsync(self._files[kind].fileno())
+        # Between the two renames there is no index, so that there is never one of other data, not even on disk.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        Path(f"{self.prefix}.hashes").unlink(missing_ok=True)
+        folder = Path(self.prefix).parent
+        sync_folder(folder)
+        os.replace(self._paths["bin"], f"{self.prefix}.bin")
+        if beside is not None:
+            beside(self._paths["idx"])
+        sync_folder(folder)
+        os.replace(self._paths["idx"], f"{self.prefix}.idx")
+        self.close()
+        sync_folder(folder)
+
+    def close(self) -> None:
+        """Remove what is not finalized."""
+        for kind, file in self._files.items():
+            file.close()
+            self._paths[kind].unlink(missing_ok=True)
+
+    def _checked(self, ids: Any) -> np.ndarray:
+        import numpy as np
+
+        array = np.asarray(ids)
+        if array.size == 0 or array.dtype == self.dtype:
+            return array.astype(self.dtype)
+        if self.dtype.kind in "iu":
+            bounds = np.iinfo(self.dtype)
+            if array.dtype.kind not in "iu" or array.min() < bounds.min or array.max() > bounds.max:
+                raise DataError(
+                    f"{self.prefix}: ids {array.min()} to {array.max()} do not fit {self.dtype.name} "
+                    f"({bounds.min} to {bounds.max})"
+                )
+        return array.astype(self.dtype)
+
+    def _pointers(self) -> Iterator[np.ndarray]:
+        import numpy as np
+
+        address = 0
+        with open(self._paths["lengths"], "rb") as file:
+            while block := file.read(4 * _BLOCK):
+                sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
+                ends = address + np.cumsum(sizes)
+                yield (ends - sizes).astype("<i8")
+                address = int(ends[-1])
+
+    def _copy(self, kind: str) -> None:
+        with open(self._paths[kind], "rb") as file:
+            shutil.copyfileobj(file, self._files["idx"], 1 << 22)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """The file as an array. It is read at random places, and reading ahead of each would cost more than the place."""
+    import mmap
+
+    import numpy as np
+
+    with open(path, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        mapping.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapping, dtype=dtype)
+
+
+def without_suffix(path: str | os.PathLike[str]) -> str:
+    """The prefix of an indexed corpus, which may be written with ``.bin`` or ``.idx``."""
+    text = os.fspath(path)
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
+
+
+def is_indexed(path: str | os.PathLike[str]) -> bool:
+    """True if the path names an indexed corpus: by its suffix, or because PREFIX.idx or PREFIX.bin is there."""
+    text = os.fspath(path)
+    if text.endswith((".bin", ".idx")):
+        return True
+    return not os.path.exists(text) and (os.path.exists(f"{text}.idx") or os.path.exists(f"{text}.bin"))
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    """The dtype Megatron stores ids of a vocabulary in: uint16 below 65,500 of them, else int32."""
+    return "uint16" if vocab_size < 65500 else "int32"

@@ -1,0 +1,87 @@
+"""Text as indexed files in the cache folder, encoded once per content and tokenizer.
+
+    tokens/4f2a../corpus.bin, .idx, .hashes    as ``megapar data prepare`` writes them
+    tokens/4f2a../notes.json                   what to report of the text, where there is something
+    tokens/.4f2a...parts                       finished parts, while it is encoded
+
+How the documents are split is not part of the entry (see selected.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megapar.config.record import LONGEST_LINE
+from megapar.core.health.process import cores
+from megapar.data.text.bad_records import skipped_text
+from megapar.data.text.source import TextSource, check_first_records, sources_hash
+from megapar.data.tokenizers.tokenizer import Tokenizer
+from megapar.data.tokens.cache import cache_folder, digest, made_once
+from megapar.data.tokens.encode import EncodeJob, Encoding, encode
+from megapar.data.tokens.encode_process import encode_in_process
+from megapar.data.tokens.indexed import IndexedDataset
+
+VERSION = 2
+"""Raised whenever the files written here change, so that no older cache entry is read."""
+
+PARALLEL_BYTES = 32 << 20
+"""Bytes of text from which on several processes encode it; with less, starting them takes longer than they save."""
+
+_NOTES = "notes.json"
+
+
+class EncodedText(NamedTuple):
+    """All documents of some sources. notes: what to report of them."""
+
+    tokens: IndexedDataset
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """Opens text as tokens of one tokenizer.
+
+    path: the file or folder that holds the tokenizer; None: no other process can load it. skip_bad: broken records are
+    left out and noted; otherwise the first one is raised.
+    """
+
+    tokenizer: Tokenizer
+    path: Path | None
+    skip_bad: bool = False
+
+    def open(self, sources: Sequence[TextSource]) -> EncodedText:
+        """The sources' documents, encoded where the cache does not have them yet.
+
+        Any number of processes may call this at once. Raises DataError where a source is broken or holds no document.
+        """
+        encoding = Encoding.of(self.tokenizer, skip_bad=self.skip_bad)
+        skipping = ("skip",) if self.skip_bad else ()
+        # A content hash names the same bytes, however long a document may be.
+        content = (sources_hash(sources), self.tokenizer.fingerprint(), str(encoding.end))
+        key = digest(str(VERSION), str(LONGEST_LINE), *content, *skipping)
+        folder = made_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
+        notes = folder / _NOTES
+        found = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()
+        return EncodedText(IndexedDataset(folder / "corpus"), tuple(found))
+
+    def _encode(self, sources: Sequence[TextSource], encoding: Encoding, folder: Path) -> None:
+        """Write one entry. folder: where it is made; its name is the entry's."""
+        folder.mkdir()
+        if not self.skip_bad:
+            check_first_records(sources)
+        chunks = tuple(chunk for source in sources for chunk in source.chunks())
+        parts = cache_folder() / "tokens" / f".{folder.name}.parts"
+        names = ", ".join(source.name for source in sources)
+        job = EncodeJob(str(folder / "corpus"), str(parts), chunks, encoding, str(self.path), names)
+        large = sum(source.bytes for source in sources) >= PARALLEL_BYTES
+        if self.path is not None and large and len(chunks) > 1 and cores() > 1:
+            done = encode_in_process(job, cores())
+        else:
+            done = encode(job, self.tokenizer, workers=1, keep_parts=False)
+        if done.bad:
+            note = skipped_text(done.bad, list(done.first_bad))
+            (folder / _NOTES).write_text(json.dumps([note]), encoding="utf-8")

@@ -1,0 +1,115 @@
+"""Self-attention with grouped queries, on a fused query-key-value weight with a real group axis.
+
+Shape letters: B batch, S sequence (under context parallelism, this rank's share of it), H hidden, G groups (key-value
+heads), Q query heads per group, N query heads, D head size; /mp marks what is cut over the tensor parallel axis.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.compiled import counted
+from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
+from megapar.core.tensor_parallel.weight_gradients import linear
+from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.layers.norm import RmsNorm, rms_norm
+from megapar.model.layers.rotary import rotate
+from megapar.model.layers.self_attention import Angles, SelfAttention
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class GroupedQueryAttention(SelfAttention):
+    """Multi-head (Q = 1), grouped-query or multi-query (G = 1) attention; heads are cut over mp by group.
+
+    x [B, S(/mp), H] -> qkv: column linear -> [B, S, G/mp, Q + 2, D] -> (norm, rope) -> softmax(q k^T) v
+      -> [B, S, G Q D/mp] -> proj: row linear -> y [B, S(/mp), H]
+    Backward mirrors it; q_norm and k_norm [D] see only this rank's heads: their gradients are partial over mp.
+    """
+
+    def __init__(
+        self, sizes: AttentionSizes, layer: int, *, cp: ContextParallel | None = None, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__(sizes, layer, cp=cp, **options)
+        if sizes.key_dim != sizes.value_dim:
+            raise ValueError(
+                f"heads of the fused weight have one size, but keys have {sizes.key_dim} features and values "
+                f"{sizes.value_dim}; make them equal, or choose another kind than {sizes.kind}"
+            )
+        dtype, device = options["dtype"], options["device"]
+        H, G, Q, D = sizes.hidden_size, sizes.num_groups, sizes.queries_per_group, sizes.key_dim
+        self.qkv = ColumnLinear(H, (G, Q + 2, D), split=0, bias=sizes.bias, **options)
+        self.proj = RowLinear(G * Q * D, H, bias=sizes.bias, **options)
+        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
+        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
+
+    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``SelfAttention.project``; k and v are views of the product where there are no norms and no rope."""
+        return self._parted(self.qkv(x), angles)
+
+    def output(self, y: Tensor) -> Tensor:
+        """See ``SelfAttention.output``."""
+        out: Tensor = self.proj(y.flatten(2))
+        return out
+
+    def start_project(self, x: Tensor) -> Started:
+        """Launch the all-gather of x over mp."""
+        return self.qkv.start(x)
+
+    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``SelfAttention.finish_project``."""
+        return self._parted(self.qkv.finish(started), angles)
+
+    def start_output(self, y: Tensor) -> Started:
+        """Launch the sum of the products over mp."""
+        return self.proj.start(y.flatten(2))
+
+    def finish_output(self, started: Started) -> Tensor:
+        """See ``SelfAttention.finish_output``."""
+        return self.proj.finish(started)
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``SelfAttention.project_memory``; without rope, and for one query head per group."""
+        qkv = self.qkv
+        # A weight's gradient that is computed later (zero-bubble) is that of the whole weight, queries' part and all.
+        later = None if qkv.weight_gradients is None else qkv.weight_gradients.of(qkv.weight)
+        first = 1 if later is None else 0
+        weight = local(qkv.weight)[:, first:]
+        bias = None if qkv.bias is None else local(qkv.bias)[:, first:].flatten()
+        both = linear(memory, weight.flatten(0, -2), bias, later).unflatten(-1, weight.shape[:-1])
+        return both[..., -2, :], both[..., -1, :]
+
+    def _parted(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D], normed and turned."""
+        if self.q_norm is None and angles is None:
+            return split_heads(qkv)  # views
+        weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
+        return self.run(turned_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
+
+
+def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D]."""
+    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+@counted(2, 0, 0, 0, 2, 2)
+def turned_heads(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    epsilon: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``split_heads`` with q and k normed and turned, where weights and angles are given."""
+    q, k, v = split_heads(qkv)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, epsilon), rms_norm(k, k_weight, epsilon)
+    if cos is not None and sin is not None:
+        q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+    return q, k, v

@@ -1,0 +1,258 @@
+"""One micro-batch's way through an MoE layer, slice by slice; the unsliced layer is a passage of one slice.
+
+Every slice takes the same steps (``^`` launch, ``v`` wait; the numbers are at the lines that do them):
+
+    [1] route   [2] keep   [3] D^ dispatch   [4] Dv  E^ enter   [5] Ev   [6] exp experts  L^ leave   [7] Lv  C^ combine
+    [8] Cv  sum each token's rows; sh: the shared experts
+
+Program order of one slice, where every launch is waited for at once, and of d slices, where the collectives of one are
+hidden under the computation of others:
+
+    1 2 3 4 5 6 7 8 sh
+    send(0) 1 2 D0^  send(1) 1 2 D1^ ... |  D0v exp0 C0^ sh0  D1v exp1 C1^ sh1 ... |  C0v C1v ...
+
+With pieces (pipe-experts) every D, exp and C of a slice stands for several: one per local expert and part of its rows.
+With pieces, and with ``overlap_mp``, what the experts need from each other over emp is hidden, too:
+
+    D0v E0^ | D1v E1^ E0v exp0 L0^ | D2v E2^ E1v exp1 L1^ L0v C0^ | ...
+
+The backward is not written here: it is the mirror image, by the start/wait pairs.
+
+Shape letters: B samples, s positions of a slice on this rank, T = B·s tokens, H hidden, E experts, k choices per token,
+R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megapar.core.comm.async_pairs import Ticket, wait
+from megapar.core.recompute.replay import Replay, kept_as_it_is
+from megapar.moe.expert_order import ExpertOrder, unpermute, weigh
+from megapar.moe.experts import Experts
+from megapar.moe.micro_batch import MicroBatchRouting
+from megapar.moe.router import gate_weights
+from megapar.moe.slice_dispatch import DeferredDispatch, FinishedDispatch
+from megapar.moe.slicing import Slicing
+from megapar.moe.stats import MoeStats
+from megapar.moe.token_dispatcher import DispatchPlan, PendingRows, TokenDispatcher
+
+if TYPE_CHECKING:
+    from megapar.moe.layer import MoeLayer
+
+Compute = Callable[[Tensor, Tensor, tuple[int, ...] | None], Tensor]  # as ``Experts.compute``
+
+
+class PendingCombines:
+    """The combines of a layer's slices, in flight. Not a pytree on purpose, so that hooks, casts and copies skip it.
+
+    The tensors that autograd must see, the tokens of ``core.comm.async_pairs``, are passed beside it.
+    """
+
+    def __init__(
+        self, tickets: Sequence[tuple[Ticket, ...]], orders: Sequence[ExpertOrder], *, keep_indices: bool
+    ) -> None:
+        """keep_indices: a recomputed unit keeps the orders; it is not run again for them."""
+        self._tickets = tuple(tickets)
+        self._orders = tuple(orders)
+        self._keep_indices = keep_indices
+
+    def finish(self, number: int, tokens: Sequence[Tensor]) -> Tensor:
+        """[T, H]: wait for slice ``number``, whose pieces have these tokens, and sum each token's rows."""
+        rows = [wait(token, ticket) for token, ticket in zip(tokens, self._tickets[number], strict=True)]  # [8]
+        # So that in a recomputed unit's backward the gradients of all slices leave before the unit runs again.
+        with kept_as_it_is() if self._keep_indices else nullcontext():
+            return unpermute(rows[0] if len(rows) == 1 else torch.cat(rows), self._orders[number])
+
+
+@dataclass(frozen=True)
+class _Tickets:
+    """The tickets of combines, per slice. Not a pytree, as ``PendingCombines``."""
+
+    by_slice: tuple[tuple[Ticket, ...], ...]
+
+
+@dataclass
+class _Slice:
+    """A slice between its router and its combine."""
+
+    x_BsH: Tensor
+    dispatch: FinishedDispatch | DeferredDispatch
+
+
+# (tickets of the combines, their tokens, shared experts' outputs), each per slice
+_Worked = tuple[_Tickets, list[tuple[Tensor, ...]], list[Tensor | None]]
+
+
+class _PieceWork:
+    """The way of one piece through the experts, in the order of its methods. piece: its number in the slice."""
+
+    def __init__(self, passage: Passage, one: _Slice, piece: int, token: Tensor) -> None:
+        self._passage, self._dispatch, self._piece, self._token = passage, one.dispatch, piece, token
+        self._dispatcher, self.plan = passage.dispatcher, one.dispatch.plans[piece]
+
+    def enter(self) -> None:
+        """Wait for the rows and give them to the ranks that share the experts."""
+        received_RH, self._weights_R = self._dispatch.wait(self._piece, self._token)  # [4]
+        self._entering = self._dispatcher.start_enter(received_RH)
+        self._dispatch.launch_next()  # where pieces are chained, the next one is launched after this exchange
+
+    def compute(self, compute: Compute, by_expert: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        """The products. by_expert: a function of each expert, for a piece with rows of one of them."""
+        plan = self.plan
+        rows_RH = self._dispatcher.wait_enter(self._entering, plan)  # [5]
+        if plan.counts is None:
+            out_RH = by_expert[plan.expert](rows_RH)
+        else:
+            out_RH = compute(rows_RH, plan.counts, self._passage.host_sizes(plan, rows_RH))
+        self._leaving = self._dispatcher.start_leave(out_RH, plan)  # [6]
+
+    def combine(self) -> PendingRows:
+        """Weigh the summed outputs and send them back."""
+        out_RH = self._dispatcher.wait_leave(self._leaving, self.plan)  # [7]
+        return self._dispatcher.start_combine(weigh(out_RH, self._weights_R), self.plan, self._passage.closing)
+
+
+class Passage:
+    """A layer and one micro-batch; ``send`` for every slice in order, then ``work``, then ``stats``.
+
+    Attributes:
+        layer: whose router, experts and shared experts compute.
+        routing: decides which pairs are kept, and makes the statistics.
+        dispatcher: what brings tokens to their experts.
+        slicing: how many slices will be sent, and what is hidden under what.
+        closing: of the recomputed unit that ends with this layer; when it runs again, combines are not sent.
+    """
+
+    def __init__(
+        self,
+        layer: MoeLayer,
+        routing: MicroBatchRouting,
+        dispatcher: TokenDispatcher,
+        slicing: Slicing,
+        replay: Replay | None,
+        closing: Replay | None,
+    ) -> None:
+        """replay: of the recomputed unit that the layer is in; when it runs again, slices are sent as in its forward,
+        and no counts are exchanged.
+        """
+        self.layer, self.routing, self.dispatcher, self.slicing = layer, routing, dispatcher, slicing
+        self.closing, self._replay = closing, replay
+        self._slices: list[_Slice] = []
+        self._device = dispatcher.comm.device
+
+    def send(self, x_BsH: Tensor, valid_Bs: Tensor | None) -> None:
+        """Route the next slice and dispatch its tokens.
+
+        On a device that runs ahead of its host, the message of one of several slices is launched when the next slice is
+        sent: by then the attention of that next slice is queued, and the host waits only for the counts of this one.
+        In the graph the message keeps its place here.
+        """
+        self._launch_last()
+        layer, (batch, length, _) = self.layer, x_BsH.shape
+        x_TH, valid_T = x_BsH.flatten(0, 1), None if valid_Bs is None else valid_Bs.flatten()
+        routing = layer.router(x_TH, valid_T, batch)  # [1]
+        kept_Tk = self.routing.keep(routing, valid_T, batch, length)  # [2]
+        weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity, scaling=layer.sizes.scaling)
+        even_splits, padded = self.dispatcher.even_splits, valid_T is not None
+        rows, exact = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
+        dispatch: FinishedDispatch | DeferredDispatch  # [3]
+        if not self.slicing.active:
+            plan = self.dispatcher.plan(routing.experts, kept_Tk, rows, exact, self._replay)
+            dispatch = FinishedDispatch(plan, *self.dispatcher.dispatch(x_TH, weights_Tk, plan))
+        else:
+            dispatch = DeferredDispatch(
+                self.dispatcher,
+                self.slicing,
+                x_TH,
+                weights_Tk,
+                routing.experts,
+                kept_Tk,
+                (rows, exact),
+                self._replay,
+            )
+        self._slices.append(_Slice(x_BsH, dispatch))
+        if not self._device.runs_ahead:
+            self._launch_last()
+
+    def _launch_last(self) -> None:
+        if self._slices:
+            self._slices[-1].dispatch.launch()
+
+    def work(self) -> tuple[PendingCombines, list[tuple[Tensor, ...]], list[Tensor | None]]:
+        """Compute the experts of every slice: (combines in flight, their tokens, shared experts' outputs) per slice.
+
+        With one slice nothing can be hidden: only the products are inside the call of the experts' module, and the
+        shared experts are left to the caller, after ``PendingCombines.finish``.
+        """
+        self._launch_last()
+        tokens = [one.dispatch.tokens for one in self._slices]
+        experts = self.layer.experts
+        if self.slicing.active:
+            tickets, combines, shared = experts(self._work_inside, *tokens)
+        else:
+            tickets, combines, shared = self._work(lambda *rows: experts(_compute, *rows), [], tokens)
+        orders = [one.dispatch.order for one in self._slices]
+        return PendingCombines(tickets.by_slice, orders, keep_indices=self.slicing.active), combines, shared
+
+    def _work_inside(self, experts: Experts, *tokens: tuple[Tensor, ...]) -> _Worked:
+        """All slices in one call of the experts' module, for which sharding gathers their weights once."""
+        return self._work(experts.compute, experts.apart() if self.slicing.expert_pieces else [], tokens)
+
+    def _work(
+        self,
+        compute: Compute,
+        by_expert: Sequence[Callable[[Tensor], Tensor]],
+        tokens: Sequence[tuple[Tensor, ...]],
+    ) -> _Worked:
+        """Every piece of every slice. tokens: of each slice's messages."""
+        sent: list[list[PendingRows]] = [[] for _ in self._slices]
+        shared: list[Tensor | None] = [None] * len(self._slices)
+        jobs = [(c, p) for c, one in enumerate(self._slices) for p in range(len(one.dispatch.plans))]
+        pieces = [_PieceWork(self, self._slices[c], p, tokens[c][p]) for c, p in jobs]
+        ahead, entered = self._pieces_ahead(), 0
+
+        def combine(number: int) -> None:
+            c, p = jobs[number]
+            sent[c].append(pieces[number].combine())
+            if self.slicing.active and p == len(self._slices[c].dispatch.plans) - 1:
+                shared[c] = self.layer.shared_experts(self._slices[c].x_BsH, self.closing)
+
+        for number, piece in enumerate(pieces):
+            while entered <= min(number + ahead, len(pieces) - 1):
+                pieces[entered].enter()
+                entered += 1
+            piece.compute(compute, by_expert)
+            if number >= ahead:
+                combine(number - ahead)
+        for number in range(len(pieces) - ahead, len(pieces)):
+            combine(number)
+        tickets = _Tickets(tuple(tuple(ticket for _, ticket in pending) for pending in sent))
+        return tickets, [tuple(token for token, _ in pending) for pending in sent], shared
+
+    def _pieces_ahead(self) -> int:
+        """How many pieces enter before one computes, so that what experts need over emp is hidden under the others."""
+        slicing = self.slicing
+        if slicing.chained and not self._device.runs_ahead:
+            return 0  # a host that chains by waiting would wait for the rows that it is to compute on
+        over_emp = slicing.overlap_mp and self.dispatcher.emp.size > 1
+        return 1 if over_emp or slicing.expert_pieces else 0
+
+    def host_sizes(self, plan: DispatchPlan, rows_RH: Tensor) -> tuple[int, ...] | None:
+        """The rows of each expert here, where the host needs them for its products (``MoeLayer.host_sizes``)."""
+        assert plan.counts is not None
+        return self.layer.host_sizes(plan.counts, plan.sizes, rows_RH.shape[0], self._replay)
+
+    def stats(self) -> MoeStats:
+        """The statistics of the micro-batch, after ``work``."""
+        return self.routing.stats()
+
+
+def _compute(experts: Experts, *rows: Any) -> Tensor:
+    return experts.compute(*rows)

@@ -1,0 +1,270 @@
+"""The token dispatcher: brings tokens to their experts, on this rank or on others, and the expert outputs back.
+
+    tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank (w: ``message``)
+        dispatch   all-to-all over ep           received [R_in, H + w]: from each rank, its rows by expert
+        enter      tokens replicated over mp:   sort by expert, copy over emp (backward: all-reduce)
+                   tokens sharded over mp:      all-gather over emp, then sort by expert
+        experts    each rank of emp has F/emp features of every expert here: partial sums
+        leave      replicated:                  back in received order, all-reduce over emp
+                   sharded:                     back in gathered order, reduce-scatter over emp
+                   times the gate weights, which came along: from here on the sums are complete
+        combine    all-to-all over ep           each pair's row is back where it came from
+    y [T, H] = the sum of each token's rows
+
+Each of the four steps is a start/wait pair (``async_pairs``); on an axis of one rank a pair passes its tensor through.
+Where both axes have one rank all experts are on this rank: no message is packed, dispatch gathers the sorted tokens.
+
+Splits: uneven ones send only the kept pairs, at the cost of an exchange of counts and one wait of the host. Even ones
+send every expert's capacity from every rank, at the cost of padding.
+
+Shape letters: T tokens, k choices per token, H hidden, E experts, L experts on this rank, R rows, C rows per expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapar.core.comm.async_pairs import Ticket, start, wait
+from megapar.core.comm.autograd import gather
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Unsent
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.device.base import Event
+from megapar.core.recompute.replay import Replay, once
+from megapar.moe.expert_order import ExpertOrder, permute, sort_by_expert, spread_by_expert, unpermute
+from megapar.moe.message import pack, unpack
+from megapar.moe.stats import count_pairs
+
+PendingRows = tuple[Tensor, Ticket]  # what ``start`` returns: the token that autograd sees, and the ticket to wait with
+READ = "TokenDispatcher.read"  # where the host waits for counts
+
+
+class DispatchPlan(NamedTuple):
+    """How the rows of one message are dispatched; made once, used there, back, and in the backward.
+
+    Attributes:
+        send_order: pairs to rows as they are sent, sorted by expert and with that by rank.
+        exchange: the all-to-all over ep.
+        received: rows that it brings to this rank.
+        room: rows of this rank in what is gathered over emp: the most that any of its ranks received.
+        receive_order: rows as received (or gathered) to rows sorted by expert; None where they are sorted already.
+        counts: [L] int64, rows of each expert here, after the gathering; None where all rows are for ``expert``.
+        expert: the one expert of this message, where ``counts`` is None.
+        sizes: ``counts`` on the host, where the host knows them anyway.
+    """
+
+    send_order: ExpertOrder
+    exchange: AllToAll
+    received: int
+    room: int
+    receive_order: ExpertOrder | None
+    counts: Tensor | None
+    expert: int = 0
+    sizes: tuple[int, ...] | None = None
+
+
+class RowCounts(NamedTuple):
+    """How many rows each rank sends to each expert, on their way to the host.
+
+    Attributes:
+        counts: [ep, L] rows from this rank to each expert.
+        arriving: [ep, L] rows from each rank to the experts here.
+        gathered: [emp, ep, L] ``arriving`` of every rank of emp; None where nothing is gathered over emp.
+        numbers: all of them on the host, flat, in this order, once ``ready`` has been reached.
+        ready: the event after which the host may read ``numbers``.
+    """
+
+    counts: Tensor
+    arriving: Tensor
+    gathered: Tensor | None
+    numbers: Tensor
+    ready: Event
+
+
+@dataclass(frozen=True)
+class TokenDispatcher:
+    """To the experts and back, wherever they are.
+
+    Attributes:
+        num_experts: E, over all ranks.
+        ep: E / ep experts are on each rank.
+        emp: the ranks that share each of these experts, whose features are sharded over it.
+        sequence_sharded: positions are sharded over emp and each of its ranks dispatches its own tokens; otherwise all
+            ranks of emp dispatch the same tokens.
+        even_splits: even splits; then all ranks of ep and emp must make the same room.
+        comm: launches the exchanges.
+    """
+
+    num_experts: int
+    ep: Axis
+    emp: Axis
+    sequence_sharded: bool
+    even_splits: bool
+    comm: CommContext
+
+    def plan(
+        self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool, replay: Replay | None = None
+    ) -> DispatchPlan:
+        """How these pairs are dispatched.
+
+        kept_Tk: bool; None keeps every pair. rows: with even splits, num_experts times the rows per expert. Where no
+        counts are exchanged, at least the number of kept pairs, known on the host so that it need not wait for the
+        device; exact: it is that number. Rows beyond the kept pairs are zeros that the last expert computes; they have
+        weight 0 and reach no token. replay: of the recomputed unit that the layer is in; counts are read once.
+        """
+        if self.even_splits:
+            return self._even_plan(experts_Tk, kept_Tk, rows)
+        if not self.exchanges_counts:
+            order, counts_E = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows, exact=exact)
+            return DispatchPlan(order, AllToAll(self.ep), rows, rows, None, counts_E)
+
+        def count() -> tuple[RowCounts, Tensor]:
+            row_counts = self.announce(experts_Tk, kept_Tk)
+            return row_counts, self.read(row_counts)
+
+        return self.uneven_plan(*once(replay, count), experts_Tk, kept_Tk)
+
+    def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> RowCounts:
+        """Exchange the counts of rows, without a wait of the host. aside: on a stream other than the main one.
+
+        First over emp, then over ep: over ep they queue after the dispatch of the slice before, and anything launched
+        over emp after them, such as the sums of the next slice, would queue after that dispatch, too.
+        """
+        counts = count_pairs(experts_Tk, kept_Tk, self.num_experts).sum(0).view(self.ep.size, -1)
+        sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
+        # [ep, emp, L]; a copy is sent, because the counts are used again.
+        arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        if self.ep.size > 1:
+            flight = self.comm.launch(AllToAll(self.ep, kind="counts"), arrived)
+            arrived = self.comm.wait(flight, metered=not aside)
+        gathered = arrived.transpose(0, 1).contiguous() if self.gathers else None
+        arriving = arrived[:, 0] if gathered is None else gathered[self.emp.rank]
+        parts = [counts, arriving] if gathered is None else [counts, arriving, gathered]
+        numbers, ready = self.comm.device.host_copy(torch.cat([part.flatten() for part in parts]))
+        return RowCounts(counts, arriving, gathered, numbers, ready)
+
+    def read(self, row_counts: RowCounts) -> Tensor:
+        """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The only wait of the host."""
+        row_counts.ready.synchronize()
+        self.comm.count_host_wait(READ)
+        return row_counts.numbers.view(-1, *row_counts.counts.shape)
+
+    def uneven_plan(
+        self, row_counts: RowCounts, numbers: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None
+    ) -> DispatchPlan:
+        """Splits from the counts. numbers: the counts on the host, from ``read``."""
+        send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
+        totals = numbers[2:].sum((1, 2)).tolist()
+        send_order, _ = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, sum(send), exact=True)
+        exchange = AllToAll(self.ep, tuple(send), tuple(receive))
+        room = max(totals, default=sum(receive))
+        counts = row_counts.arriving[None] if row_counts.gathered is None else row_counts.gathered
+        receive_order, counts_L = order_by_expert(counts, room, sum(totals or receive))
+        arriving = numbers[2:].sum((0, 1)) if totals else numbers[1].sum(0)
+        sizes = tuple(arriving.tolist())
+        return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes)
+
+    def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
+        """Rows of each count that are in piece ``number`` of ``pieces``: ceil(count / pieces), the last ones fewer."""
+        share = -torch.div(-counts, pieces, rounding_mode="floor")
+        return (counts - number * share).clamp(min=0).minimum(share)
+
+    def dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+        """Send every kept pair's token and weight to its expert, and wait: the result of ``wait_dispatch``."""
+        if self.is_local:
+            weights_R = weights_Tk.flatten().index_select(0, plan.send_order.pair)
+            return permute(x_TH, plan.send_order), weights_R
+        sent = start(plan.exchange, pack(x_TH, weights_Tk, plan.send_order), self.comm)
+        return self.wait_dispatch(sent, plan, x_TH.shape[1], weights_Tk.dtype)
+
+    def wait_dispatch(
+        self, sent: PendingRows, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, weights [R_in]): tokens sorted by expert, or as received where they are still to be gathered."""
+        if self.gathers:
+            return unpack(wait(*sent), hidden, weight_dtype, None, plan.room)
+        return unpack(wait(*sent), hidden, weight_dtype, plan.receive_order, plan.received)
+
+    def start_enter(self, rows_RH: Tensor) -> PendingRows:
+        """Give the rows to all ranks that share the experts."""
+        return start(AllGather(self.emp) if self.gathers else Copy(self.emp), rows_RH, self.comm)
+
+    def wait_enter(self, entering: PendingRows, plan: DispatchPlan) -> Tensor:
+        """[R, H] sorted by expert."""
+        rows_RH = wait(*entering)
+        if self.gathers and plan.receive_order is not None:
+            return permute(rows_RH, plan.receive_order)
+        return rows_RH
+
+    def start_leave(self, rows_RH: Tensor, plan: DispatchPlan) -> PendingRows:
+        """Sum the experts' outputs [R, H], which are partial sums, over the ranks that share the experts."""
+        if plan.receive_order is not None:
+            rows_RH = unpermute(rows_RH, plan.receive_order)
+        return start(ReduceScatter(self.emp) if self.gathers else Reduce(self.emp), rows_RH, self.comm)
+
+    def wait_leave(self, leaving: PendingRows, plan: DispatchPlan) -> Tensor:
+        """[R_in, H] in the order in which the rows were received."""
+        rows_RH = wait(*leaving)
+        return rows_RH if self.is_local else rows_RH[: plan.received]
+
+    def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, closing: Replay | None) -> PendingRows:
+        """Send the weighted outputs [R_in, H] back to the ranks of their tokens; ``unpermute`` sums what arrives.
+
+        closing: of the recomputed unit whose output needs the result while nothing else does; run again, nothing is
+        sent.
+        """
+        back = plan.exchange.conjugate()
+        # Backward needs what is sent, for the weights, but not what arrives.
+        unused = closing is not None and closing.again
+        return start(Unsent(back) if unused else back, rows_RH, self.comm)
+
+    @property
+    def is_local(self) -> bool:
+        """All experts are on this rank, each of them whole."""
+        return self.ep.size == self.emp.size == 1
+
+    @property
+    def exchanges_counts(self) -> bool:
+        """Ranks have to send each other the numbers of rows that they will send."""
+        return not self.even_splits and (self.ep.size > 1 or self.gathers)
+
+    @property
+    def gathers(self) -> bool:
+        """Each rank of emp receives other rows, and all of its ranks need them."""
+        return self.sequence_sharded and self.emp.size > 1
+
+    def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
+        capacity = rows // self.num_experts
+        send_order = spread_by_expert(experts_Tk, kept_Tk, self.num_experts, capacity)
+        sharers = self.emp.size if self.gathers else 1
+        shape = (sharers, self.ep.size, self.num_experts // self.ep.size)
+        counts = torch.full(shape, capacity, dtype=torch.int64, device=experts_Tk.device)
+        receive_order, counts_L = order_by_expert(counts, rows, sharers * rows)
+        sizes = (sharers * self.ep.size * capacity,) * shape[2]
+        return DispatchPlan(send_order, AllToAll(self.ep), rows, rows, receive_order, counts_L, sizes=sizes)
+
+
+def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrder, Tensor]:
+    """The order that sorts gathered rows by expert, and the rows of each expert [L].
+
+    counts_NSL: int64, rows in block n from source s for expert l, in this order; each block is padded to ``room`` rows.
+    rows: the sum of the counts, known on the host. Rows of one expert keep their order; padding is left out.
+    """
+    num_experts = counts_NSL.shape[2]
+    counts_NQ = counts_NSL.flatten(1)
+    filled_NQ = F.pad(counts_NQ, (0, 1))
+    filled_NQ[:, -1] = room - counts_NQ.sum(1)
+    expert_Q = torch.arange(counts_NQ.shape[1] + 1, device=counts_NSL.device) % num_experts
+    expert_Q[-1:].fill_(num_experts)  # a number written into a 0-dim view would wait for the device
+    total = room * counts_NSL.shape[0]
+    key_P = torch.repeat_interleave(expert_Q.repeat(counts_NSL.shape[0]), filled_NQ.flatten(), output_size=total)
+    pair = torch.sort(key_P, stable=True).indices
+    row = torch.empty_like(pair).scatter_(0, pair, torch.arange(total, device=pair.device))
+    real = None if rows == total else (key_P < num_experts)[:, None]
+    order = ExpertOrder(pair[:rows], row.clamp(max=max(rows - 1, 0))[:, None], real, None)
+    return order, counts_NSL.sum((0, 1))

@@ -1,0 +1,1 @@
+"""``megapar launch``: rendezvous, ranks, their output, and their restarts."""

@@ -1,0 +1,70 @@
+"""How torch's agent is brought to fork ranks from a warm process."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Mapping
+from io import TextIOWrapper
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from megapar.tools.launcher.rank_logs import say_without
+from megapar.tools.launcher.warm import Warm, orphans_come
+
+
+class Handler(SubprocessHandler):
+    """torch's, of a rank that is forked where that is possible, and whose two streams may share a file."""
+
+    def __init__(self, warm: Warm | None, stdout: str | None, stderr: str | None, **rest: Any) -> None:
+        self._warm = warm
+        self._paths = stdout, stderr
+        super().__init__(stdout=None, stderr=None, **rest)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        try:
+            self._stdout, self._stderr = (_opened(path) for path in self._paths)
+        except OSError as error:  # it could be made a moment ago
+            say_without(env["RANK"], error)
+            self._stdout = self._stderr = None
+        files = [1 if self._stdout is None else self._stdout.fileno()]
+        files += [2 if self._stderr is None else self._stderr.fileno()]
+        if self._warm is not None:
+            forked = self._warm.fork(args[1:], env, *files)
+            if forked is not None:
+                return forked
+        process: subprocess.Popen[bytes] = super()._popen(args, env)
+        return process
+
+
+def _opened(path: str | None) -> TextIOWrapper | None:
+    return open(path, "a", encoding="utf-8") if path else None
+
+
+@contextlib.contextmanager
+def starting(warm: Warm | None) -> Iterator[None]:
+    """While torch's agent starts ranks: by ``Handler``, which its ``start_processes`` takes no other way."""
+
+    def make(
+        entrypoint: str,
+        args: tuple[str, ...],
+        env: Mapping[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        local_rank_id: int,
+        numa_options: Any = None,
+    ) -> Handler:
+        return Handler(
+            warm, stdout, stderr, entrypoint=entrypoint, args=args, env=env, local_rank_id=local_rank_id,
+            numa_options=numa_options,
+        )  # fmt: skip
+
+    kept = api.get_subprocess_handler
+    api.get_subprocess_handler = make
+    try:
+        with orphans_come() if warm is not None else contextlib.nullcontext():
+            yield
+    finally:
+        api.get_subprocess_handler = kept

@@ -1,0 +1,231 @@
+"""A GPU for fake tensors: the device a pretended step runs on, and what in torch hangs on a build that has CUDA.
+
+Where such a build would choose (attention's kernel) or has a kernel that others lack (the fused norm), the answer of
+one is given here, so that the operators of a trace are those that a GPU is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import bias, varlen
+
+from megapar.core.device import ops
+from megapar.core.device import packed_attention as packed
+from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
+from megapar.core.device.cuda import CudaDevice
+from megapar.tools.tracing.replaced import replaced
+
+_FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
+
+
+class FakeGpu(CudaDevice):
+    """A GPU whose host runs ahead and whose streams are one; what asks no driver is ``CudaDevice``'s own.
+
+    torch_device: where fake tensors say that they are: "cuda" where somebody stands in for its guard; "meta", which
+    every build of torch has; "cpu" for FSDP2, which takes parameters on "meta" for some that are still to come. locked:
+    what has been asked to be page-locked, by the address of its storage, which the reference keeps from another.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        Device.__init__(self, 0)
+        self.torch_device = torch_device
+        self.locked: dict[int, StorageWeakRef] = {}
+        if torch_device.type == "cpu":
+            self.type = "cpu"  # of meshes
+
+    @property
+    def name(self) -> str:
+        """That of a device whose peak is known."""
+        return "NVIDIA H200"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """That of the same."""
+        return 9, 0
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Only noted: not every build of torch can lock pages."""
+        self.locked[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+        return x
+
+    def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """As torch marks page-locked memory; no driver registers it."""
+        return Accelerator.pinned_zeros(self, numel, dtype)
+
+    def synchronize(self) -> None:
+        """Nothing is enqueued."""
+
+    def new_stream(self, *_: Any, **__: Any) -> NoStream:
+        """There is one."""
+        return NoStream()
+
+    def current_stream(self) -> NoStream:
+        """There is one."""
+        return NoStream()
+
+    def event(self) -> NoEvent:
+        """Has happened."""
+        return NoEvent()
+
+    def timed_event(self) -> None:
+        """No time passes."""
+
+    def after(self, stream: Any) -> None:
+        """Has happened."""
+
+    def adopt(self, x: Tensor) -> None:
+        """Nothing is freed."""
+
+    def memory_pressure(self) -> MemoryPressure | None:
+        """No allocator."""
+        return None
+
+    def peak_memory_bytes(self) -> int:
+        """No memory."""
+        return 0
+
+
+@contextmanager
+def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
+    """Inside, steps on ``device`` take the operator table's forms of a GPU, and torch's choices are those of one.
+
+    torch queries a driver for them, so its functions are replaced here. The table is replaced where fake tensors are on
+    another type of device than a GPU.
+    """
+    kind = device.torch_device.type
+    with ExitStack() as stack:
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(replaced(bias, "causal_lower_right", _LowerRight))
+        stack.enter_context(replaced(varlen, "_should_use_cudnn", lambda device: False))
+        stack.enter_context(replaced(torch.cuda, "default_generators", (torch.default_generator,)))
+        for module in _FSDP:
+            stack.enter_context(replaced(module, "_get_device_handle", lambda kind: _Handle))
+        stack.enter_context(replaced(_fsdp_param_group, "torch", _TorchOfGroups()))
+        if kind == "meta":
+            stack.enter_context(_messages_of(kind))
+        if kind != "cuda":
+            stack.enter_context(_fused_norms(kind))
+            stack.enter_context(replaced(ops, "OPS", _forms(kind)))
+        yield
+
+
+@contextmanager
+def _messages_of(kind: str) -> Iterator[None]:
+    """torch's fake process groups take tensors of this type of device, too."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers them
+
+    capability = dist.Backend.backend_capability
+    with replaced(dist.Backend, "backend_capability", {**capability, "fake": [*capability["fake"], kind]}):
+        yield
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | _LowerRight | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's choice on Hopper: FlashAttention where there is no mask, else the memory-efficient kernel.
+
+    For the arguments see ``torch.nn.functional.scaled_dot_product_attention``.
+    """
+    if isinstance(attn_mask, _LowerRight):  # the kernel's own alignment
+        attn_mask, is_causal = None, True
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    grad = query.requires_grad
+    return efficient(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+class _LowerRight(NamedTuple):
+    """An alignment. torch's own is a tensor, which fake ones do not become."""
+
+    queries: int
+    keys: int
+
+
+class _Handle:
+    """What FSDP2 asks of a device's module: torch's own for devices without streams."""
+
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
+
+    @staticmethod
+    def current_device() -> int:
+        """The first."""
+        return 0
+
+
+class _TorchOfGroups:
+    """``torch`` as FSDP2's groups know it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *size: Any, **options: Any) -> Tensor:
+        """Groups are made outside fake mode, where there is no device; what they make there has no elements."""
+        return torch.empty(*size) if size == (0,) else torch.empty(*size, **options)
+
+
+def _forms(kind: str) -> MappingProxyType[str, Any]:
+    """The operator table with a GPU's forms for devices of another type."""
+    table = {name: {**forms, kind: forms.get("cuda", forms["reference"])} for name, forms in ops.OPS.items()}
+    table["packed_attention"][kind] = _packed
+    return MappingProxyType(table)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float = 0.0) -> Tensor:
+    """The choice of ``packed_attention_varlen``, which asks where the tensors are."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
+        return packed.packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
+    return packed.by_kernel(q, k, v, documents)
+
+
+@contextmanager
+def _fused_norms(kind: str) -> Iterator[None]:
+    """The fused norm is one operator with one backward, as on a GPU, and is not taken apart."""
+    key = {"cpu": "CPU", "meta": "Meta"}[kind]
+    library: Any = torch.library.Library("aten", "IMPL", key)
+    forms: dict[str, Callable[..., Any]] = {"_fused_rms_norm": _norm, "_fused_rms_norm_backward": _norm_backward}
+    try:
+        for name, form in forms.items():
+            library.m.impl(name, key, form, False)  # ``impl`` itself wants such an operator taken apart
+        yield
+    finally:
+        library._destroy()
+
+
+def _norm(x: Tensor, shape: Any, weight: Tensor | None, epsilon: float | None) -> tuple[Tensor, Tensor]:
+    """(y like x, 1 / root of the mean of squares [.., 1] in fp32)."""
+    return torch.empty_like(x), x.new_empty(
+        (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)), dtype=torch.float32
+    )
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, scale: Tensor, weight: Tensor | None, mask: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and the weight."""
+    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

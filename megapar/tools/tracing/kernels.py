@@ -1,0 +1,134 @@
+"""How many kernels an operator launches on a GPU: one, but for what stands here.
+
+Read in torch's CUDA sources, not counted: a row stays ``estimated`` until a profiler's count on a GPU stands in it.
+What allocates or only looks at memory in another way launches none. Operators of torch that are not named launch one;
+operators of any other library, and our own, must be named in ``CUSTOM``, or nothing would know what they launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megapar.errors import MegaparError
+
+# Elements that one launch of torch's kernels over lists of tensors takes: 320 blocks of 65,536.
+ELEMENTS_OF_A_LIST_LAUNCH = 320 * 65_536
+# Namespaces of torch itself and of the vendors' wheels: an operator there that is not named is one kernel.
+_COUNTED_AS_ONE = frozenset({"aten", "prims", "c10d", "_c10d_functional", "fsdp", "npu"})
+
+
+class UncountedOperatorError(MegaparError):
+    """An operator of a library, or of megapar itself, says nowhere how many kernels it launches."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """launches: of one call. reason: why they are not one. estimated: read in the sources and not yet counted by a
+    profiler. elements: the call launches that often again for every so many elements (0: for any number once).
+    """
+
+    launches: int
+    reason: str
+    estimated: bool = True
+    elements: int = 0
+
+    def of(self, elements: int) -> int:
+        """Launches of a call on that many elements."""
+        if not self.elements:
+            return self.launches
+        return self.launches * max(1, -(-elements // self.elements))
+
+
+_NONE = "allocates, or looks at memory in another way"
+_BY_LIST = "one for so many blocks of a list of tensors"
+_FLASH_BACKWARD = "sums of gradient times output, the gradients, the cast of q's; sums over the heads of a group"
+_RADIX = "histogram, sums and eight passes over 64-bit keys, and their indices"
+
+# Operator of torch, without its overload -> kernels.
+KERNELS: Mapping[str, Kernels] = MappingProxyType(
+    {
+        **{
+            name: Kernels(0, _NONE, estimated=False)
+            for name in (
+                *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"),
+                *("detach", "alias", "lift_fresh", "set_", "resize_", "_reshape_alias", "_unsafe_view", "device"),
+                *("record_stream", "is_pinned", "pin_memory", "_pin_memory", "is_same_size", "sym_size", "sym_numel"),
+                *("sym_stride", "sym_storage_offset"),
+            )
+        },
+        "sort": Kernels(10, _RADIX),
+        "argsort": Kernels(10, _RADIX),
+        "topk": Kernels(2, "the choice, then its order"),
+        "nonzero": Kernels(3, "their number, then their places"),
+        "masked_select": Kernels(4, "the places of nonzero, then the values"),
+        "unique_consecutive": Kernels(6, "marks, sums, copies"),
+        "_unique2": Kernels(16, "a sort, marks, sums, copies"),
+        "cumsum": Kernels(2, "a vector's running sums: states, then the scan"),
+        "cumsum_": Kernels(2, "a vector's running sums: states, then the scan"),
+        "bincount": Kernels(4, "the least and the greatest, zeros, the histogram"),
+        "histc": Kernels(2, "zeros, then the histogram"),
+        "repeat_interleave": Kernels(3, "running sums, then the places"),
+        "index_put_": Kernels(2, "offsets of the indices, then the values"),
+        "_index_put_impl_": Kernels(12, "with sums: a sort of the indices, then the values"),
+        "embedding_dense_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
+        "_embedding_bag_dense_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
+        "_embedding_bag_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
+        "_scaled_dot_product_flash_attention_backward": Kernels(4, _FLASH_BACKWARD),
+        "_flash_attention_backward": Kernels(4, _FLASH_BACKWARD),
+        "_scaled_dot_product_efficient_attention_backward": Kernels(2, "sums of gradient times output, the gradients"),
+        "_efficient_attention_backward": Kernels(2, "sums of gradient times output, the gradients"),
+        "_scaled_dot_product_cudnn_attention_backward": Kernels(3, "sums, the gradients, the cast of q's"),
+        "_grouped_mm": Kernels(2, "the table of the groups' places, then the products"),
+        "_scaled_grouped_mm": Kernels(2, "the table of the groups' places, then the products"),
+        "native_layer_norm_backward": Kernels(2, "the input's gradient, the weights'"),
+        "_fused_rms_norm_backward": Kernels(2, "the input's gradient, the weights'"),
+        "logsumexp": Kernels(7, "greatest, its infinities, difference, exponent, sum, logarithm, sum"),
+        "nll_loss_backward": Kernels(2, "zeros, then the values"),
+        "slice_backward": Kernels(2, "zeros, then the copy"),
+        "select_backward": Kernels(2, "zeros, then the copy"),
+        "slice_scatter": Kernels(2, "a copy of the whole, then of the slice"),
+        "constant_pad_nd": Kernels(2, "the constant, then the copy"),
+        "linalg_vector_norm": Kernels(2, "blocks meet in memory that is set to zero first"),
+        "_foreach_norm": Kernels(2, "a norm for each block, then over them", elements=ELEMENTS_OF_A_LIST_LAUNCH),
+        **{
+            name: Kernels(1, _BY_LIST, elements=ELEMENTS_OF_A_LIST_LAUNCH)
+            for name in (
+                *("_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_div_", "_foreach_copy_"),
+                *("_foreach_zero_", "_foreach_lerp_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_sqrt"),
+                *("_foreach_add", "_foreach_div", "_foreach_mul", "_fused_adamw_", "_fused_adam_", "_fused_sgd_"),
+                *("_amp_foreach_non_finite_check_and_unscale_",),
+            )
+        },
+    }
+)  # fmt: skip
+
+# "namespace::operator" -> kernels, of operators that are registered with torch.library: torch's Python ones, a
+# library's, our own. One that comes brings its row.
+CUSTOM: Mapping[str, Kernels] = MappingProxyType(
+    {
+        "torch_attn::_varlen_attn": Kernels(1, "FlashAttention of sequences of unequal lengths"),
+        "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
+    }
+)
+
+
+def kernels_of(name: str, elements: int = 0) -> int:
+    """Kernels that one call launches on a GPU.
+
+    name: "namespace::operator", or an operator of torch alone. elements: of the longest list of tensors it takes.
+    Raises UncountedOperatorError for an operator that is not torch's and has no row.
+    """
+    space, _, operator = name.rpartition("::")
+    if space == "prim":
+        return 0
+    row = CUSTOM.get(name) if space not in {"", *_COUNTED_AS_ONE} else KERNELS.get(operator)
+    if row is not None:
+        return row.of(elements)
+    if space in {"", *_COUNTED_AS_ONE}:
+        return 1
+    raise UncountedOperatorError(
+        f"operator {name} is not torch's, and how many kernels it launches is not declared: "
+        "give it a row in CUSTOM of megapar/tools/tracing/kernels.py"
+    )

@@ -1,0 +1,241 @@
+"""What a stretch of a step asks of a GPU, operator by operator: kernels, products, bytes, and what the host waits for.
+
+Everything is counted under a label, the name of the innermost function of megapar that called the operator ("backward"
+where none did, in what torch differentiates by itself), so that a figure that grew says where.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megapar.tools.tracing.kernels import kernels_of
+from megapar.training.step.observer import StepObserver
+
+# Of a copy from pageable memory, CUDA takes this much aside and returns; the host waits for a longer one.
+STAGED_BYTES = 64 * 1024
+# NCCL moves whole words where a message of a peer begins at such a place, single bytes elsewhere.
+ALIGNMENT_BYTES = 16
+# Messages below this, for one peer, are short whatever their place.
+LARGE_BYTES = 64 * 1024
+
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"})
+_COPIES = frozenset({"_to_copy", "copy_", "_pin_memory"})
+# Their result's size, or their number, is a value of the device.
+_LOOKS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"})
+_BY_PIECES = frozenset({"_allgather_base_", "_reduce_scatter_base_"})
+_MESSAGES = frozenset({"c10d", "_c10d_functional"})
+
+
+class MatrixProduct(NamedTuple):
+    """rows: of all batches together; of a weight's gradient those that are summed over. columns, inner: the others.
+    work: multiplications."""
+
+    rows: int
+    columns: int
+    inner: int
+
+    @property
+    def work(self) -> int:
+        """Multiplications."""
+        return self.rows * self.columns * self.inner
+
+
+@dataclass
+class Sums:
+    """kernels: (operator, label) -> launches. products: (product, label) -> how often. bytes: (operator, label) ->
+    bytes of what goes in and comes out, of what is neither product, attention nor message. waits: label -> how often
+    the host waited for the device. copies: (way, label) -> copies between host and device. crooked: message -> how
+    often a large one had a part that begins at no multiple of 16 bytes.
+    """
+
+    kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
+    products: Counter[tuple[MatrixProduct, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[tuple[str, str]] = field(default_factory=Counter)
+    crooked: Counter[str] = field(default_factory=Counter)
+
+    def without(self, other: Sums) -> Sums:
+        """What is here and not there; in what is counted nothing is below zero."""
+        return Sums(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def launches(self) -> int:
+        """Kernels of all operators."""
+        return self.kernels.total()
+
+    @property
+    def smallest_product(self) -> MatrixProduct | None:
+        """The one with the fewest rows, all its batches together."""
+        return min((product for product, _ in self.products), default=None)
+
+    @property
+    def bytes_outside_products(self) -> int:
+        """Of all operators."""
+        return self.bytes.total()
+
+
+class Tally(TorchDispatchMode):
+    """Counts what touches tensors of a device; ``sums`` may be taken and set anew at any moment.
+
+    device: the type of device that counts. Where it is "cpu" copies between host and device cannot be told apart.
+    pinned: host memory that counts as page-locked from the start, by the address of its storage.
+    """
+
+    def __init__(self, device: str, pinned: dict[int, StorageWeakRef] | None = None) -> None:
+        super().__init__()
+        self.sums = Sums()
+        self._device = device
+        # Which fake tensors do not say themselves. A weak reference keeps the address from being given again.
+        self._pinned: dict[int, StorageWeakRef] = {} if pinned is None else pinned
+
+    def wait(self, label: str | None = None) -> None:
+        """The host waits, in a way that no operator shows."""
+        self.sums.waits[label or caller()] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run it and count it."""
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if (kwargs or {}).get("pin_memory"):
+            self._pinned.update((x.untyped_storage()._cdata, StorageWeakRef(x.untyped_storage())) for x in made)
+        if any(self._counts(x) for x in (*given, *made)):
+            name = func._schema.name
+            space, _, operator = name.rpartition("::")
+            if not func.is_view:
+                self._count(name, operator, args, given, made)
+            if space in _MESSAGES:
+                self._message(operator, args)
+            elif self._device != "cpu":
+                self._host(operator, given, made, _at_once(operator, args, kwargs or {}))
+        return result
+
+    def _counts(self, x: Tensor) -> bool:
+        return isinstance(x, FakeTensor) and x.device.type == self._device
+
+    def _count(self, name: str, operator: str, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        launches = kernels_of(name, _longest_list(args))
+        if not launches:
+            return
+        label = caller()
+        self.sums.kernels[operator, label] += launches
+        if operator in _PRODUCTS:
+            first = 1 if "add" in operator else 0
+            self.sums.products[product_of(*args[first : first + 2]), label] += 1
+        elif "attention" not in name and not name.startswith(tuple(_MESSAGES)):
+            self.sums.bytes[operator, label] += _moved(given, made)
+
+    def _host(self, operator: str, given: list[Tensor], made: list[Tensor], at_once: bool) -> None:
+        """Copies between host and device, and what the host waits for in them."""
+        if operator in _LOOKS:
+            self.wait()
+            return
+        to_host = operator in _COPIES and any(map(self._counts, given)) and made and made[0].device.type == "cpu"
+        # A number in a kernel's arguments is no copy; one that is written into a tensor is.
+        host = [x for x in given if x.device.type == "cpu" and (x.dim() or operator in _COPIES)]
+        if to_host:
+            self._copied("to host", made[0], at_once)
+        elif host and any(map(self._counts, (*given, *made))):
+            self._copied("to device", host[0], at_once)
+
+    def _copied(self, way: str, host: Tensor, at_once: bool) -> None:
+        label = caller()
+        self.sums.copies[way, label] += 1
+        staged = way == "to device" and host.nbytes < STAGED_BYTES
+        if not at_once or not (staged or self._is_pinned(host)):
+            self.sums.waits[label] += 1
+
+    def _is_pinned(self, x: Tensor) -> bool:
+        if x.untyped_storage()._cdata in self._pinned:
+            return True
+        if isinstance(x, FakeTensor):
+            return False
+        with _disable_current_modes():
+            return x.is_pinned()
+
+    def _message(self, operator: str, args: Any) -> None:
+        """Where the parts of a message begin. What is cut by the tokens that come may begin at any row."""
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+        size = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
+        whole = max((x.nbytes for x in tensors), default=0)
+        for x in tensors:
+            peers, unit = 1, 0
+            if operator == "alltoall_base_":
+                rows = max(1, x.shape[0]) if args[3] or args[4] else size
+                peers, unit = size, x.nbytes // rows
+            elif operator in _BY_PIECES:
+                peers, unit = (size if x.nbytes == whole else 1), whole // size
+            start = x.storage_offset() * x.element_size()
+            if x.nbytes // peers > LARGE_BYTES and (start % ALIGNMENT_BYTES or unit % ALIGNMENT_BYTES):
+                self.sums.crooked[f"{operator} from byte {start} in parts of {unit} bytes"] += 1
+
+
+class WaitTally(StepObserver):
+    """Counts in a tally what the host waits for where no operator shows it, under the function that waits."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+
+    def host_waited(self, where: str) -> None:
+        """One wait."""
+        self._tally.wait(where)
+
+
+def product_of(left: Tensor, right: Tensor) -> MatrixProduct:
+    """[.., M, K] times [.., K, N]; a group's rows are rows of ``left``, or of both where they are summed over."""
+    batches = left.shape[0] if left.dim() == 3 else 1
+    rows, inner, columns = batches * left.shape[-2], left.shape[-1], right.shape[-1]
+    transposed = left.stride(-1) != 1 and left.stride(-2) == 1
+    if transposed and left.dim() == right.dim():  # a weight's gradient
+        return MatrixProduct(batches * inner, columns, left.shape[-2])
+    return MatrixProduct(rows, columns, inner)
+
+
+def caller() -> str:
+    """The innermost function of megapar on the stack; "backward" where there is none since torch's engine began."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        path = frame.f_code.co_filename
+        if f"{os.sep}megapar{os.sep}" in path and f"{os.sep}tools{os.sep}" not in path:
+            return re.sub(r"\.?<\w+>", "", getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return "backward"
+
+
+def _moved(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Bytes of every tensor that goes in or comes out, each once; of one that is spread out, what it is spread from."""
+    seen: dict[tuple[Any, ...], int] = {}
+    for x in (*given, *made):
+        storage = x.untyped_storage()
+        key = (storage._cdata, tuple(x.shape), x.stride(), x.storage_offset())
+        seen[key] = min(x.numel() * x.element_size(), storage.nbytes())
+    return sum(seen.values())
+
+
+def _at_once(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy was asked not to hold up the host."""
+    return bool(kwargs.get("non_blocking") or (operator == "copy_" and len(args) > 2 and args[2]))
+
+
+def _longest_list(args: Sequence[Any]) -> int:
+    """Elements of the longest list of tensors among the arguments."""
+    lists = (x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor))
+    return max((sum(x.numel() for x in tensors) for tensors in lists), default=0)

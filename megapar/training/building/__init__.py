@@ -1,0 +1,1 @@
+"""From a configuration to a model on this rank with its sharding and optimizer."""

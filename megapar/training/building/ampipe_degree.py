@@ -1,0 +1,105 @@
+"""``--ampipe-degree auto``: a few steps at the start, thrown away, choose a degree that leaves the numbers alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from megapar.arguments import Config
+from megapar.compatibility import RULES, SETTLED
+from megapar.core.comm.autograd import all_reduce_
+from megapar.core.comm.axis import Axis
+from megapar.data.batches import Loader, MicroBatch
+from megapar.model.decoder.model import Decoder
+from megapar.training.building.build import make_slicing
+from megapar.training.building.job import Job
+from megapar.training.checkpoints.state import Progress
+from megapar.training.step.objective import Objective
+
+AUTO = 0
+DEGREES = (1, 2, 4)
+REPEATS = 3
+# A degree has to be faster than none by this much: below it the weather of the machine decides.
+LEAST_GAIN = 0.02
+
+
+def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
+    """(degrees that give the numbers of degree 1, why there is only one of them; empty where there are more)."""
+    values = config.values() | {"kind": config.kind}
+    for rule in RULES:
+        if rule.kind == SETTLED and rule.broken(values):
+            return (1,), rule.message
+    parallel, ampipe = config.parallel, config.ampipe
+    room = config.model.seq_length // (parallel.mp_degree if parallel.sequence_parallel else 1)
+    pieces = ampipe.pipe_experts_multi_data if ampipe.use_pipe_experts else 0
+    degrees = tuple(d for d in DEGREES if d <= room and (d == 1 or not pieces or (pieces % d == 0 and pieces > d)))
+    return degrees, "" if len(degrees) > 1 else "the sequence, or --pipe-experts-multi-data, allows no other"
+
+
+def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress) -> str:
+    """Slice the model by the checkpoint's degree or a measured one; what to say of it, "" where a degree is given."""
+    if config.ampipe.ampipe_degree != AUTO:
+        return ""
+    model = cast(Decoder, job.model)  # no other model has the flag
+    legal, why = legal_degrees(config)
+    if progress.ampipe_degree in legal:
+        why = "as the checkpoint has it"
+    elif len(legal) == 1:
+        progress.ampipe_degree = legal[0]
+    else:
+        batch = loader.step(progress.consumed_samples, 1)[0]
+
+        def run(degree: int) -> float:
+            model.slice_by(make_slicing(config, degree))
+            return _seconds(job, objective, batch)
+
+        seconds = measure(legal, run, job.world.axis("world"), job.world.device.torch_device)
+        progress.ampipe_degree, why = choose(seconds)
+        job.meter.take()
+    model.slice_by(make_slicing(config, progress.ampipe_degree))
+    return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"
+
+
+def _seconds(job: Job, objective: Objective, batch: MicroBatch) -> float:
+    """Of a forward and backward; nothing of it is kept."""
+    device = job.world.device
+    tensors = batch.to(device.torch_device).tensors
+    job.sharding.begin_step()
+    job.sharding.begin_micro_batch(last=True)
+    device.synchronize()
+    start = time.perf_counter()
+    terms = job.model(tensors, batch.valid_tokens)
+    objective.of(terms, batch.counts, 1).backward()
+    job.sharding.finish()
+    device.synchronize()
+    seconds = time.perf_counter() - start
+    job.comm.check_settled()
+    job.sharding.begin_step()
+    return seconds
+
+
+def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, device: torch.device) -> dict[int, float]:
+    """Degree -> median seconds of a micro-batch on the slowest rank, turns interleaved, the first round unseen.
+
+    run: seconds of one micro-batch, forward and backward, at a degree. The same on every rank.
+    """
+    rounds = [[run(degree) for degree in degrees] for _ in range(1 + REPEATS)][1:]
+    own = [statistics.median(turns) for turns in zip(*rounds, strict=True)]
+    slowest = torch.tensor(own, dtype=torch.float32, device=device)
+    if world.size > 1:
+        all_reduce_(slowest, world, dist.ReduceOp.MAX)
+    return dict(zip(degrees, slowest.tolist(), strict=True))
+
+
+def choose(seconds: Mapping[int, float]) -> tuple[int, str]:
+    """(the degree, why): the fastest, if it is faster than degree 1 by ``LEAST_GAIN``."""
+    best = min(seconds, key=lambda degree: seconds[degree])
+    told = ", ".join(f"{degree}: {value * 1000:.1f} ms" for degree, value in seconds.items())
+    if seconds[best] > (1 - LEAST_GAIN) * seconds[1]:
+        best = 1
+    return best, f"measured per micro-batch {told}"

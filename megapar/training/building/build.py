@@ -1,0 +1,207 @@
+"""From flags to what a run is made of: data, schedules, slices, the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megapar.arguments import Config
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.world import World
+from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
+from megapar.core.device.base import Device
+from megapar.core.device.dtypes import wide
+from megapar.core.optimizer.loss_scale import LossScale
+from megapar.data import corpus
+from megapar.data.batches import Collate, Loader, pinned
+from megapar.data.corpus import Corpus
+from megapar.data.own import own_positions
+from megapar.data.sampling.skipping import Range, Skipping
+from megapar.data.tasks.build import TaskData
+from megapar.errors import Complaint, ConfigError
+from megapar.model.spec import spec_of
+from megapar.moe.slicing import Slicing
+from megapar.training.health.control import Control, Limits, StopSignal
+from megapar.training.step.bad_steps import Numbers, Spikes
+from megapar.training.step.objective import Objective
+from megapar.training.step.schedules import BatchSize, Progressive
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def compute_dtype(config: Config, device: Device) -> torch.dtype:
+    """``--dtype``, or what the device likes best.
+
+    Raises ConfigError where that is fp16 and a flag beside it is for bf16; without ``auto`` a rule row does.
+    """
+    dtype = DTYPES.get(config.training.dtype, device.default_dtype)
+    if dtype == torch.float16 and config.sharding.grad_reduce_dtype == "bf16":
+        message = f"--grad-reduce-dtype bf16 rounds the gradients of an fp16 run away; {device.name} has no bf16."
+        raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave it out.")])
+    return dtype
+
+
+def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Of gradients on their way: ``--grad-reduce-dtype``; "fp32" is the dtype of masters."""
+    chosen = DTYPES[config.sharding.grad_reduce_dtype]
+    return wide(dtype) if chosen == torch.float32 else chosen
+
+
+def timeout(config: Config) -> timedelta:
+    """How long ranks wait for each other."""
+    return timedelta(minutes=config.parallel.distributed_timeout_minutes)
+
+
+def make_corpus(config: Config) -> Corpus:
+    """Samples, tokenizer and held-out samples; before any process group. Raises DataError or ConfigError."""
+    data = config.data
+    return corpus.build(
+        config.kind,
+        data_path=data.data_path,
+        eval_data_path=data.eval_data_path or None,
+        split=data.split,
+        tokenizer_model=data.tokenizer_model,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        mlm_probability=data.mlm_probability,
+        packing=corpus.Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
+        skip_bad=data.on_bad_record == "skip",
+        hf_dataset=data.hf_dataset,
+        tasks=_task_data(config),
+        text_field=data.text_field,
+    )
+
+
+def _task_data(config: Config) -> TaskData | None:
+    """What the objectives of ERNIE 3.0 are made from; None for other models."""
+    if not config.model.mixes_tasks:
+        return None
+    data = config.data
+    return TaskData(
+        data.ernie_tasks,
+        data.phrase_file,
+        data.entity_file,
+        data.triples_file,
+        data.sentence_reorder_pieces,
+        data.mlm_probability,
+    )
+
+
+def make_layout(config: Config) -> SequenceLayout:
+    """How the ranks of cp share a sequence."""
+    parallel, slicing = config.parallel, make_slicing(config)
+    return choose_layout(
+        parallel.context_parallel_algo,
+        parallel.cp_degree,
+        causal=config.model.causal,
+        length=config.model.seq_length,
+        slices=slicing.degree,
+        balanced=slicing.balanced,
+        parts=parallel.mp_degree if parallel.sequence_parallel else 1,
+    )
+
+
+def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
+    """What makes micro-batches of this rank's positions from whole samples, ready to be copied to its device."""
+    own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
+    return pinned(own, world.device.pin)
+
+
+def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
+    """This rank's micro-batches of the training samples, except the skipped ones. data: the ranks that share them."""
+    return Loader(
+        Skipping(corpus.train, skipped) if skipped else corpus.train,
+        collate,
+        micro_batch_size=config.training.micro_batch_size,
+        data_rank=data.rank,
+        data_ranks=data.size,
+    )
+
+
+def make_objective(config: Config) -> Objective:
+    """The weights of the loss terms."""
+    weights = config.model.loss_weights(config.values())
+    if not spec_of(config.model).has_experts:
+        return Objective(weights)
+    moe = config.moe
+    return Objective(
+        weights,
+        moe.moe_aux_loss_coeff,
+        moe.moe_z_loss_coeff,
+        moe.moe_seq_aux_loss_coeff,
+        moe.moe_orthogonal_loss_coeff,
+    )
+
+
+def make_slicing(config: Config, degree: int | None = None) -> Slicing:
+    """How layers are cut into slices, and experts' rows into pieces. degree: in place of the asked one.
+
+    Where it is to be measured, a model starts without slices.
+    """
+    ampipe = config.ampipe
+    degree = max(1, ampipe.ampipe_degree if degree is None else degree)
+    return Slicing(
+        degree=degree,
+        balanced=ampipe.ampipe_slicing == "balanced",
+        capacity=ampipe.ampipe_capacity,
+        cross_layer=ampipe.ampipe_cross_layer and degree > 1,
+        overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
+        # All slices of an expert's rows together are asked for, so each slice has its share of the pieces.
+        expert_pieces=ampipe.pipe_experts_multi_data // degree if ampipe.use_pipe_experts else 0,
+        chained=ampipe.pipe_experts_multi_stream,
+    )
+
+
+def make_loss_scale(config: Config, device: Device) -> LossScale | None:
+    """The dynamic loss scale, which only fp16 needs, asked for or chosen by the device."""
+    training = config.training
+    if compute_dtype(config, device) != torch.float16:
+        return None
+    return LossScale(
+        value=training.initial_loss_scale,
+        minimum=training.min_loss_scale,
+        factor=training.loss_scale_factor,
+        window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+    )
+
+
+def make_progressive(config: Config) -> Progressive | None:
+    """What grows over the first steps; None: everything is as large from the start."""
+    training = config.training
+    if not training.progressive_iters:
+        return None
+    return Progressive(
+        iters=training.progressive_iters,
+        length=config.model.seq_length,
+        length_step=training.progressive_length_multiple,
+        batch=training.global_batch_size,
+        batch_step=training.micro_batch_size * training.progressive_batch_multiple,
+    )
+
+
+def make_numbers(config: Config) -> Numbers:
+    """What a run does about bad numbers."""
+    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+    reliability = config.reliability
+    return Numbers(reliability.bad_step_limit, Spikes(reliability.spike_sigmas), folder)
+
+
+def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
+    """Who may ask the run to save or to stop."""
+    checkpoint = config.checkpoint
+    limits = Limits(checkpoint.save_interval_minutes, checkpoint.exit_duration_minutes, checkpoint.exit_interval)
+    return Control(limits, stop_signal, leader=leader)
+
+
+def make_batch_size(config: Config) -> BatchSize:
+    """The global batch size over consumed samples."""
+    training = config.training
+    if not training.rampup_batch_size:
+        return BatchSize(training.global_batch_size)
+    start, increment, samples = training.rampup_batch_size
+    return BatchSize(training.global_batch_size, start, increment, samples)

@@ -1,0 +1,172 @@
+"""Builds a rank's model, complete: how its layers run is decided first and passed to their constructors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from megapar.arguments import Config
+from megapar.core.box import Box
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.comm.world import World
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.compiled import Compiled, plain
+from megapar.core.device.kinds import kind_of
+from megapar.core.pipeline.schedule import ZERO_BUBBLE
+from megapar.core.pipeline.stages import Holding
+from megapar.core.recompute.adaptive import Adaptive
+from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.recompute.choice import recompute_choice
+from megapar.core.recompute.saved_inputs import Keeper
+from megapar.core.tensor_parallel.collective_product import enable
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.core.tensor_parallel.fp8 import Fp8Linear, odd_widths
+from megapar.core.tensor_parallel.overlap_price import FUSED, OFF
+from megapar.core.tensor_parallel.overlapped_linear import Overlap
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.core.units import MEGABYTE
+from megapar.data.batches import Collate
+from megapar.data.corpus import Corpus
+from megapar.errors import Complaint, ConfigError
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
+from megapar.model.initialize import fill
+from megapar.model.parameter import ParameterSpec
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import spec_of
+from megapar.moe.layer import MoeLayer
+from megapar.training.building.build import DTYPES, compute_dtype, make_collate, make_layout, make_slicing
+from megapar.training.building.stages import effective_schedule
+from megapar.training.building.tensor_overlap import hiding
+from megapar.training.step.denominators import Denominators
+
+Model = Decoder | Ernie
+
+
+class Builder:
+    """The parts of a trainer that a run without values builds differently: ``tools.tracing.pretend`` overrides them.
+
+    moe_layer: the class of mixture-of-experts layers. denominators: the class that counts a step's labels.
+    """
+
+    moe_layer: type[MoeLayer] = MoeLayer
+    denominators: type[Denominators] = Denominators
+
+    def model(
+        self,
+        config: Config,
+        world: World,
+        sizes: ModelSizes,
+        holding: Holding,
+        dtype: torch.dtype,
+        execution: Execution,
+        recompute: Recompute | None,
+        *,
+        meta: bool,
+    ) -> Model:
+        """The uninitialised model. holding: what of it this rank has. meta: without memory, for stage 3 to allocate."""
+        common: dict[str, Any] = {
+            "mp": world.axis("mp"),
+            "sequence_parallel": config.parallel.sequence_parallel,
+            "cp": ContextParallel(
+                world.axis("cp"),
+                config.parallel.context_parallel_algo,
+                make_layout(config),
+                comm=execution.comm or CommContext(),
+            ),
+            "holding": holding,
+            "dtype": dtype,
+            "device": torch.device("meta") if meta else world.device.torch_device,
+            "execution": execution,
+            "recompute": recompute,
+        }
+        spec = spec_of(sizes)
+        if spec.has_experts:
+            common |= {"ep": world.axis("ep"), "emp": world.axis("emp"), "slicing": make_slicing(config)}
+            common |= {"moe_layer": self.moe_layer}
+        model: Model = spec.load_parts()(sizes, **common)
+        return model
+
+    def overlap(self, config: Config, world: World, sizes: ModelSizes) -> Overlap:
+        """How the collectives of layers cut over mp are hidden; see ``make_overlap``."""
+        return make_overlap(config, world, sizes)
+
+    def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
+        """Fill this rank's piece of a parameter with its initial values."""
+        fill(tensor, spec, box, seed=seed, init_std=init_std)
+
+    def fully_shard(self, *modules: Any, **options: Any) -> Any:
+        """Make one FSDP2 group, as ``torch.distributed.fsdp.fully_shard``."""
+        return fully_shard(*modules, **options)
+
+    def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
+        """What makes micro-batches of samples; see ``make_collate``."""
+        return make_collate(config, world, corpus)
+
+
+def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext) -> Execution:
+    """How the model's layers run on this device."""
+    splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
+    return Execution(
+        overlap=overlap,
+        comm=comm,
+        weight_gradients=WeightGradients() if splits_backward else None,
+        fp8=Fp8Linear() if config.training.fp8 else None,
+        run=Compiled() if config.training.compile else plain,
+        selective=config.recompute.recompute_granularity == "selective",
+    )
+
+
+def check_widths(model: Model) -> None:
+    """Raise ConfigError where linear layers have widths that fp8 products do not take."""
+    if odd := odd_widths(model):
+        message = f"fp8 products take widths that are multiples of 16; not so {', '.join(odd[:4])}."
+        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or leave --fp8 out.")])
+
+
+def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
+    """How the collectives of layers cut over mp are hidden on this device.
+
+    Raises ConfigError where they should be fused and the ranks of mp do not share a node.
+    """
+    device, mp = world.device, world.axis("mp")
+    kind, computed = kind_of(device.type, device.name), compute_dtype(config, device)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == computed)
+    form = hiding(config, kind, dtype, sizes) if mp.size > 1 else OFF
+    if form == FUSED:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.grid.world_size))
+        if len({rank // per_node for rank in mp.ranks}) > 1:
+            message = f"--tp-comm-overlap fused, but ranks {mp.ranks} of mp are on nodes of {per_node} ranks."
+            fix = "Choose an --mp-degree that fits into a node, or --tp-comm-overlap on."
+            raise ConfigError([Complaint("tp-comm-overlap-node", message, fix)])
+        enable(mp)
+    of = kind.of
+    return Overlap(of.pieces, of.piece_bytes, of.least_rows, of.batched, blocking=form == OFF, fused=form == FUSED)
+
+
+def make_recompute(
+    config: Config,
+    world: World,
+    comm: CommContext,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Recompute | None:
+    """How whole layers are recomputed; None: none are. around: see ``Recompute``."""
+    recompute = config.recompute
+    if recompute.adaptive_recompute_device_size:
+        adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
+        return Recompute(adaptive, comm, world.sent_bytes, measure=adaptive, around=around)
+    choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
+    if choice is None:
+        return None
+    keeper = None
+    if recompute.recompute_offload or recompute.recompute_partition:
+        mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
+        keeper = Keeper(world.device, mp, comm, offload=recompute.recompute_offload)
+    return Recompute(choice, comm, world.sent_bytes, keeper, around=around)

@@ -1,0 +1,279 @@
+"""What trains: the model of this rank, and what holds its parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megapar.arguments import Config
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.world import World
+from megapar.core.device.base import Device
+from megapar.core.device.dtypes import wide
+from megapar.core.optimizer.adamw import AdamW, Optimizer
+from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.pipeline.queues import Queues
+from megapar.core.pipeline.stages import Stages
+from megapar.core.sharding.combined import CombinedSharding
+from megapar.core.sharding.fsdp import FullSharding, whole_experts
+from megapar.core.sharding.master_shard import Sharding
+from megapar.core.sharding.replicas import Replica, axes_of
+from megapar.core.sharding.zero import ZeroSharding
+from megapar.core.tensor_parallel.fp8 import torchao_lacks
+from megapar.core.tensor_parallel.overlap_price import FUSED
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.errors import Complaint, ConfigError
+from megapar.model.initialize import std_of
+from megapar.model.layers.block import DecoderBlock
+from megapar.model.parameter import ParameterSpec
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import table_of
+from megapar.training.building.build import compute_dtype, make_objective, reduce_dtype
+from megapar.training.building.builder import Builder, Model, check_widths, make_execution, make_recompute
+from megapar.training.building.segments import make_segments
+from megapar.training.building.stages import effective_schedule, make_stages, placed
+from megapar.training.step.observer import StepObserver
+from megapar.training.step.pipelined import PipelinedModel
+
+
+@dataclass
+class Job:
+    """A model with what holds its parameters, gradients and optimizer state.
+
+    comm: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
+    every wait. partial: parameters whose gradients mp ranks must sum. pipeline: runs the model where pp > 1. tied: the
+    parameter that the first and the last stage have, whose gradients they sum. observer: sees the steps.
+    """
+
+    world: World
+    sizes: ModelSizes
+    table: tuple[ParameterSpec, ...]
+    model: Model
+    sharding: Sharding
+    optimizer: Optimizer | OffloadedOptimizer
+    meter: WaitMeter
+    comm: CommContext
+    metered: bool
+    partial: tuple[str, ...]
+    pipeline: PipelinedModel | None = None
+    tied: str | None = None
+    observer: StepObserver = field(default_factory=StepObserver)
+
+
+def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
+    """Build and initialise the model as this rank holds it. builder: makes its parts. observer: will see its steps."""
+    builder = builder or Builder()
+    sizes = config.model
+    stages = make_stages(config, sizes)
+    table = placed(table_of(sizes), stages)
+    dtype = compute_dtype(config, world.device)
+    meter = world.meter
+    chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
+    comm = CommContext(meter, world.device, chained, None if observer is None else observer.host_waited)
+    recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
+    cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
+    execution = make_execution(config, world, builder.overlap(config, world, sizes), comm)
+    holding = stages.holding(world.axis("pp").rank)
+    model_dtype = wide(dtype) if cut_parameters else dtype
+    model = builder.model(config, world, sizes, holding, model_dtype, execution, recompute, meta=cut_parameters)
+    if config.training.fp8:
+        check_widths(model)
+    pipeline: PipelinedModel | None = None
+    trainable = [spec for spec in table if spec.trainable]
+    if cut_parameters:
+        sharding = _full(config, world, sizes, model, trainable, dtype, meter, builder)
+    elif world.grid.pp > 1:
+        sharding, pipeline = _pipelined(
+            config, world, stages, model, trainable, dtype, meter, execution.weight_gradients
+        )
+    else:
+        sharding = _zero(config, world, model, trainable, dtype, meter)
+    rows = {spec.name: spec for spec in table}
+    for view in sharding.views([part.master for part in sharding.parts]):
+        spec = rows[view.spec.name]
+        builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std_of(spec, sizes))
+    _zero_buffers(model, table)
+    sharding.publish()
+    job = Job(
+        world=world,
+        sizes=sizes,
+        table=table,
+        model=model,
+        sharding=sharding,
+        optimizer=_make_optimizer(config, world, sharding),
+        meter=meter,
+        comm=comm,
+        metered=not cut_parameters,
+        partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
+        pipeline=pipeline,
+        observer=observer or StepObserver(),
+    )
+    if pipeline is not None and model.embedding is not None and holding.first != holding.last:
+        job.tied = "embedding.word.weight" if model.tied_weight is not None else None
+    if observer is not None:
+        _observe_routing(model, observer)
+        observer.model_built(model)
+    return job
+
+
+def _observe_routing(model: Model, observer: StepObserver) -> None:
+    """Pass every router's choice through the observer, by torch's forward hooks."""
+    for name, block in model.layers.items():
+        if isinstance(block, DecoderBlock) and block.moe is not None:
+            seen = partial(observer.experts_chosen, int(name))
+            block.moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, seen=seen: seen(experts_Tk))
+
+
+def check_device(config: Config, device: Device) -> None:
+    """Raise ConfigError for what is asked of a device that this one, or this machine, does not have."""
+    complaints = []
+    if config.training.compile and (lacks := device.compiler_lacks()):
+        complaints.append(Complaint("compile", f"--compile, but {lacks}.", "Leave it out."))
+    if config.parallel.tp_comm_overlap == FUSED and device.type != "cuda":
+        message = f"--tp-comm-overlap fused reads the memory of other GPUs, and this is {device.name}."
+        complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Choose --tp-comm-overlap on."))
+    if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
+        complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Leave it out."))
+    if complaints:
+        raise ConfigError(complaints)
+
+
+def _pipelined(
+    config: Config,
+    world: World,
+    stages: Stages,
+    model: Model,
+    specs: list[ParameterSpec],
+    dtype: torch.dtype,
+    meter: WaitMeter,
+    weight_gradients: WeightGradients | None,
+) -> tuple[Sharding, PipelinedModel]:
+    """Stages 1 and 2 for each chunk by itself, whose backward is one of many, and what runs the chunks."""
+    pp = world.axis("pp")
+    mine = stages.on(pp.rank)
+
+    def index_of(spec: ParameterSpec) -> int:
+        chunk = stages.chunk_of_unit(spec.unit)
+        return chunk.index if chunk.rank == pp.rank else mine[-1].index  # a tied embedding's second copy
+
+    names = dict(model.named_parameters())
+    here = [spec for spec in specs if spec.name in names]
+    shardings = {
+        chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype, meter)
+        for chunk in mine
+    }
+    queues = Queues(pp.rank, world.make_queues(closed=stages.goes_round), world.device)
+    pipeline = PipelinedModel(
+        model=model,
+        stages=stages,
+        queues=queues,
+        schedule=effective_schedule(config),
+        objective=make_objective(config),
+        shardings=shardings,
+        device=world.device.torch_device,
+        reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
+        weight_gradients=weight_gradients,
+        meter=meter,
+    )
+    return CombinedSharding(tuple(shardings.values())), pipeline
+
+
+def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
+    optimizer = config.optimizer
+    betas = optimizer.adam_beta1, optimizer.adam_beta2
+    numbers = AdamW(betas, optimizer.adam_eps, optimizer.weight_decay, config.moe.moe_router_lr_ratio)
+    if config.sharding.optimizer_offload:
+        return OffloadedOptimizer(sharding.parts, world.device, numbers)
+    return Optimizer(sharding.parts, numbers)
+
+
+def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
+    """Parameters whose gradient is a partial sum on every mp rank."""
+    partial = ("always", "sp") if sequence_parallel else ("always",)
+    return tuple(spec.name for spec in table if spec.trainable and spec.mp_partial in partial)
+
+
+def _full(
+    config: Config,
+    world: World,
+    sizes: ModelSizes,
+    model: Model,
+    specs: list[ParameterSpec],
+    dtype: torch.dtype,
+    meter: WaitMeter,
+    builder: Builder,
+) -> Sharding:
+    """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
+    together = ("embedding", "head") if sizes.shares_embedding else ()
+    full = FullSharding(
+        world,
+        model,
+        model.units(),
+        specs,
+        dtype,
+        wide(dtype),
+        reduce_dtype(config, dtype),
+        together=together,
+        plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
+        prefetch=config.sharding.sharding_prefetch_segments,
+        reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
+        shard=builder.fully_shard,
+    )
+    names = {spec.name for spec in whole_experts(world, specs)}
+    if not names:
+        return full
+    experts = [spec for spec in specs if spec.name in names]
+    return CombinedSharding((full, _zero(config, world, model, experts, dtype, meter)))
+
+
+def _zero(
+    config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype, meter: WaitMeter
+) -> ZeroSharding:
+    """Stages 1 and 2."""
+    named = dict(model.named_parameters())
+    return ZeroSharding(
+        world,
+        model.units(),
+        [(spec, named[spec.name]) for spec in specs],
+        wide(dtype),
+        reduce_dtype(config, dtype),
+        make_segments(config, config.model),
+        reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
+        overlap_reduce=config.sharding.overlap_grad_reduce != "off",
+        overlap_gather=config.sharding.overlap_param_gather != "off",
+        prefetch=config.sharding.sharding_prefetch_segments,
+        meter=meter,
+        offload=config.sharding.optimizer_offload,
+    )
+
+
+def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
+    """Buffers of the table (the router's correction bias) start at zero; memory may come uninitialised."""
+    buffers = dict(model.named_buffers())
+    for spec in table:
+        if not spec.trainable and spec.name in buffers:
+            buffers[spec.name].zero_()
+
+
+def copies(job: Job) -> Iterator[Replica]:
+    """Everything that other ranks hold too: masters, parameters that are whole, buffers of the table."""
+    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+        for axis in axes_of(view.spec, job.world, sharded=True):
+            yield Replica(f"the master of {view.spec.name}", view.tensor, axis)
+    rows = {spec.name: spec for spec in job.table}
+    for name, parameter in job.model.named_parameters():
+        if name in rows and not isinstance(parameter, DTensor):
+            for axis in axes_of(rows[name], job.world, sharded=False):
+                yield Replica(name, parameter, axis)
+    for name, buffer in job.model.named_buffers():
+        if name in rows:
+            for axis in map(job.world.axis, ("data", "cp", "mp")):
+                if axis.group is not None:
+                    yield Replica(name, buffer, axis)

@@ -1,0 +1,71 @@
+"""The part of --validate-only that needs the model: its parameters, stages and segments, and a saved model.
+
+No torch: the entry scripts import this before they know that the configuration is accepted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapar.arguments import Config
+from megapar.config.stored import stored_facts, stored_schedule
+from megapar.core.checkpoint.facts import differences
+from megapar.core.units import MEGABYTE, billions
+from megapar.errors import Complaint, ConfigError
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import parameter_counts, table_of
+from megapar.training.building.segments import make_segments
+from megapar.training.building.stages import outline as pipeline_outline
+from megapar.training.checkpoints.identity import another_run
+from megapar.training.checkpoints.model_match import fitted
+from megapar.training.step.learning_rate import another_schedule, make_learning_rate
+
+
+def outline(config: Config) -> str:
+    """Describe the model for --validate-only: parameters, stages, segments. Raises ConfigError for a wrong --load."""
+    sizes = config.model
+    not_compared = _check_saved(config, sizes)
+    segments = make_segments(config, sizes)
+    shown = segments if len(segments) <= 12 else [*segments[:6], *segments[-5:]]
+    lines = [f"  {s.bytes / MEGABYTE:.3g} MB: {len(s.names)} parameters of {s.span}" for s in shown]
+    if len(shown) < len(segments):
+        lines.insert(6, f"  ... {len(segments) - len(shown)} more")
+    segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
+    return _counts(sizes) + pipeline_outline(config, sizes) + segmented + not_compared
+
+
+def _check_saved(config: Config, sizes: ModelSizes) -> str:
+    """Refuse a checkpoint of another model, schedule, tokenizer or data, before any rank is started.
+
+    Returns a line that says what could not be compared, or "".
+    """
+    saved = config.checkpoint
+    if saved.load is None or config.runtime.rules_only:
+        return ""
+    if (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
+        return ""
+    folder, facts = found
+    alone = saved.finetune or stored_schedule(folder) is None
+    complaints = []
+    if apart := differences(facts, fitted(facts, sizes.facts(), alone=alone).facts):
+        message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {apart}."
+        fix = "Give the flags that it was trained with, or the folder of another run."
+        complaints.append(Complaint("checkpoint-model", message, fix))
+    trained = None if alone or saved.no_load_optim else stored_schedule(folder)
+    if trained is not None and not config.optimizer.override_opt_param_scheduler:
+        other = another_schedule(trained, make_learning_rate(config).to_dict())
+        if other is not None:
+            message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."
+            complaints.append(Complaint("checkpoint-schedule", message, other[1]))
+    others, not_compared = ([], "") if alone else another_run(config, folder)
+    if complaints or others:
+        raise ConfigError([*complaints, *others])
+    return not_compared
+
+
+def _counts(sizes: ModelSizes) -> str:
+    total, active = parameter_counts(sizes)
+    passed = "" if active == total else f", of which a token passes {billions(active)}"
+    every = sum(row.numel for row in table_of(sizes) if row.trainable)
+    ahead = "" if every == total else f"\nmulti-token prediction: {billions(every - total)} more, in training only"
+    return f"parameters: {billions(total)}{passed}{ahead}\n"

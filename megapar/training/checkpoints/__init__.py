@@ -1,0 +1,1 @@
+"""Saving, loading, resuming and exporting a run."""

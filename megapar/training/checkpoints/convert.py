@@ -1,0 +1,351 @@
+"""Models between Hugging Face folders and checkpoints: streamed, a few blocks of a tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapar.arguments import parse
+from megapar.config.foreign import FIX, foreign_checkpoint
+from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
+from megapar.config.published import Unsupported, architecture_of, flags_of, read_config
+from megapar.config.regular_file import INDEX_BYTES, read_regular
+from megapar.core.box import Box
+from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint import shard_file
+from megapar.core.checkpoint.durable import put_new
+from megapar.core.checkpoint.layout import FILE_NAME, Layout, TensorEntry
+from megapar.core.checkpoint.shard_file import (
+    CODES,
+    TensorPlan,
+    file_order,
+    write_bytes,
+    write_shards,
+)
+from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
+from megapar.core.checkpoint.tiling import tile
+from megapar.data.tokenizers.kept_tokenizer import kept
+from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
+from megapar.errors import CheckpointError
+from megapar.model.architectures import ARCHITECTURES, own_architecture
+from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.save import INDEX, SHARD_BYTES, config_of
+from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_halves
+from megapar.model.initialize import piece_box
+from megapar.model.parameter import ParameterSpec
+from megapar.model.sizes import ModelSizes
+from megapar.model.spec import spec_of, table_of
+from megapar.rules.exports import not_exportable
+from megapar.schema.published import PublishedArchitecture
+from megapar.training.checkpoints.model_match import blocks_lacking
+from megapar.training.checkpoints.other_files import files_beside
+from megapar.training.checkpoints.saved import Saved
+from megapar.training.checkpoints.state import Progress
+
+CARRIED = "carried.safetensors"
+FACTS = "megapar.json"
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_LEFT = (".safetensors", ".bin", ".py", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A conversion that is done.
+
+    architecture: the published class. carried: tensors that the model has no place for, kept beside it. tokenizer:
+    whether the folder has one. drops_tokens: whether the run did, which the written model does not.
+    """
+
+    folder: Path
+    architecture: PublishedArchitecture
+    tensors: int
+    bytes: int
+    carried: tuple[str, ...]
+    tokenizer: bool
+    drops_tokens: bool = False
+
+
+def _refuse_foreign(source: Path) -> None:
+    if foreign := foreign_checkpoint(source):
+        raise CheckpointError(f"{source} is {foreign}. {FIX}")
+
+
+def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
+    """Class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
+    try:
+        config = read_config(source)
+        kind, flags = flags_of(config)
+        architecture = architecture_of(config)
+    except Unsupported as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    length = str(min(256, flags["max_position_embeddings"]))
+    sizes = parse(kind, ["--load-hf", str(source), "--seq-length", length], {}).model
+    sizes = replace(sizes, **architecture.fixed_sizes)
+    # transformers writes the number of multi-token prediction blocks and leaves the blocks out.
+    lacking = blocks_lacking(architecture, table_of(sizes), HfFolder(source).tensors)
+    left: dict[str, Any] = {block.fact: 0 for block in lacking}
+    return architecture, replace(sizes, **left)
+
+
+def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
+    """Make a checkpoint of a Hugging Face folder, which ``--load OUT`` reads on any layout.
+
+    Weights are kept as fp32 masters, which loses nothing of bf16 or fp16; OUT/hf has config.json, the tokenizer, the
+    dtype of every tensor, and the tensors that the model has no place for, so that the way back gives the same folder.
+    OUT appears when it is complete. Raises CheckpointError.
+    """
+    source, out = Path(source), Path(out)
+    _refuse_foreign(source)
+    beside = files_beside(source, lambda name: Path(name).suffix in _LEFT or name == INDEX)
+    architecture, sizes = published(source)
+    weights = HfFolder(source)
+    table = table_of(sizes)
+    foreign = weights.check(table, architecture)
+    weights.check_tied(architecture, pieces_of(table, architecture))
+    return _aside(
+        out, lambda aside: _write_checkpoint(aside, out, beside, weights, architecture, sizes, table, foreign)
+    )
+
+
+def _write_checkpoint(
+    aside: Path,
+    out: Path,
+    beside: list[Path],
+    weights: HfFolder,
+    architecture: PublishedArchitecture,
+    sizes: ModelSizes,
+    table: tuple[ParameterSpec, ...],
+    foreign: list[str],
+) -> Converted:
+    _write_beside(aside / BESIDE, beside, weights, architecture, table, foreign)
+    folder = folders.iteration_folder(aside, 0)
+    folder.mkdir()
+    rows = {f"model/{spec.name}": spec for spec in table}
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in weights.tensors.values()) else torch.float32
+
+    def fetch(name: str) -> Iterator[Tensor]:
+        spec = rows[name]
+        for slab in Box.whole(spec.shape).slabs(shard_file.BLOCK_BYTES // wide.itemsize):
+            target = torch.empty(slab.sizes, dtype=wide)
+            weights.fill(target, spec, slab, architecture)
+            yield target
+
+    plans = file_order(TensorPlan(name, wide, spec.shape) for name, spec in rows.items())
+    file = write_shards(folder / shard_name(0), plans, fetch)
+    tensors = {}
+    for name, spec in sorted(rows.items()):
+        cut = tile(name, spec.shape, [0], [Box.whole(spec.shape)]).to_json()
+        tensors[name] = TensorEntry(name, spec.shape, wide, cut)
+    scalars = {**asdict(Progress()), "optimizer_steps": 0, "schedule": {}}
+    text = json.dumps(scalars, indent=1, sort_keys=True).encode()
+    layout = Layout(sizes.facts(), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
+    write_bytes(folder / FILE_NAME, layout.to_bytes())
+    folders.publish(aside, 0)
+    has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)
+    return Converted(out, architecture, len(rows), file.size, tuple(foreign), has_tokenizer)
+
+
+def _write_beside(
+    folder: Path,
+    beside: list[Path],
+    weights: HfFolder,
+    architecture: PublishedArchitecture,
+    table: tuple[ParameterSpec, ...],
+    foreign: list[str],
+) -> None:
+    folder.mkdir()
+    for path in beside:
+        shutil.copyfile(path, folder / path.name)
+    if foreign:
+        plans = [TensorPlan(name, weights.tensors[name].dtype, weights.tensors[name].shape) for name in foreign]
+        write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
+    own = pieces_of(table, architecture)
+    tied = [name for name in architecture.tied if name in weights.tensors and name not in own]
+    facts = {"family": architecture.name, "absent": architecture.absent, "dtypes": weights.dtypes(), "tied": tied}
+    write_bytes(folder / FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
+
+
+def megapar_to_hf(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Tokenizer | None = None,
+) -> Converted:
+    """Make a Hugging Face folder of a checkpoint of any layout.
+
+    source: a folder of checkpoints (the latest is taken), or one of them. dtype: of the files, but for what the table
+    keeps in fp32; by default every tensor has the dtype it came with, and fp32 where it did not come from such a
+    folder. tokenizer: by default the one that the run kept beside its checkpoints, or the published folder's.
+    Raises CheckpointError; OUT appears when it is complete.
+    """
+    source, out = Path(source), Path(out)
+    _refuse_foreign(source)
+    folder = source if (source / FILE_NAME).exists() else folders.find(source)
+    saved = Saved(folder)
+    beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
+    facts = {} if beside is None else _facts(beside / FACTS)
+    architecture = _architecture(facts, saved)
+    tokenizer = tokenizer or kept(folder.parent)
+    if tokenizer is not None and tokenizer.size > saved.sizes.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.size} ids and the model {saved.sizes.vocab_size}: "
+            "give the one that the model was trained with"
+        )
+    export = partial(_write_hf, out=out, saved=saved, architecture=architecture, facts=facts, beside=beside)
+    return _aside(out, partial(export, tokenizer=tokenizer, dtype=dtype, shard_bytes=shard_bytes))
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Read what ``_write_beside`` wrote, which may have been edited since. Raises CheckpointError."""
+    try:
+        facts = json.loads(read_regular(path, INDEX_BYTES))
+        if (architecture := ARCHITECTURES.get(facts["family"])) is None:
+            known = ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"{path} names the family {facts['family']!r}; known are {known}")
+        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(architecture.tied)
+        good = good and all(isinstance(pattern, str) for pattern in facts["absent"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
+    if not good:
+        raise CheckpointError(f"{path} is damaged: it names dtypes or tied tensors that are not known")
+    return dict(facts)
+
+
+def _architecture(facts: Mapping[str, Any], saved: Saved) -> PublishedArchitecture:
+    """The class that the checkpoint is written as. Raises CheckpointError where it cannot be its model."""
+    architecture = ARCHITECTURES[facts["family"]] if facts else own_architecture(saved.sizes)
+    if facts and architecture is not None:
+        if not saved.trained:
+            architecture = replace(architecture, absent=tuple(facts["absent"]))
+        elif architecture.trained_as:
+            architecture = ARCHITECTURES[architecture.trained_as]
+    if (reason := not_exportable(saved.sizes, architecture)) is not None:
+        raise CheckpointError(reason)
+    assert architecture is not None, "a model that can be exported has a class"
+    return architecture
+
+
+def _write_hf(
+    aside: Path,
+    out: Path,
+    saved: Saved,
+    architecture: PublishedArchitecture,
+    facts: Mapping[str, Any],
+    beside: Path | None,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> Converted:
+    table = table_of(saved.sizes)
+    saved.check(table, architecture)
+    pieces = pieces_of(table, architecture)
+    carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).exists() else None
+    stored = {name: _DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
+    plans: list[TensorPlan] = []
+    for name, (spec, piece) in pieces.items():
+        own = torch.float32 if spec.fp32 or dtype is None else dtype
+        plans.append(TensorPlan(name, stored.get(name, own) if dtype is None else own, piece.hf_shape))
+    by_name = {plan.name: plan for plan in plans}
+    copies = {name: architecture.tied[name] for name in facts.get("tied", ())}
+    plans += [replace(by_name[original], name=name) for name, original in copies.items()]
+    extra = {} if carried is None else {name: one for name, one in carried.tensors.items() if name not in pieces}
+    plans += [TensorPlan(name, one.dtype, one.shape) for name, one in extra.items()]
+
+    def fetch(name: str) -> Iterator[Tensor]:
+        if carried is not None and name in extra:
+            yield carried.whole(name)
+            return
+        name = copies.get(name, name)
+        spec, piece = pieces[name]
+        rotated = rotated_dim(architecture, spec, piece)
+        for slab in piece_box(spec, piece).slabs(shard_file.BLOCK_BYTES // torch.float32.itemsize, rotated):
+            part = saved.read(spec, slab)
+            yield (part if rotated is None else to_halves(part, rotated)).to(by_name[name].dtype)
+
+    total = _write_files(aside, plans, fetch, shard_bytes)
+    if beside is not None:
+        for path in files_beside(beside, lambda name: name in (CARRIED, FACTS)):
+            shutil.copyfile(path, aside / path.name)
+    _write_config(aside / "config.json", saved, architecture, tokenizer, dtype)
+    if tokenizer is not None:
+        tokenizer.save_hf(aside)
+    dropped = saved.scalars.get("drops_tokens") is True
+    has_tokenizer = any((aside / name).exists() for name in TOKENIZER_FILES)
+    return Converted(out, architecture, len(plans), total, tuple(extra), has_tokenizer, dropped)
+
+
+def _write_config(
+    path: Path,
+    saved: Saved,
+    architecture: PublishedArchitecture,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write config.json: the published folder's own bytes unless something has changed since, or a new one."""
+    own = config_of(architecture, saved.sizes, dtype or torch.float32)
+    there = path.exists()
+    config = json.loads(path.read_text(encoding="utf-8")) if there else dict(own)
+    before = dict(config)
+    if saved.trained:
+        config |= architecture.retrained(config, spec_of(saved.sizes).published.settings(saved.sizes))
+        if architecture.name not in (config.get("architectures") or []):
+            config["architectures"] = [architecture.name]
+    if dtype is not None:
+        config |= {name: own["dtype"] for name in ("dtype", "torch_dtype") if name in config}
+    config |= token_ids(tokenizer, config)
+    if not there or config != before:
+        path.unlink(missing_ok=True)
+        write_bytes(path, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _write_files(
+    folder: Path, plans: list[TensorPlan], fetch: Callable[[str], Iterator[Tensor]], shard_bytes: int
+) -> int:
+    """Files of at most ``shard_bytes`` (or one tensor) with an index, as transformers names them; their bytes."""
+    groups: list[list[TensorPlan]] = [[]]
+    held = 0
+    for plan in plans:
+        if groups[-1] and held + plan.num_bytes > shard_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(plan)
+        held += plan.num_bytes
+    places: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        single = len(groups) == 1
+        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_shards(folder / name, file_order(group), fetch, metadata={"format": "pt"})
+        places |= {plan.name: name for plan in group}
+    total = sum(plan.num_bytes for plan in plans)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    return total
+
+
+def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:
+    """Let ``write`` fill a folder that gets its name when it is complete."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already; give a new folder")
+    aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        done = write(aside)
+        if out.exists():
+            out.rmdir()
+        put_new(aside, out)
+        return done
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,213 @@
+"""The data of a run, as its checkpoints record it, and the differences between the data of two runs. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megapar.arguments import FLAGS, Config
+from megapar.data.corpus import DEFAULT_SPLIT
+from megapar.data.text.fingerprint import (
+    Fingerprint,
+    fingerprint_of_dataset,
+    fingerprint_of_file,
+    fingerprints_of,
+)
+from megapar.data.tokens.split import Split
+from megapar.errors import DataError
+
+KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # what is read beside the sources
+_LONGEST = 300  # characters of a source's name
+APART = "apart"  # in place of a split: held-out documents have their own files
+
+
+class Apart(NamedTuple):
+    """A difference. field: its name in --override-data. said: for people."""
+
+    field: str
+    said: str
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """sources: of a mixture, in order. split: shares as --split takes them, or APART. seed: of the order.
+
+    knowledge: files of KNOWLEDGE that are given, by the flags; None of a checkpoint that does not say.
+    """
+
+    sources: tuple[Fingerprint, ...]
+    split: str
+    seed: int
+    seq_length: int
+    knowledge: tuple[Fingerprint, ...] | None = None
+
+    @classmethod
+    def of(cls, config: Config, *, may_read: bool = True) -> DataFacts:
+        """may_read: otherwise a source of which the cache does not know the fingerprint has none. Raises DataError."""
+        data = config.data
+        if data.data_source == "hf":
+            sources: tuple[Fingerprint, ...] = (fingerprint_of_dataset(str(data.hf_dataset), data.text_field),)
+        else:
+            sources = fingerprints_of(data.data_path, data.text_field, may_read=may_read)
+        split = APART if data.eval_data_path else data.split or DEFAULT_SPLIT
+        knowledge = knowledge_of(config, may_read=may_read)
+        return cls(sources, split, config.training.seed, config.model.seq_length, knowledge)
+
+    @property
+    def weights(self) -> tuple[Fraction, ...] | None:
+        """The weights of the sources; None of a single one."""
+        weights = tuple(one.weight for one in self.sources if one.weight is not None)
+        return weights if len(weights) > 1 else None
+
+    @property
+    def unread(self) -> int:
+        """Bytes that would have to be read to know all."""
+        return sum(one.unread for one in (*self.sources, *(self.knowledge or ())))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        sources = [
+            {"name": one.name[:_LONGEST], "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
+            for one in self.sources
+        ]
+        found = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
+        return (
+            found if self.knowledge is None else {**found, "knowledge": {one.name: one.value for one in self.knowledge}}
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DataFacts:
+        """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
+        sources = tuple(
+            Fingerprint(str(one["name"])[:_LONGEST], str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
+            for one in value["sources"]
+        )
+        split, seed, seq_length = value["split"], value["seed"], value["seq_length"]
+        if not sources or not isinstance(seed, int) or not isinstance(seq_length, int) or seq_length < 1:
+            raise ValueError(f"{len(sources)} sources, seed {seed!r}, sequence length {seq_length!r}")
+        if len(sources) > 1 and any(one.weight is None for one in sources):
+            raise ValueError("a mixture without weights")
+        if split != APART:
+            try:
+                Split.parse(split)
+            except (DataError, AttributeError) as error:
+                raise ValueError(str(error)) from error
+        return cls(sources, split, seed, seq_length, _knowledge(value.get("knowledge")))
+
+    def matched(self, later: DataFacts) -> list[int | None]:
+        """For each source of ``later`` its number among these; one whose content is not known is taken by its name."""
+        free = list(range(len(self.sources)))
+        found: list[int | None] = []
+        for one in later.sources:
+            same = [
+                number
+                for number in free
+                if one.value == self.sources[number].value
+                or (one.value is None and one.name == self.sources[number].name)
+            ]
+            found.append(same[0] if same else None)
+            if same:
+                free.remove(same[0])
+        return found
+
+    def apart(self, later: DataFacts) -> list[Apart]:
+        """The differences between this data and that of a run that resumes from it."""
+        pairs = self.matched(later)
+        found = [*self._sources(later, pairs), *self._weights(later, pairs), *self._split(later, pairs)]
+        if self.seed != later.seed:
+            found.append(Apart("seed", f"--seed is {self.seed} there and {later.seed} here"))
+        if self.seq_length != later.seq_length:
+            said = f"--seq-length is {self.seq_length} there and {later.seq_length} here"
+            found.append(Apart("seq-length", said))
+        return [*found, *self._knowledge(later)]
+
+    def _sources(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
+        gone = [one for number, one in enumerate(self.sources) if number not in pairs]
+        new = [one for one, number in zip(later.sources, pairs, strict=True) if number is None and not one.unread]
+        if not new and (not gone or any(one.unread for one in later.sources)):
+            return []
+        names = {one.name for one in gone} & {one.name for one in new}
+        said = [f"{name} has another content here than there" for name in sorted(names)]
+        only = [
+            f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} read {place} only"
+            for one, place in ((gone, "there"), (new, "here"))
+            if (left := [source.name for source in one if source.name not in names])
+        ]
+        return [Apart("sources", ", ".join([*said, *only]))]
+
+    def _knowledge(self, later: DataFacts) -> list[Apart]:
+        if self.knowledge is None or later.knowledge is None:
+            return []
+        there = {one.name: one.value for one in self.knowledge}
+        here = {one.name: one.value for one in later.knowledge}
+        unread = {one.name for one in later.knowledge if one.unread}
+        said = [f"{name} is given there only" for name in there if name not in here]
+        said += [f"{name} is given here only" for name in here if name not in there]
+        both = [name for name in here if name in there and name not in unread]
+        said += [f"{name} has another content here than there" for name in both if there[name] != here[name]]
+        return [Apart("knowledge", ", ".join(said))] if said else []
+
+    def _weights(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
+        """Compares the sources that both have: one that is added or removed changes their shares alike."""
+        both = [(self.sources[n], one) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
+        shares = [_shares([pair[side].weight for pair in both]) for side in (0, 1)]
+        if shares[0] == shares[1]:
+            return []
+        texts = [", ".join(f"{pair[side].name} {float(pair[side].weight or 1):g}" for pair in both) for side in (0, 1)]
+        return [Apart("weights", f"weights are {texts[0]} there and {texts[1]} here")]
+
+    def _split(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
+        cuts = [(self.sources[n].cut, one.cut) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
+        if not any(there or here for there, here in cuts):
+            return []  # random tokens have no documents
+        if _parsed(self.split) != _parsed(later.split):
+            said = f"what is held out is given by {_held_out(self.split)} there and by {_held_out(later.split)} here"
+            return [Apart("split", said)]
+        other = [pair for pair in cuts if pair[0] != pair[1]]
+        if other and self.split != APART:
+            said = f"documents are split by their {other[0][0]} there and by their {other[0][1]} here"
+            return [Apart("split", said)]
+        return []
+
+
+def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
+    """Fingerprints of the files of KNOWLEDGE that are given. may_read: see DataFacts.of. Raises DataError."""
+    paths = {FLAGS[name].spelling: getattr(config.data, name) for name in KNOWLEDGE}
+    given = ((spelling, Path(path)) for spelling, path in paths.items() if path is not None)
+    return tuple(fingerprint_of_file(spelling, path, may_read=may_read) for spelling, path in given)
+
+
+def _knowledge(value: Any) -> tuple[Fingerprint, ...] | None:
+    if value is None:
+        return None
+    found = {str(name)[:_LONGEST]: str(content) for name, content in dict(value).items()}
+    return tuple(Fingerprint(name, content, None, "") for name, content in found.items())
+
+
+def _shares(weights: list[Fraction | None]) -> list[Fraction]:
+    numbers = [Fraction(1) if weight is None else weight for weight in weights]
+    return [number / sum(numbers) for number in numbers]
+
+
+def _held_out(split: str) -> str:
+    return "--eval-data-path" if split == APART else f"--split {split}"
+
+
+def _parsed(split: str) -> object:
+    return split if split == APART else Split.parse(split)
+
+
+def _text(weight: Fraction | None) -> str | None:
+    return None if weight is None else str(weight)
+
+
+def _fraction(text: Any) -> Fraction | None:
+    if text is None:
+        return None
+    if not isinstance(text, str) or not re.fullmatch(r"[1-9][0-9]{0,99}(/[1-9][0-9]{0,99})?", text):
+        raise ValueError(f"the weight {text!r:.100}")
+    return Fraction(text)

@@ -1,0 +1,52 @@
+"""A run's start from a Hugging Face folder: every rank reads the parts that it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megapar.config.published import architecture_of, read_config
+from megapar.core.box import Box
+from megapar.model.architectures import ARCHITECTURES
+from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.save import some
+from megapar.model.hugging_face.tensors import pieces_of
+from megapar.schema.published import PublishedArchitecture
+from megapar.training.building.job import Job
+from megapar.training.checkpoints.model_match import blocks_lacking
+
+
+def trained_architecture(folder: Path) -> PublishedArchitecture:
+    """The class that a run writes which started from the folder."""
+    name = architecture_of(read_config(folder)).name
+    return ARCHITECTURES[ARCHITECTURES[name].trained_as or name]
+
+
+def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
+    """Fill the weights and return notes on what was loaded, for the log.
+
+    A masked language model has no sentence-order head, and many decoders' folders no multi-token prediction block: the
+    model keeps its initial one. Raises CheckpointError, before anything is filled, for missing, misshapen and
+    unreadable tensors.
+    """
+    architecture, weights = architecture_of(read_config(folder)), HfFolder(folder)
+    lacking = blocks_lacking(architecture, job.table, weights.tensors)
+    initial = [spec.name for block in lacking for spec in job.table if spec.name.startswith(block.prefixes)]
+    foreign = weights.check(job.table, architecture, optional=initial)
+    own = pieces_of(job.table, architecture)
+    weights.check_tied(architecture, own, job.world.rank, job.world.grid.world_size)
+    rows = {spec.name: spec for spec in job.table}
+    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+        spec = rows[view.spec.name]
+        if weights.holds(spec, architecture):
+            weights.fill(view.tensor, spec, view.box, architecture)
+    buffers = dict(job.model.named_buffers())
+    for spec in job.table:
+        # A stage of a pipeline has those of its own layers.
+        if not spec.trainable and spec.name in buffers and weights.holds(spec, architecture):
+            weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
+    job.sharding.publish()
+    notes = [f"weights: {folder} ({architecture.name})"]
+    if foreign:
+        notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")
+    notes += [f"{folder} has no {block.name}; training starts from its initial weights" for block in lacking]
+    return tuple(notes)

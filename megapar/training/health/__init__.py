@@ -1,0 +1,1 @@
+"""Guards, stops, failures, and the response of the next start."""

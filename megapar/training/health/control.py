@@ -1,0 +1,118 @@
+"""Requests to save or to stop a run, by signals and by the clock. All ranks act on them in the same step."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megapar.config.launched import stop_timeout
+from megapar.core.health.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
+
+
+class StopSignal:
+    """Takes the first SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGQUIT as a request to stop.
+
+    A second SIGINT or SIGQUIT, 5 s or more after the first, ends the process at once; others change nothing. A main
+    thread that does not come back from C code ends with the process after ``--stop-timeout``, as its launcher has it.
+    received: the first signal's number; 0: none yet. end: ends the process.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, end: Callable[[int], object] = os._exit) -> None:
+        self.received = 0
+        self._timeout_seconds = stop_timeout(environ)
+        self._rank = environ.get("RANK", "0")
+        self._end = end
+        self._insistence = Insistence()
+        self._deadline: float | None = None
+        self._back = False
+        self._listener = Listener(self._on_signal, self._on_main_thread, lambda: self._deadline)
+
+    def install(self) -> None:
+        """Begin to take the signals of this process, from its main thread."""
+        self._listener.install()
+
+    def close(self) -> None:
+        """Put the handlers from before back, from the main thread."""
+        self._listener.close()
+
+    def _on_main_thread(self, number: int) -> None:
+        self.received = self.received or number
+        self._back = True
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if not number:
+            self._deadline = None
+            if not self._back:
+                self._give_up()
+        elif self._insistence.add(number, now):
+            write_stderr(f"rank {self._rank}: {name_of(number)} again: ends at once, unsaved since its last checkpoint")
+            self._end(1)
+        elif self._deadline is None and not self._back:
+            self.received = self.received or number
+            self._deadline = now + self._timeout_seconds
+
+    def _give_up(self) -> None:
+        asked = f"asked to stop by {name_of(self.received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
+        write_stderr(f"rank {self._rank}: {asked}, and stuck since; ends, where it stands:")
+        if takes_text():
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+        self._end(1)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits by the clock and by count at which a run saves or stops; 0: never. save_minutes: between two saves."""
+
+    save_minutes: float = 0.0
+    exit_minutes: float = 0.0
+    exit_interval: int = 0
+
+
+class Control:
+    """Decides with all ranks when to save and to stop: their ``votes`` are summed, and ``apply_votes`` gets the sums.
+
+    leader: True on the rank whose clock counts. stop: the reason to save and end now; "": go on. save: a checkpoint is
+    due.
+    """
+
+    def __init__(self, limits: Limits, stop_signal: StopSignal | None, *, leader: bool) -> None:
+        self._limits = limits
+        self._signal = stop_signal or StopSignal()
+        self._leader = leader
+        self._started = self._saved = time.monotonic()
+        self.stop = ""
+        self.save = False
+
+    def votes(self) -> list[int]:
+        """Return this rank's votes: a signal came; time to stop; time to save."""
+        minutes = (time.monotonic() - self._started) / 60
+        since_save = (time.monotonic() - self._saved) / 60
+        return [
+            self._signal.received,
+            int(self._leader and 0 < self._limits.exit_minutes <= minutes),
+            int(self._leader and 0 < self._limits.save_minutes <= since_save),
+        ]
+
+    def apply_votes(self, sums: Sequence[int]) -> None:
+        """Set ``stop`` and ``save`` from the sums of all ranks' votes, the same on every rank."""
+        signalled, late, save = sums
+        if signalled:
+            self.stop = "asked to stop by a signal"
+        elif late:
+            self.stop = f"--exit-duration-minutes {self._limits.exit_minutes:g} are over"
+        self.save = bool(save)
+
+    def stepped(self, iteration: int) -> None:
+        """Count a step that was done."""
+        if self._limits.exit_interval and iteration % self._limits.exit_interval == 0:
+            self.stop = self.stop or f"--exit-interval {self._limits.exit_interval}"
+
+    def saved(self) -> None:
+        """Note that a checkpoint was taken: the next one by the clock counts from here."""
+        self._saved = time.monotonic()
+        self.save = False

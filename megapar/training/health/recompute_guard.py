@@ -1,0 +1,216 @@
+"""The recompute check: a micro-batch that was run is run again, and must give the same bits.
+
+                  rank 0          rank 1          rank 2
+    twice         m0  m0          m1  m1          m2  m2      a fault that comes and goes: on that rank
+    swapped       m1              m2              m0          one that stays: m2 on rank 1 against m2 on rank 2
+
+All ranks run together, so that every collective of a layout finds its peers. Masks are functions of the micro-batch's
+number, and nothing is applied. Compared are the outputs of units and stages, the losses, every gradient as a rank makes
+it, and the ranks' sums. Micro-batches are swapped where every rank has the whole model by itself; where layers are
+spread over ranks a sum's order may differ from place to place, and a fault that stays is not found.
+
+The first check runs three times. A device that gives three results does not repeat, and the check is turned off.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megapar.core.comm.agreement import numbers_of_all, texts_of_all
+from megapar.core.health.trail import Trace, Trail, first_difference
+from megapar.core.pipeline.schedule import GPIPE
+from megapar.data.batches import Loader
+from megapar.errors import CorruptionError
+from megapar.training.building.job import Job
+from megapar.training.health.difference import ADVICE, Named, first_over_ranks, listed, suspects, where
+from megapar.training.step.batches import Work
+from megapar.training.step.gradients import Gradients
+
+SPREAD = ("pp", "mp", "cp", "ep", "emp")
+
+
+class RecomputeGuard:
+    """Runs the first micro-batch of the last step again; where there is a pipeline, as many as its schedule needs.
+
+    schedule: of the pipeline. changes_kernels: a device that runs ahead may take kernels that repeat for the check,
+    which compiled code would have to be compiled again for. say: tells the run's log. enabled: False once the device
+    was found not to repeat.
+    """
+
+    name = "recompute"
+    before_saves = False
+
+    def __init__(
+        self,
+        job: Job,
+        gradients: Gradients,
+        loader: Loader,
+        interval: int,
+        *,
+        schedule: str,
+        changes_kernels: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.interval = interval
+        self.enabled = True
+        self._job, self._gradients, self._loader, self._say = job, gradients, loader, say
+        self._units = [spec.unit for spec in job.table]
+        self._num = 1 if job.pipeline is None or schedule == GPIPE else job.world.grid.pp
+        self._changes_kernels = changes_kernels and job.world.device.runs_ahead
+        self._known = False  # whether the device repeats
+        world = job.world
+        self._swaps = world.axis("data").size > 1 and all(world.axis(name).size == 1 for name in SPREAD)
+
+    def before_update(self) -> None:
+        """Nothing to keep."""
+
+    def after_update(self, iteration: int) -> None:
+        """Nothing to keep."""
+
+    def check(self, iteration: int) -> None:
+        """Run and compare; raises CorruptionError, on every rank, naming ranks, nodes, devices and the first place."""
+        if not self.enabled:
+            return
+        step = self._gradients.work
+        assert step is not None, "a step comes before the check that follows it"
+        work = replace(step, batches=step.batches[: self._num])
+        with self._unnoticed():
+            runs = [self._run(work) for _ in range(2 if self._known else 3)]
+            swapped = self._run(self._next_ones(work)) if self._swaps else None
+        if not self._repeats(iteration, runs):
+            return
+        if not self._known:
+            self._known = True
+            self._swaps = self._swaps and self._alike()
+        if swapped is not None and self._swaps:
+            self._compare(iteration, runs[0].local(), swapped.local())
+
+    def _run(self, work: Work) -> Trace:
+        job, trail = self._job, Trail(self._units)
+        job.sharding.watch(trail)
+        if job.pipeline is not None:
+            job.pipeline.trail = trail
+        try:
+            with trail.watching(job.model.units()):
+                totals = self._gradients.again(work)
+        finally:
+            job.sharding.watch(None)
+            if job.pipeline is not None:
+                job.pipeline.trail = None
+        for name, value in sorted(totals.sums.items()):
+            trail.sums(f"the loss {name}", value)
+        for name, value in (("losses", totals.routing), ("load", totals.load), ("drops", totals.dropped)):
+            trail.sums(f"the routing's {name}", value)
+        for part in job.sharding.parts:
+            assert part.grad is not None
+            trail.reduced(part.grad)
+        return trail.end()
+
+    def _next_ones(self, work: Work) -> Work:
+        """The next data rank's micro-batch, with its masks."""
+        data = self._job.world.axis("data")
+        other = (data.rank + 1) % data.size
+        batch = self._loader.first_of(other, work.first_sample, work.length)
+        return replace(work, batches=[batch], first_micro_batch=work.first_micro_batch + other - data.rank)
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """What the runs send, wait for, count and draw is no step's; neither are the gradients they leave."""
+        job = self._job
+        comm = job.comm
+        before = comm.launched.copy(), comm.host_waits
+        device = job.world.device.torch_device
+        accelerators = [] if device.type == "cpu" else [device]
+        kind = "cuda" if device.type == "cpu" else device.type
+        try:
+            with (
+                job.world.uncounted(),
+                torch.random.fork_rng(accelerators, device_type=kind),
+                self._repeatable(),
+            ):
+                yield
+        finally:
+            comm.launched, comm.host_waits = before
+        job.sharding.begin_step()
+
+    @contextmanager
+    def _repeatable(self) -> Iterator[None]:
+        """Kernels that repeat their results, where there are such; attention's backward on CUDA has both kinds."""
+        if not self._changes_kernels or torch.are_deterministic_algorithms_enabled():
+            yield
+            return
+        memory: Any = torch.utils.deterministic
+        filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            memory.fill_uninitialized_memory = filled
+
+    def _repeats(self, iteration: int, runs: list[Trace]) -> bool:
+        """Whether all runs gave the same on every rank. Turns the check off where the first three all differ."""
+        world = self._job.world
+        pairs = [(one, other) for number, one in enumerate(runs) for other in runs[number + 1 :]]
+        found = [first_difference(one, other) for one, other in pairs]
+        local = any(first_difference(one.local(), other.local()) for one, other in pairs)
+        own = [*(place is not None for place in found), local]
+        rows = numbers_of_all(own, world.axis("world"), world.device.torch_device)
+        *differ, here = (sum(column) for column in zip(*rows, strict=True))
+        if not any(differ):
+            return True
+        named = first_over_ranks(min((place for place in found if place is not None), default=None), world)
+        # A rank that alone does not repeat what all the others do is no kind of device, but a faulty one.
+        if len(runs) > 2 and all(differ) and (here == 0 or 2 * here > len(rows)):
+            self.enabled = False
+            self._say(
+                f"recompute check: off, three runs of a micro-batch gave three results: first {named.text}; "
+                "--deterministic asks for kernels that repeat theirs"
+            )
+            return False
+        message = (
+            f"iteration {iteration}: a micro-batch that was run again gave other bits: first {named.text}. {ADVICE}"
+        )
+        raise CorruptionError(message, named.ranks, named.places)
+
+    def _alike(self) -> bool:
+        """Whether all devices are of one kind, whose results can be compared."""
+        world = self._job.world
+        own = zlib.crc32(world.device.name.encode())
+        alike = len({row[0] for row in numbers_of_all([own], world.axis("world"), world.device.torch_device)}) == 1
+        if not alike:
+            self._say("recompute check: micro-batches are not swapped between ranks, whose devices are not of one kind")
+        return alike
+
+    def _compare(self, iteration: int, own: Trace, swapped: Trace) -> None:
+        """This rank's micro-batch as another computed it, over the ring of data ranks."""
+        world, data = self._job.world, self._job.world.axis("data")
+        device = world.device.torch_device
+        rows = numbers_of_all([own.hash(), swapped.hash(), len(own.digests), len(swapped.digests)], data, device)
+        wrong = [row[0] != rows[rank - 1][1] for rank, row in enumerate(rows)]
+        if not any(wrong):
+            return
+        first: Named | None = None
+        if len({length for row in rows for length in row[2:]}) == 1:
+            everything = numbers_of_all([*own.digests, *swapped.digests], data, device)
+            there = own._replace(digests=tuple(everything[data.rank - 1][len(own.digests) :]))
+            first = first_over_ranks(first_difference(own, there), world)
+        at_fault = suspects(wrong)
+        texts = texts_of_all(where(world), data, device)
+        named = listed([texts[rank] for rank in at_fault])
+        raise CorruptionError(
+            f"iteration {iteration}: ranks that ran the same micro-batch gave other bits. At fault is "
+            f"{'' if len(at_fault) == 1 else 'one of '}{named}"
+            f"{f'; they part first in {first.text}' if first else ''}. {ADVICE}",
+            [data.ranks[rank] for rank in at_fault],
+            first.places if first else (),
+        )

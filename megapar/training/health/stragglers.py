@@ -1,0 +1,77 @@
+"""Slow ranks: how long each rank works of its own in a step, without waiting for others, and who stands out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megapar.core.comm.agreement import gather_numbers
+from megapar.core.comm.axis import Axis
+
+NOISE_SECONDS = 0.01
+INTERVALS, STEPS = 3, 10  # in a row, at least, before a rank is named: a busy moment is no slow rank
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of own work in the median step of an interval: percentiles over ranks, and the slowest rank."""
+
+    p50: float
+    p90: float
+    max: float
+    slowest_rank: int
+
+    def to_dict(self) -> dict[str, float]:
+        """As metrics have it."""
+        return {"p50": self.p50, "p90": self.p90, "max": self.max, "slowest_rank": self.slowest_rank}
+
+    def stands_out(self, factor: float) -> bool:
+        """Whether the slowest rank takes ``factor`` times the median rank; 0: never."""
+        return factor > 0 and self.max > max(factor * self.p50, self.p50 + NOISE_SECONDS)
+
+
+class Stragglers:
+    """Names a rank that stays slow: in INTERVALS log intervals and STEPS steps in a row; once, while it stays so."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._rank = -1
+        self._intervals = self._steps = 0
+        self._named = False
+
+    def update(self, pace: Pace, steps: int) -> str:
+        """Take in an interval of so many steps; returns a warning for the log, or ""."""
+        rank = pace.slowest_rank if pace.stands_out(self._factor) else -1
+        if rank != self._rank:
+            self._rank, self._intervals, self._steps, self._named = rank, 0, 0, False
+        self._intervals += 1
+        self._steps += steps
+        if rank < 0 or self._named or self._intervals < INTERVALS or self._steps < STEPS:
+            return ""
+        self._named = True
+        return (
+            f"WARNING: rank {rank} is slow: {pace.max:.3f} s of own work in a step, {pace.p50:.3f} s in the median "
+            f"rank, {pace.p90:.3f} s at the 90th percentile, for {self._steps} steps"
+        )
+
+
+def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
+    """The pace of all ranks; every rank calls it. seconds: this rank's own work in each step of the interval."""
+    ordered = sorted(seconds)
+    own = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
+    medians = gather_numbers(own, world, "pace")
+    return summary([float(value.item()) for value in medians])
+
+
+def summary(medians: Sequence[float]) -> Pace:
+    """Of every rank's median step."""
+    ordered = sorted(medians)
+    return Pace(
+        p50=ordered[(len(ordered) - 1) // 2],
+        p90=ordered[math.ceil(0.9 * (len(ordered) - 1))],
+        max=ordered[-1],
+        slowest_rank=medians.index(ordered[-1]),
+    )

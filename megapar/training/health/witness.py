@@ -1,0 +1,71 @@
+"""Who writes down what a guard has found, so that the next start goes on from before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from megapar.config.suspects import RECORD, Blamed, Fault
+from megapar.core.checkpoint.durable import sync_folder
+from megapar.core.checkpoint.shard_file import write_bytes
+from megapar.core.comm.world import World
+from megapar.errors import CorruptionError, TrainingError
+
+
+class Witness:
+    """Every rank has one. The failing ranks move or remove nothing: they are the ones that cannot be trusted.
+
+    folders: where the next start looks. began: the iteration at which this one began. hosts: by rank, once known.
+    others: names of checkpoints there that are of other lines than this run's.
+    """
+
+    def __init__(self, folders: Sequence[Path], world: World, began: int) -> None:
+        self._folders = tuple(folders)
+        self._world = world
+        self._began = began
+        self.hosts: Sequence[str] = ()
+        self.others: Collection[str] = ()
+
+    def tell(self, check: str, iteration: int, verified: Mapping[str, int], error: TrainingError) -> CorruptionError:
+        """Write down a fault, unless another rank has; the error to raise, which says where the fault lies."""
+        known = error if isinstance(error, CorruptionError) else CorruptionError(str(error))
+        ranks, parameters = known.ranks, known.parameters
+        blamed = tuple(self._blamed(rank) for rank in ranks)
+        message = " ".join([str(error), *(f"R{str(one)[1:]}." for one in blamed if one.node not in str(error))])
+        fault = Fault(
+            check, iteration, self._began, dict(verified), blamed, parameters, str(error), tuple(sorted(self.others))
+        )
+        content = json.dumps(fault.to_json(), indent=1).encode() + b"\n"
+        for folder in self._folders:
+            try:
+                _write_once(folder, content)
+            except OSError as failure:
+                message += f" {folder / RECORD} could not be written ({failure}): newer checkpoints may hold the fault."
+        return CorruptionError(message, ranks, parameters)
+
+    def _blamed(self, rank: int) -> Blamed:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.grid.world_size))
+        number = self._world.launched[rank] % max(1, per_node)
+        device = self._world.device
+        node = self.hosts[rank] if rank < len(self.hosts) else "unknown"
+        return Blamed(rank, node, device.type if device.type == "cpu" else f"{device.type}:{number} ({device.name})")
+
+
+def _write_once(folder: Path, content: bytes) -> None:
+    """Write the record durably; the first rank's stays. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{RECORD}.tmp-{uuid.uuid4().hex[:12]}"
+    try:
+        write_bytes(aside, content)
+        try:
+            os.link(aside, folder / RECORD)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without links; all ranks say nearly the same
+            aside.replace(folder / RECORD)
+        sync_folder(folder)
+    finally:
+        aside.unlink(missing_ok=True)

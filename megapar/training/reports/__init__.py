@@ -1,0 +1,1 @@
+"""Logs, metrics and records of a run."""

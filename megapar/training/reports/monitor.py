@@ -1,0 +1,265 @@
+"""Keeps what iterations report on the device, and turns it into records once per log interval.
+
+Nothing here looks at a value on the device between two flushes, so that training is not held up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+import torch
+from torch import Tensor
+
+from megapar.core.comm.agreement import reduce_numbers
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.meter import Waits
+from megapar.core.device.base import Device
+from megapar.core.device.dtypes import widest
+from megapar.errors import TrainingError
+from megapar.model.ernie3.tasks import CLASSES, TASKS
+from megapar.model.layers.terms import ROUTING
+from megapar.training.health.stragglers import Pace
+from megapar.training.health.stragglers import pace as find_pace
+from megapar.training.reports.record import Logger, Record
+from megapar.training.reports.streams import stream_failures
+from megapar.training.step.denominators import Denominators
+from megapar.training.step.objective import Objective
+from megapar.training.step.totals import Totals
+
+_EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
+
+
+@dataclass
+class Step:
+    """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
+
+    denominators: of the terms, over the global batch. norm: the global gradient's. skipped: nothing was changed.
+    sent_bytes: "axis/collective" -> by this rank. exposed: what this rank waited for; None where not every wait of
+    the step was timed. waited: for the others besides. ended: when, in seconds since the epoch. evaluation: means of
+    an evaluation that followed the step.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lr: float
+    denominators: Denominators
+    totals: Totals
+    norm: Tensor
+    loss_scale: float
+    skipped: bool
+    sent_bytes: dict[str, int]
+    seconds: float
+    exposed: Waits | None
+    waited: Waits
+    ended: float
+    evaluation: dict[str, float] | None = None
+
+
+class Monitor:
+    """Collects steps and tells loggers; every rank has one (sums need all data ranks), only one has loggers.
+
+    flops_per_token: of the model, forward and backward. peak: FLOP/s of one device, peak_source: where it is from.
+    """
+
+    def __init__(
+        self,
+        world: Axis,
+        data: Axis,
+        pp: Axis,
+        cp: Axis,
+        device: Device,
+        objective: Objective,
+        loggers: Sequence[Logger],
+        *,
+        flops_per_token: float,
+        peak: float,
+        peak_source: str,
+    ) -> None:
+        self._world = world
+        self._data = data
+        self._pp = pp
+        self._cp = cp
+        self._device = device
+        self._objective = objective
+        self._loggers = loggers
+        self._flops_per_token = flops_per_token
+        self.peak, self.peak_source = peak, peak_source
+        self.failed_saves = 0  # as whoever saves has counted them
+        self._steps: list[Step] = []
+        self._since = time.perf_counter()
+
+    def add(self, step: Step) -> None:
+        """Keep a step for the next flush."""
+        self._steps.append(step)
+
+    def evaluated(self, means: dict[str, float]) -> None:
+        """The newest step was followed by an evaluation; ``means`` of the terms and their ``loss``."""
+        self._steps[-1] = replace(self._steps[-1], evaluation=means)
+
+    def flush(self) -> list[Record]:
+        """Reduce what was kept over the data ranks and tell the loggers; the records, on every rank.
+
+        Raises TrainingError where a loss or a norm is not finite, after the loggers have been told.
+        """
+        if not self._steps:
+            return []
+        values, pace = self._reduce(), None
+        now = time.perf_counter()
+        if self._device.runs_ahead:
+            # Such a host knows the interval, not the single step.
+            share = (now - self._since) / len(self._steps)
+            self._steps = [replace(step, seconds=share) for step in self._steps]
+        own = [_own(step, step.exposed) for step in self._steps if step.exposed is not None]
+        if own:  # the same steps on every rank
+            pace = find_pace(own, self._world, self._device.torch_device)
+        records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
+        self._steps, self._since = [], now
+        for logger in self._loggers:
+            for record in records:
+                logger.log(record)
+            logger.flush()
+        for record in records:
+            if record.skipped:
+                continue
+            if not math.isfinite(record.loss) or not math.isfinite(record.grad_norm):
+                raise TrainingError(
+                    f"iteration {record.iteration}: loss {record.loss}, gradient norm {record.grad_norm} "
+                    f"after {record.consumed_samples} samples. Lower --lr, or resume from an earlier checkpoint."
+                )
+        return records
+
+    def mean_loss(self, totals: Totals, denominators: Denominators) -> float:
+        """The loss of the global batch from the sums on all ranks; waits for the device."""
+        row = torch.cat([torch.stack([_wide(value) for value in totals.sums.values()]), _wide(totals.routing)])
+        self._sum_over_ranks(row.unsqueeze(0), len(totals.sums))
+        values = row.tolist()
+        names, items = list(totals.sums), denominators.items
+        means = {name: value / max(1, items[name]) for name, value in zip(names, values, strict=False)}
+        routing = self._objective.routing_means(values[len(names) :], items, denominators.num_micro_batches)
+        return self._objective.weighted(means, routing)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is no training (an evaluation, a checkpoint): its time is nobody's step's."""
+        if self._device.runs_ahead:
+            self._device.synchronize()  # what still runs there is training
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Tell the loggers that the run is over."""
+        for logger in self._loggers:
+            logger.close()
+
+    def _reduce(self) -> list[list[float]]:
+        """Per step: its sums, dropped, routing losses, load (summed over all ranks) and its norm, on the host."""
+        rows = []
+        for step in self._steps:
+            totals = step.totals
+            scalars = torch.stack([_wide(value) for value in (*totals.sums.values(), totals.dropped)])
+            rows.append(torch.cat([scalars, _wide(totals.routing), _wide(totals.load).flatten()]))
+        stacked = torch.stack(rows)
+        self._sum_over_ranks(stacked, len(self._steps[0].totals.sums))
+        norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)
+        values: list[list[float]] = torch.cat([stacked, norms], dim=1).tolist()
+        return values
+
+    def _sum_over_ranks(self, rows: Tensor, num_sums: int) -> None:
+        """Add up rows of loss sums and what routing says, in place.
+
+        A rank of cp has the losses of its positions and the routing of the whole; a stage of a pipeline has the routing
+        of its layers, the last one the losses.
+        """
+        if self._cp.rank:
+            rows[:, num_sums:] = 0
+        for axis in (self._data, self._cp, self._pp):
+            reduce_numbers(rows, axis, "losses")
+
+    def _record(self, step: Step, row: list[float], pace: Pace | None) -> Record:
+        names, items = list(step.totals.sums), step.denominators.items
+        means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
+        loads = len(names) + 1 + len(ROUTING)
+        layers, experts = step.totals.load.shape
+        objective = self._objective
+        routing = objective.routing_means(row[len(names) + 1 : loads], items, step.denominators.num_micro_batches)
+        shown = {
+            "aux": bool(layers),
+            "z": bool(layers),
+            "sequence": objective.sequence_coefficient > 0,
+            "orthogonal": objective.orthogonal_coefficient > 0,
+        }
+        rate = step.denominators.tokens / step.seconds
+        flops = rate * self._flops_per_token / self._world.size
+        evaluation = step.evaluation or {}
+        exposed = None if step.exposed is None else step.exposed.seconds()
+        pressure = self._device.memory_pressure()
+        return Record(
+            iteration=step.iteration,
+            time=datetime.fromtimestamp(step.ended, timezone.utc).isoformat(timespec="milliseconds"),
+            consumed_samples=step.consumed_samples,
+            consumed_tokens=step.consumed_tokens,
+            lm_loss=_per_word(items, row, names),
+            tasks={name: mean for name, mean in means.items() if name.removesuffix("_accuracy") in TASKS},
+            eval_tasks={name: mean for name, mean in evaluation.items() if name.removesuffix("_accuracy") in TASKS},
+            sop_loss=means.get("sop"),
+            mtp_loss=means.get("mtp"),
+            **{f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING},
+            loss=objective.weighted(means, routing),
+            grad_norm=row[-1],
+            lr=step.lr,
+            loss_scale=step.loss_scale,
+            skipped=step.skipped,
+            sent_bytes=step.sent_bytes,
+            dropped_tokens=round(row[len(names)]),
+            iteration_seconds=step.seconds,
+            tokens_per_second=rate,
+            model_tflops_per_device=flops / 1e12,
+            mfu=flops / self.peak,
+            mfu_peak=self.peak_source,
+            peak_memory_bytes=self._device.peak_memory_bytes(),
+            reserved_unused_bytes=None if pressure is None else pressure.held_bytes,
+            allocation_retries=None if pressure is None else pressure.retries,
+            exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
+            exposed_seconds=exposed or {},
+            logging_errors=stream_failures() + sum(getattr(logger, "errors", 0) for logger in self._loggers),
+            failed_saves=self.failed_saves,
+            pace=pace,
+            **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
+            expert_load=_percentiles(row[loads:-1], layers, experts),
+        )
+
+
+def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) -> float:
+    """Cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
+    words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
+    return sum(row[names.index(name)] for name in words) / max(1, sum(items[name] for name in words))
+
+
+def _own(step: Step, exposed: Waits) -> float:
+    """Seconds that this rank worked in a step while it waited for nobody."""
+    waited = sum(exposed.seconds().values()) + sum(step.waited.seconds().values())
+    return max(0.0, step.seconds - waited)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(widest(value.device))
+
+
+def _percentiles(flat: list[float], layers: int, experts: int) -> list[dict[str, float]]:
+    """Per layer how much of a fair share (1.0) the least, the median, the 90th percentile and the most loaded got."""
+    found = []
+    for layer in range(layers):
+        counts = sorted(flat[layer * experts : (layer + 1) * experts])
+        fair = sum(counts) / experts or 1.0
+        at = {"min": 0, "p50": (experts - 1) // 2, "p90": math.ceil(0.9 * (experts - 1)), "max": experts - 1}
+        found.append({name: counts[index] / fair for name, index in at.items()})
+    return found

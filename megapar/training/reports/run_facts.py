@@ -1,0 +1,66 @@
+"""What a run is, for those who look at it afterwards: ``run.json`` beside the metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapar import __version__
+from megapar.arguments import FLAGS, Config
+from megapar.core.comm.world import World
+
+NAME = "run.json"
+SHOWN_ENVIRONMENT = (
+    "OMP_NUM_THREADS",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_",
+    "HCCL_",
+    "GLOO_",
+    "SLURM_JOB_ID",
+    "HSA_",
+)
+
+
+def write_facts(
+    folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int
+) -> None:
+    """The effective configuration with origins, the ranks, the environment. One rank calls it."""
+    given = config.values()
+    values = {
+        flag.name: {
+            "value": given[flag.name],
+            "origin": config.origins.get(flag.name, "default"),
+            "group": flag.group,
+            "flag": flag.spelling,
+        }
+        for flag in FLAGS.values()
+        if config.kind in flag.models and not flag.meta
+    }
+    facts: dict[str, Any] = {
+        "kind": config.kind,
+        "world_size": config.grid.world_size,
+        "grid": {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "cp", "mp", "edp", "ep", "emp")},
+        "parameters": parameters,
+        "device": {
+            "type": world.device.type,
+            "name": world.device.name,
+            "peak_flops": peak_flops,
+            "peak_source": peak_source,
+        },
+        "configuration": values,
+        "environment": {
+            "megapar": __version__,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "system": platform.platform(),
+            **{name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN_ENVIRONMENT)},
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

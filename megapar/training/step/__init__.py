@@ -1,0 +1,1 @@
+"""One optimizer step: batches, gradients, the step guard, evaluation."""

@@ -1,0 +1,52 @@
+"""Evaluation on held-out samples: the same samples in the same order, and the same number, on every layout."""
+
+from __future__ import annotations
+
+import torch
+
+from megapar.arguments import Config
+from megapar.core.comm.agreement import reduce_numbers
+from megapar.data.batches import Collate
+from megapar.data.sampling.samples import Samples
+from megapar.training.building.job import Job
+from megapar.training.step.objective import Objective
+
+
+@torch.no_grad()
+def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objective: Objective) -> dict[str, float]:
+    """Mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
+
+    Micro-batch j is samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches, or of all there are
+    (the last one may be smaller); data rank r of R runs j = r, R + r, ... Ranks that have none left repeat the
+    first one uncounted, because the others may need them in a collective. Ranks of a pipeline and of cp share the
+    samples and add up their terms.
+    """
+    training, world, model = config.training, job.world, job.model
+    run = model if job.pipeline is None else job.pipeline.evaluate
+    micro_batch_size = training.micro_batch_size
+    num_samples = min(len(samples), training.eval_iters * training.global_batch_size)
+    data = world.axis("data")
+    names = list(objective.weights)
+    totals = torch.zeros(2, len(names), dtype=torch.float64)
+    num_batches = -(-num_samples // micro_batch_size)
+    model.eval()
+    try:
+        for round_start in range(0, num_batches, data.size):
+            number = round_start + data.rank
+            first = number * micro_batch_size if number < num_batches else 0
+            batch = collate([samples[i] for i in range(first, min(first + micro_batch_size, num_samples))])
+            terms = run(batch.to(world.device.torch_device, non_blocking=True).tensors, batch.valid_tokens)
+            if number < num_batches:
+                totals[0] += torch.stack([terms.sums[name] for name in names]).cpu().double()
+                totals[1] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
+    finally:
+        model.train()
+    reduce_numbers(totals, data, "evaluation")
+    for alike in (world.axis("pp"), world.axis("cp")):
+        if alike.group is not None:
+            totals[1] *= alike.rank == 0  # all of them have read the same
+            reduce_numbers(totals, alike, "evaluation")
+    sums, items = totals.tolist()
+    means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
+    means["loss"] = sum(objective.weights[name] * means[name] for name in names)
+    return means

@@ -1,0 +1,63 @@
+"""The learning-rate schedule of a configuration, and where a checkpoint's is another one. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megapar.arguments import Config
+from megapar.training.step.schedules import LearningRate
+
+# Field of the schedule -> the flag that sets it; in the order in which people think of them.
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "style": "--lr-decay-style",
+        "peak": "--lr",
+        "floor": "--min-lr",
+        "warmup_iters": "--lr-warmup-iters",
+        "decay_iters": "--lr-decay-iters",
+        "wsd_decay_iters": "--lr-wsd-decay-iters",
+        "wsd_decay_style": "--lr-wsd-decay-style",
+    }
+)
+_OF_WSD = ("wsd_decay_iters", "wsd_decay_style")
+_OF_DECAY = ("floor", "decay_iters")
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    """The schedule over optimizer steps."""
+    optimizer = config.optimizer
+    return LearningRate(
+        peak=optimizer.lr,
+        floor=optimizer.min_lr,
+        style=optimizer.lr_decay_style,
+        warmup_iters=config.training.progressive_iters or optimizer.lr_warmup_iters,
+        decay_iters=optimizer.lr_decay_iters,
+        wsd_decay_iters=optimizer.lr_wsd_decay_iters,
+        wsd_decay_style=optimizer.lr_wsd_decay_style,
+    )
+
+
+def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(what of a checkpoint's schedule is otherwise, what to do), by flags; None where the rates are the same.
+
+    saved, now: as ``LearningRate.to_dict``. A field that a checkpoint is too old for had its default; one that the
+    style does not use is not compared.
+    """
+    before = {"wsd_decay_style": LearningRate.wsd_decay_style, **saved}
+    styles = {before.get("style"), now["style"]}
+    unused = (*(() if "wsd" in styles else _OF_WSD), *(_OF_DECAY if styles == {"constant"} else ()))
+    apart = [name for name in now if name not in unused and before.get(name) != now[name]]
+    if not apart:
+        return None
+    ordered = sorted(apart, key=list(_FLAGS).index)
+    said = "; ".join(f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here" for name in ordered)
+    fix = "Give the same flags, or --override-opt-param-scheduler to go on with the new ones."
+    if apart in (["decay_iters"], ["decay_iters", "wsd_decay_iters"]):  # they follow from --train-iters
+        same = " ".join(f"{_FLAGS[name]} {before.get(name)}" for name in apart)
+        fix = (
+            f"Give {same} to keep the schedule (the rate stays at --min-lr behind its end), or "
+            "--override-opt-param-scheduler to stretch it to the new --train-iters."
+        )
+    return said, fix

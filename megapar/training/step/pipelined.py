@@ -1,0 +1,199 @@
+"""A step and an evaluation of a model whose layers are spread over the ranks of ``pp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megapar.core.comm.meter import WaitMeter
+from megapar.core.device.dtypes import wide
+from megapar.core.health.trail import Trail
+from megapar.core.pipeline.queues import Queues
+from megapar.core.pipeline.runner import Runner, run_forward
+from megapar.core.pipeline.schedule import make_schedule
+from megapar.core.pipeline.stages import Chunk, Stages
+from megapar.core.sharding.zero import ZeroSharding
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.data.batches import MicroBatch
+from megapar.model.decoder.model import Decoder
+from megapar.model.ernie.model import Ernie
+from megapar.model.layers.terms import Terms
+from megapar.training.step.objective import Objective
+
+
+class PipelinedModel:
+    """Runs micro-batches through this rank's chunks as the schedule says.
+
+    model: what this rank holds. queues: to and from the neighbouring stages. shardings: of every chunk here, by its
+    index. reduce_every_micro_batch: gradients are reduced behind every micro-batch's backward; else once per step.
+    weight_gradients: for schedules that split the backward. meter: of waits for other stages. trail: notes what stages
+    give; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | Ernie,
+        stages: Stages,
+        queues: Queues,
+        schedule: str,
+        objective: Objective,
+        shardings: Mapping[int, ZeroSharding],
+        device: torch.device,
+        *,
+        reduce_every_micro_batch: bool,
+        weight_gradients: WeightGradients | None,
+        meter: WaitMeter,
+    ) -> None:
+        self.model = model
+        self.stages = stages
+        self._queues = queues
+        self._schedule = schedule
+        self._objective = objective
+        self._shardings = shardings
+        self._device = device
+        self._reduce_every = reduce_every_micro_batch
+        self._weight_gradients = weight_gradients
+        self._meter = meter
+        self.trail: Trail | None = None
+        mine = stages.on(queues.rank)
+        both = any(chunk.first for chunk in mine) and any(chunk.last for chunk in mine)
+        tied = model.tied_weight if both else None
+        self._tie = None if tied is None else LocalTie(tied)
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        loss_of: Callable[[Terms], Tensor],
+        seed: Callable[[int], None],
+        add: Callable[[Terms], None],
+    ) -> None:
+        """Forward and backward of all micro-batches.
+
+        loss_of: what is differentiated of a micro-batch's terms. seed: called with the micro-batch before a forward.
+        add: gets the terms of every micro-batch and chunk, as the whole model would have them, zero where other chunks
+        compute them.
+        """
+        chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks
+        schedule = make_schedule(self._schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
+        batches = [batch.to(self._device, non_blocking=True) for batch in batches]
+        last = {index: schedule.backward_order(index)[-1] for index in self._shardings}
+        if not self._reduce_every:
+            for sharding in self._shardings.values():
+                sharding.begin_micro_batch(last=True, gradients=len(batches))
+
+        def differentiated(terms: Terms) -> Tensor | None:
+            loss = loss_of(terms)
+            return loss if loss.requires_grad else None
+
+        def prepare(chunk: int, micro_batch: int) -> None:
+            if self._reduce_every:
+                self._shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
+
+        work = _Work(self, batches, seed, add, differentiated, prepare)
+        Runner(schedule, self._queues, work, self._weight_gradients, self._meter).run()
+
+    def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:
+        """One micro-batch forward, without gradients; its terms, zero on ranks that do not have the head."""
+        found: list[Terms] = []
+        batch = MicroBatch(tensors, {}, valid_tokens, 0)
+        work = _Work(self, [batch], lambda *_: None, found.append, lambda _: None, lambda *_: None)
+        run_forward(self.stages, self._queues, work)
+        return found[-1]
+
+    def run_chunk(self, chunk: Chunk, batch: MicroBatch, x: Tensor | None) -> tuple[Tensor | None, Terms]:
+        """Activations for the next chunk, and the terms of this chunk."""
+        tied = self._tie.leaf() if self._tie is not None and chunk.last and torch.is_grad_enabled() else None
+        return self.model.run_chunk(chunk, x, batch.tensors, batch.valid_tokens, tied)
+
+    def whole(self, chunk: Chunk, terms: Terms) -> Terms:
+        """Terms of a chunk as those of the whole model, with zeros for what other chunks compute."""
+        zero = torch.zeros_like(terms.aux.detach())
+        # In one order on every rank: they are added up over the stages.
+        sums = {name: terms.sums.get(name, zero) for name in self._objective.weights}
+        load = terms.load
+        if self.model.sizes.moe_layers:
+            moe = self.model.sizes.moe_layers
+            # Layers of a chunk follow each other, and so do their rows: a list of them would be copied to the device,
+            # and the host would wait for that before it sends what the chunk computed.
+            first = sum(layer < chunk.layers.start for layer in moe)
+            rows = slice(first, first + sum(layer in chunk.layers for layer in moe))
+            load = torch.zeros(len(moe), self.model.sizes.routed_experts, dtype=torch.int64, device=self._device)
+            if rows.stop > rows.start:
+                load[rows] = terms.load
+        return terms._replace(sums=sums, load=load)
+
+    def empty(self, batch: MicroBatch, chunk: int) -> Tensor:
+        """Room for the activations between a chunk and the one before it: [B, S(/mp), H]."""
+        model, (samples, length) = self.model, batch.tensors["tokens"].shape
+        if model.sequence_parallel:
+            length //= model.mp.size
+        width = model.width_into(self.stages.chunks[chunk])
+        return torch.empty(samples, length, width, dtype=model.dtype, device=self._device)
+
+
+class _Work:
+    """What the runner computes: the chunks of a model on the micro-batches of one step."""
+
+    def __init__(
+        self,
+        pipelined: PipelinedModel,
+        batches: Sequence[MicroBatch],
+        seed: Callable[[int], None],
+        add: Callable[[Terms], None],
+        loss_of: Callable[[Terms], Tensor | None],
+        before_backward: Callable[[int, int], None],
+    ) -> None:
+        self._pipelined = pipelined
+        self._batches = batches
+        self._seed = seed
+        self._add = add
+        self._loss_of = loss_of
+        self.before_backward = before_backward
+
+    def empty(self, micro_batch: int, chunk: int) -> Tensor:
+        """Room for what the chunk before ``chunk`` sends."""
+        return self._pipelined.empty(self._batches[micro_batch], chunk)
+
+    def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """One chunk of one micro-batch."""
+        here = self._pipelined.stages.chunks[chunk]
+        self._seed(micro_batch)
+        y, terms = self._pipelined.run_chunk(here, self._batches[micro_batch], x)
+        self._add(self._pipelined.whole(here, terms))
+        if self._pipelined.trail is not None:
+            unit = f"layers.{here.layers[-1]}" if here.layers else ""
+            self._pipelined.trail.output(unit, y, f"the output of stage {chunk}")
+        return y, self._loss_of(terms)
+
+
+class LocalTie:
+    """The embedding's weight where the first and the last chunk are on one rank (ZBV).
+
+    The head computes with a leaf of its own, so that its gradients do not appear in the middle of another
+    micro-batch's: they join the embedding's, whose backward always follows.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._pending: list[Tensor] = []
+        weight.register_hook(self._join)
+
+    def leaf(self) -> Tensor:
+        """The weight as the head takes it in one micro-batch."""
+        leaf = self._weight.detach().requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._keep)
+        return leaf
+
+    def _keep(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        self._pending.append(leaf.grad)
+        leaf.grad = None
+
+    def _join(self, grad: Tensor) -> Tensor:
+        exact = wide(grad.dtype)
+        total = grad.to(exact)
+        while self._pending:
+            total = total + self._pending.pop().to(exact)
+        return total.to(grad.dtype)

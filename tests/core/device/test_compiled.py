@@ -1,0 +1,157 @@
+"""Layers that run compiled functions: whole graphs, and the numbers of the plain ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megapar.core.device.compiled import Compiled, plain
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.model.layers.norm import rms_norm
+from megapar.model.layers.self_attention import attend
+from megapar.moe.experts import activate
+from megapar.moe.router import choose, score
+from megapar.moe.stats import router_sums
+from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, batch_for, build, total
+
+# What each of them runs, by the functions' names; all are compiled with fullgraph, so that a graph break gives up.
+ATTENTION = {"turned_heads", "attend"}
+CASES = {
+    "dense": (replace(DENSE, qk_norm=True), {*ATTENTION, "rms_norm", "add_rms_norm", "swiglu"}),
+    "moe": (MOE, {*ATTENTION, "rms_norm", "add_rms_norm", "swiglu", "score", "choose", "router_sums", "activate"}),
+    "moe of today": (
+        replace(MOE, moe=replace(MOE.moe, score="sigmoid", groups=2, group_topk=1, sequence_aux=True)),
+        {*ATTENTION, "rms_norm", "add_rms_norm", "swiglu", "score", "choose", "router_sums", "activate"},
+    ),
+    "moe gelu with biases": (
+        BIASED_MOE,
+        {*ATTENTION, "rms_norm", "add_rms_norm", "gelu", "score", "choose", "router_sums", "activate"},
+    ),
+    "ernie": (ERNIE, {"attend", "layer_norm", "add_layer_norm", "gelu"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    """What is compiled for one test is none of the next one's."""
+    torch._dynamo.reset()
+
+
+def gradients(sizes, run=plain, dtype=torch.float32):
+    model = build(sizes, dtype=dtype, execution=Execution(run=run))
+    loss = total(model, batch_for(sizes, padded=True))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_functions_are_whole_and_give_the_same_numbers(name):
+    sizes, functions = CASES[name]
+    run = Compiled("aot_eager")  # graphs and their backward are made, and run by torch's own kernels
+    loss, found = gradients(sizes, run)
+    plain_loss, plain = gradients(sizes)
+    assert {function.__name__ for function in run.functions} == functions
+    assert not run.given_up  # by torch: a graph break, for one
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
+    assert found.keys() == plain.keys()
+    for parameter, grad in plain.items():
+        torch.testing.assert_close(found[parameter], grad, rtol=1e-4, atol=1e-5, msg=parameter)
+
+
+def test_what_torch_cannot_compile_runs_as_it_is_with_one_warning():
+    def breaks(x):
+        return x + 1 if x.sum().item() > 0 else x
+
+    run = Compiled("eager")
+    with pytest.warns(RuntimeWarning, match="breaks runs uncompiled from now on") as told:
+        assert [float(run(breaks, torch.full((1,), value))) for value in (1.0, 2.0, -1.0)] == [2.0, 3.0, -1.0]
+    assert len(told) == 1
+    assert run.given_up == {breaks}
+
+
+def test_what_never_ends_to_be_compiled_runs_as_it_is(recwarn):
+    run = Compiled("eager", most_forms=4)
+    for width in range(2, 9):  # nobody said that these count anything
+        torch.testing.assert_close(run(twice, torch.ones(3, width)), torch.full((3, width), 2.0))
+    assert run.given_up == {twice}
+    assert len([warning for warning in recwarn if "compiled 4 times" in str(warning.message)]) == 1
+
+
+def twice(x):
+    return 2 * x
+
+
+@pytest.mark.table  # a minute of compiling
+@pytest.mark.parametrize("name", ["dense", "moe", "ernie"])
+def test_the_compilers_code_gives_the_same_numbers(name):
+    sizes, _ = CASES[name]
+    loss, found = gradients(sizes, Compiled())
+    plain_loss, plain = gradients(sizes)
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
+    for parameter, grad in plain.items():
+        torch.testing.assert_close(found[parameter], grad, rtol=1e-4, atol=1e-5, msg=parameter)
+
+
+def graphs():
+    """How many torch has made since the last reset."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def rows(*shape, trained=True):
+    return torch.rand(shape, requires_grad=trained)
+
+
+def life_of_experts(trained):
+    """Rows come as the router sends them, also above frozen layers and out of wider rows."""
+    for count in (40, 44, 52, 1, 0, 2, 60):
+        yield activate, rows(count, 32, trained=trained), True
+    for count in (40, 44, 1, 0):
+        yield activate, rows(count, 32, trained=False), True
+        yield activate, rows(count, 64, trained=trained)[:, :32], True
+
+
+def life_of_norms(trained):
+    """One function for hidden states, heads and single rows, of lengths that grow, with one sample and with several."""
+    samples = (2, 16, 32), (2, 24, 32), (2, 40, 32), (1, 64, 32), (1, 72, 32)
+    heads = (2, 16, 4, 8), (2, 40, 4, 8), (2, 16, 2, 8)
+    for shape in (*samples, *heads, (9, 32), (1, 32), (0, 32), (77, 32)):
+        yield rms_norm, rows(*shape, trained=trained), torch.ones(shape[-1]), 1e-5
+
+
+def life_of_a_router(trained):
+    """Slices of a growing sequence."""
+    sizes, bias = MOE.moe, torch.zeros(MOE.moe.num_experts)
+    weight = rows(sizes.num_experts, MOE.hidden_size)
+    for count in (40, 44, 52, 1, 0, 2, 60):
+        x = rows(count, MOE.hidden_size, trained=trained)
+        yield score, x, weight, sizes
+        logits, probs, shares = score(x, weight, sizes)
+        yield choose, probs.detach(), bias, sizes
+        yield router_sums, logits, shares, choose(probs.detach(), bias, sizes), None, 0
+
+
+def life_of_attention(trained):
+    """Lengths that grow, with padding and without."""
+    for samples, length in ((2, 16), (2, 24), (1, 24), (1, 32), (3, 40)):
+        heads = [rows(samples, length, n, 8, trained=trained) for n in (4, 2, 2)]
+        yield attend, *heads, None, True, True
+        yield attend, *heads, torch.arange(length).expand(samples, -1) < length - 3, False, True
+
+
+# How many graphs the lives may take: for each function one per grad mode and width, and by what is differentiated,
+# contiguous, padded, or a single sample.
+LIVES = {life_of_experts: 5, life_of_norms: 10, life_of_a_router: 6, life_of_attention: 8}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_no_size_in_a_life_ends_a_run_and_few_are_compiled(life, recwarn):
+    run = Compiled("eager")
+    torch._dynamo.utils.counters.clear()
+    for trained in (True, False):  # then an evaluation
+        with torch.set_grad_enabled(trained):
+            for function, *arguments in life(trained):
+                torch.testing.assert_close(run(function, *arguments), function(*arguments), msg=function.__name__)
+    assert not [str(warning.message) for warning in recwarn if "compile" in str(warning.message)]
+    assert graphs() <= LIVES[life]

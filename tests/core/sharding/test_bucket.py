@@ -1,0 +1,63 @@
+"""The rows of segments: their lengths, and that nobody reads what fills them up."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megapar.core.comm.buffers import BufferPool
+from megapar.core.sharding import bucket as segment
+from megapar.core.sharding.bucket import LARGE_BYTES, row_length
+from tests.equivalence.run import trace
+from tests.equivalence.table import ROWS
+from tests.support.late import poison
+from tests.support.ranks import run_ranks
+
+
+def test_large_rows_are_whole_16_bytes_and_small_ones_as_they_are():
+    odd = LARGE_BYTES // 2 + 3
+    assert row_length(odd, 2) == odd + 5
+    assert row_length(odd, 4) == odd + 1
+    assert row_length(odd, 8) == odd + 1
+    assert row_length(odd + 5, 2) == odd + 5
+    assert row_length(LARGE_BYTES // 2 - 1, 2) == LARGE_BYTES // 2 - 1
+
+
+def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...], filled: bool):
+    """(whether a row was filled up, parameters after two steps), with NaN wherever a buffer is taken."""
+    lengths = []
+    take, length = BufferPool.take, segment.row_length
+
+    def taken(self: BufferPool, *arguments: object) -> torch.Tensor:
+        buffer = take(self, *arguments)
+        poison(buffer)
+        return buffer
+
+    def made(elements: int, item_bytes: int) -> int:
+        # fp64, in which rows are compared, leaves one element: fp16's four times as many show more.
+        lengths.append((elements, length(elements, 2) if filled else elements))
+        return lengths[-1][1]
+
+    with (
+        patch.object(segment, "LARGE_BYTES", 0),
+        patch.object(segment, "row_length", made),
+        patch.object(BufferPool, "take", taken),
+    ):
+        found = trace(rank, world_size, rendezvous, kind, flags, 2)
+    return any(own < whole for own, whole in lengths), None if found is None else found
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_what_fills_a_row_up_changes_nothing(stage: str) -> None:
+    row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
+    flags = (*row.flags(), "--sharding-stage", stage, "--dtype", "fp64", "--clip-grad", "0.05", "--hybrid-dp")
+    flags = (*flags, "--sharding-degree", "3", "--global-batch-size", "12")
+    (filled, got), *_ = run_ranks(6, train, row.kind, flags, True, group=False)
+    (plain, want), *_ = run_ranks(6, train, row.kind, flags, False, group=False)
+    assert (filled, plain) == (True, False)
+    assert got.losses == want.losses
+    assert got.norms == want.norms
+    for name, value in want.parameters.items():
+        assert torch.equal(got.parameters[name], value), name

@@ -1,0 +1,111 @@
+"""The order of samples, and what a decoder's sample is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megapar.data import Corpus
+from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.permutation import Permutation
+from megapar.data.sampling.samples import NO_LOSS, DecoderSamples, DocumentWindows, Order, Windows
+from megapar.data.tokens.store import TokenStore
+from megapar.errors import DataError
+
+
+def _store(*lengths: int) -> TokenStore:
+    """Documents of these lengths, their end tokens included; ids count up from 0."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenStore(np.arange(offsets[-1], dtype=np.uint16), offsets)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
+def test_a_permutation_is_a_bijection(n: int) -> None:
+    order = Permutation(n, seed=3, stream="x")
+    assert sorted(order[i] for i in range(n)) == list(range(n))
+
+
+def test_a_permutation_depends_on_its_key_and_looks_random() -> None:
+    n = 5000
+    one, two, three = (np.array([Permutation(n, *key)[i] for i in range(n)]) for key in ((1, "a"), (2, "a"), (1, "b")))
+    for a, b in ((one, two), (one, three), (one, np.arange(n))):
+        assert (a == b).sum() < 12  # 1 is expected
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.06
+    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.06
+
+
+def test_a_permutation_of_a_trillion_things_costs_nothing() -> None:
+    order = Permutation(10**12, seed=1, stream="x")
+    assert len({order[i] for i in range(1000)}) == 1000
+    with pytest.raises(IndexError):
+        order[10**12]
+
+
+def test_draws_are_the_same_for_ever() -> None:
+    """Fixed numbers: a change here changes every run's samples."""
+    assert Draws(1, "ernie", 2).integers(6, 1000).tolist() == [997, 943, 586, 691, 966, 524]
+    assert [Permutation(10, 1, "windows/0")[i] for i in range(10)] == [6, 4, 9, 7, 1, 2, 5, 3, 0, 8]
+
+
+def test_draws_are_uniform_and_apart() -> None:
+    draws = Draws(5, "x", 1)
+    values = draws.uniform(20_000)
+    assert 0 <= values.min() < 0.001 < 0.999 < values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.01
+    assert not np.isin(values, Draws(5, "x", 2).uniform(20_000)).any()
+    assert set(Draws(5, "y", 1).integers(1000, 5).tolist()) == set(range(5))
+
+
+def test_windows_share_one_id_with_their_neighbours() -> None:
+    windows = Windows(_store(4, 9), 4)
+    assert [windows[i].tolist() for i in range(len(windows))] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]]
+
+
+def test_a_corpus_shorter_than_a_sample_is_refused() -> None:
+    assert len(Windows(_store(5), 4)) == 1
+    with pytest.raises(DataError, match=r"has 4 tokens, fewer than one sample of 4 \+ 1"):
+        Windows(_store(4), 4)
+
+
+def test_labels_are_one_position_ahead() -> None:
+    samples = DecoderSamples(Windows(_store(100), 8), 8, seed=1)
+    for number in range(30):
+        sample = samples[number]
+        assert sorted(sample) == ["labels", "tokens"]
+        assert np.array_equal(sample["labels"], sample["tokens"] + 1)
+        assert len(sample["tokens"]) == 8
+
+
+def test_every_epoch_has_every_window_once_in_its_own_order() -> None:
+    samples = DecoderSamples(Windows(_store(801), 8), 8, seed=1)
+    epochs = [[int(samples[e * 100 + i]["tokens"][0]) // 8 for i in range(100)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert Order(100, 1, "windows")[250] == epochs[2][50]
+
+
+def test_heldout_samples_keep_their_order_and_a_short_one_is_padded() -> None:
+    samples = DecoderSamples(Windows(_store(30), 8, shortest=2), 8, seed=None)
+    assert [int(samples[i]["tokens"][0]) for i in range(5)] == [0, 8, 16, 0, 8]
+    short = DecoderSamples(Windows(_store(5), 8, shortest=2), 8, seed=None)[0]
+    assert short["tokens"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
+    assert short["labels"].tolist() == [1, 2, 3, 4, *[NO_LOSS] * 4]
+    assert short["valid"].tolist() == [True] * 4 + [False] * 4
+
+
+def test_samples_are_functions_of_seed_and_number(decoder_corpus: Corpus) -> None:
+    again = DecoderSamples(decoder_corpus.train._pieces, 64, seed=7)  # type: ignore[attr-defined]
+    other = DecoderSamples(decoder_corpus.train._pieces, 64, seed=8)  # type: ignore[attr-defined]
+    numbers = [5000, 3, 100, 3]
+    for number in numbers:
+        assert np.array_equal(decoder_corpus.train[number]["tokens"], again[number]["tokens"])
+    assert not all(np.array_equal(again[n]["tokens"], other[n]["tokens"]) for n in numbers)
+
+
+def test_an_index_that_is_wrong_anywhere_is_told_where_documents_are_apart() -> None:
+    tokens = np.arange(40)
+    with pytest.raises(DataError, match="document 1 of the corpus ends 5 tokens before it begins"):
+        DocumentWindows(TokenStore(tokens, np.array([0, 20, 15, 40])), 16)
+    windows = DocumentWindows(TokenStore(tokens, np.array([0, 20, 60])), 16)
+    with pytest.raises(DataError, match="document 1 of the corpus is tokens 20 to 60, where there are 40"):
+        [windows[number] for number in range(len(windows))]

@@ -1,0 +1,190 @@
+"""Cache entries: made once by however many processes ask, whole or not there at all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megapar.core.checkpoint import manifest
+from megapar.data.tokens import cache
+from megapar.data.tokens.cache import cache_folder, digest, known, made_once
+from megapar.data.tokens.remembered import remembered
+from megapar.errors import DataError
+
+
+def test_an_entry_is_made_once(fresh_cache: Path) -> None:
+    calls = []
+
+    def make(path: Path) -> None:
+        calls.append(path)
+        path.write_text("made")
+
+    assert made_once("kind/entry", make).read_text() == "made"
+    assert made_once("kind/entry", make) == fresh_cache / "kind/entry"
+    assert len(calls) == 1
+
+
+def test_a_failure_leaves_nothing_and_passes_on(fresh_cache: Path) -> None:
+    def fail(path: Path) -> None:
+        path.mkdir()
+        (path / "half").write_text("half")
+        raise DataError("broken input")
+
+    with pytest.raises(DataError, match="broken input"):
+        made_once("kind/entry", fail)
+    assert [path.name for path in (fresh_cache / "kind").iterdir()] == [".entry.lock"]
+    assert made_once("kind/entry", lambda path: path.mkdir()).is_dir()
+
+
+def test_a_missing_source_is_not_blamed_on_the_cache(fresh_cache: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        made_once("entry", lambda path: open("/nowhere/at/all").close())
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="XDG_CACHE_HOME"):
+        made_once("entry", lambda path: path.mkdir())
+
+
+def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "megapar"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "megapar"
+
+
+def test_a_digest_tells_where_parts_end() -> None:
+    assert digest("ab", "c") != digest("a", "bc")
+    assert digest("ab", b"c") == digest(b"ab", "c")
+
+
+def _ask(log: Path) -> None:
+    def make(path: Path) -> None:
+        path.mkdir()
+        time.sleep(0.3)
+        (path / "content").write_text("x" * 1000)
+        with open(log, "a") as out:
+            out.write(f"{os.getpid()}\n")
+
+    assert (made_once("slow", make) / "content").read_text() == "x" * 1000
+
+
+def test_processes_that_ask_at_once_get_one_entry(fresh_cache: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_ask, args=(tmp_path / "log",)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len((tmp_path / "log").read_text().split()) == 1
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+    (path / "content").write_text("x" * 100)
+
+
+def _file(path: Path) -> None:
+    path.write_text("x" * 100)
+
+
+def _zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "zeros": _zeros,
+    "cut": lambda path: os.truncate(path, 50),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_text("x" * 101),
+}
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("make", [_folder, _file])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_damaged_is_made_again_and_reported(
+    kind: str,
+    make: Callable[[Path], None],
+    small: bool,
+    fresh_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not small:
+        monkeypatch.setattr(cache, "SMALL_BYTES", 10)
+        monkeypatch.setattr(cache, "_NOT_SYNCED_BYTES", 10)
+    path = made_once("kind/entry", make)
+    assert known("kind/entry") == path
+    DAMAGE[kind](path / "content" if path.is_dir() else path)
+    assert known("kind/entry") is None
+    made_once("kind/entry", make)
+    assert (path / "content" if path.is_dir() else path).read_text() == "x" * 100
+    assert len(caplog.messages) == 1
+    assert f"the cache entry {path} is damaged" in caplog.messages[0]
+    assert known("kind/entry") == path
+
+
+def test_an_entry_of_another_name_or_without_a_manifest_is_made_again(
+    fresh_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = made_once("kind/one", _folder)
+    shutil.copytree(one, fresh_cache / "kind" / "other")
+    made_once("kind/other", _folder)
+    (one / "manifest.json").unlink()
+    made_once("kind/one", _folder)
+    assert "was made as kind/one" in caplog.messages[0]
+    assert "has no manifest" in caplog.messages[1]
+    assert made_once("kind/one", _folder) == one
+    assert len(caplog.messages) == 2
+
+
+def test_a_large_entry_is_hashed_once_after_every_boot(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "SMALL_BYTES", 10)
+    path, hashed = made_once("entry", _folder), []
+    content = manifest.Manifest.wrong_content
+    monkeypatch.setattr(manifest.Manifest, "wrong_content", lambda *given: hashed.append(given) or content(*given))
+    made_once("entry", _folder)
+    assert not hashed
+    for boot in ("another", "third", "another"):  # of machines that share the folder
+        monkeypatch.setattr(cache, "boot_id", lambda boot=boot: boot)
+        made_once("entry", _folder)
+        made_once("entry", _folder)
+    assert len(hashed) == 2
+    os.utime(path / "content")
+    made_once("entry", _folder)
+    assert len(hashed) == 3
+
+
+def test_a_whole_entry_of_a_cache_that_cannot_be_written_is_taken(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "SMALL_BYTES", 10)
+    path = made_once("entry", _folder)
+    (fresh_cache / ".entry.checked").unlink()
+    (fresh_cache / ".entry.lock").unlink()
+    (fresh_cache / ".entry.lock").mkdir()  # nobody opens it for writing, not even root
+    assert made_once("entry", _folder) == path
+    _zeros(path / "content")
+    with pytest.raises(DataError, match="XDG_CACHE_HOME"):
+        made_once("entry", _folder)
+
+
+def test_an_empty_hash_makes_no_two_files_alike(fresh_cache: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("1")
+    other.write_text("2")
+    assert [remembered(path, path.read_text) for path in (one, other)] == ["1", "2"]
+    for entry in (fresh_cache / "hashes").iterdir():
+        entry.write_text("")
+    assert [remembered(path, path.read_text) for path in (one, other)] == ["1", "2"]

@@ -1,0 +1,76 @@
+"""What megapar's agent does otherwise than torch's."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from megapar.tools.launcher.agent import Meeting, make_agent, meet_here
+
+
+class Stuck:
+    """A process that no signal ends, as torch holds it."""
+
+    def __init__(self) -> None:
+        self.proc, self.signals = self, list[signal.Signals]()
+        self.pid = 0
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("", timeout)
+
+    def close(self, death_sig: signal.Signals) -> None:
+        self.signals.append(death_sig)
+
+
+class Ranks:
+    """Processes that note how they are ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[signal.Signals | None, int]] = []
+        self.subprocess_handlers: dict[int, Stuck] = {}
+        self._running_local_ranks: set[int] = set()
+
+    def pids(self) -> dict[int, int]:
+        return {rank: one.proc.pid for rank, one in self.subprocess_handlers.items()}
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        self.ended.append((death_sig, timeout))
+
+
+def test_ranks_that_are_left_after_a_failure_get_the_grace_and_healthy_ones_their_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, place = Ranks(), meet_here()
+    monkeypatch.setattr(
+        LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", ranks) or {}
+    )
+    agent = make_agent(Meeting("c10d", "x", 1, 1, place.address, place.store), ["-c", ""], 1, 0, grace=7)
+    agent._start_workers(agent._worker_group)
+    ranks.close()  # as torch's supervision does
+    agent._stop_workers(agent._worker_group)
+    assert ranks.ended == [(None, 7), (signal.SIGTERM, 30)]
+
+
+def test_nothing_waits_for_a_rank_that_no_signal_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks, place, stuck = Ranks(), meet_here(), Stuck()
+    ranks.subprocess_handlers, ranks._running_local_ranks = {0: stuck}, {0}
+    monkeypatch.setattr(
+        LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", ranks) or {}
+    )
+    agent = make_agent(Meeting("c10d", "x", 1, 1, place.address, place.store), ["-c", ""], 1, 5, grace=7)
+    agent._worker_group.workers[0].global_rank = 3
+    agent._start_workers(agent._worker_group)
+    ranks.close()
+    assert stuck.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert ranks.subprocess_handlers == {}
+    assert ranks._running_local_ranks == set()
+    assert agent._remaining_restarts == 0
+    assert "process 0 of rank 3 cannot be ended" in capsys.readouterr().err

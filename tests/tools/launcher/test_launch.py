@@ -1,0 +1,462 @@
+"""``megapar launch`` with real processes and a script of four lines: statuses, signals, environment, one report.
+
+The launcher is forked with torch imported, but where its own start is looked at; its ranks never are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+
+from megapar.arguments import parse_or_exit
+from megapar.errors import DistributedError
+from megapar.tools.launcher import agent
+from megapar.tools.launcher.launch import main, run
+from megapar.tools.launcher.launch_options import read
+from megapar.tools.launcher.preflight import describe
+from megapar.tools.launcher.stopper import Stopper
+from tests.support.command import Command
+
+ROOT = Path(__file__).parents[3]
+LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]
+PATIENCE_SECONDS = 120
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "job.py"
+    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n", encoding="utf-8")
+    return str(path)
+
+
+def environ(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": str(ROOT), **extra}
+
+
+def launch(tmp_path: Path, *argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return Command(["launch", *argv], tmp_path, environ(**extra), ROOT).wait(PATIENCE_SECONDS)
+
+
+def launch_anew(*argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *argv], capture_output=True, text=True, env=environ(**extra), cwd=ROOT, timeout=PATIENCE_SECONDS
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("sys.exit(0)", 0), ("sys.exit(1)", 1), ("sys.exit(2)", 2), ("sys.exit(3 if rank else 0)", 1)],
+)
+def test_status_of_the_job(tmp_path: Path, body: str, status: int) -> None:
+    assert launch(tmp_path, "--nproc-per-node", "2", script(tmp_path, body)).returncode == status
+
+
+@pytest.mark.parametrize("start", ["--no-warm-start", "--warm-start"])
+def test_a_failure_is_seen_where_the_launcher_was_started_to_ignore_the_ends_of_children(
+    tmp_path: Path, start: str
+) -> None:
+    """Job wrappers do so, and it outlives exec: the kernel keeps no status then, which is taken for 0."""
+    line = ["launch", start, "--max-restarts", "1", script(tmp_path, "print('job', flush=True); sys.exit(3)")]
+    done = Command(line, tmp_path, environ(), ROOT, [signal.SIGCHLD]).wait(PATIENCE_SECONDS)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["job", "job"]
+    assert "started one by one" not in done.stderr
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    done = launch_anew("--nproc-per-node", "1", script(tmp_path, "print('job'); sys.exit(2)"))
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "job")
+
+
+def test_refusal_of_one_rank_while_others_work_is_a_refusal(tmp_path: Path) -> None:
+    body = "sys.exit(2) if rank == 0 else time.sleep(60)"
+    started = time.monotonic()
+    assert launch(tmp_path, "--nproc-per-node", "2", script(tmp_path, body)).returncode == 2
+    assert time.monotonic() - started < 60
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    done = launch(
+        tmp_path, "--nproc-per-node", "2", script(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    )
+    assert done.returncode == 1
+    assert "megapar launch: rank 1 was killed (signal 9)\n" in done.stderr
+
+
+def test_ranks_get_flags_environment_and_threads(tmp_path: Path) -> None:
+    body = "print('got', rank, os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
+    done = launch(tmp_path, "--nproc-per-node", "2", script(tmp_path, body), "--lr", "1", OMP_NUM_THREADS="7")
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("got"))
+    assert lines == [f"got {rank} 2 7 ['--lr', '1']" for rank in range(2)]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.05)
+
+
+def start(tmp_path: Path, body: str, *options: str) -> Command:
+    job = Command(["launch", *options, script(tmp_path, body), str(tmp_path)], tmp_path, environ(), ROOT)
+    for rank in range(2):
+        wait_for(tmp_path / f"ready{rank}")
+    return job
+
+
+READY = "open(f'{sys.argv[1]}/ready{rank}', 'w').close()\n"
+
+
+def test_sigterm_lets_the_ranks_save_and_ends_well(tmp_path: Path) -> None:
+    body = (
+        "def save(*_):\n"
+        "    time.sleep(0.5); open(f'{sys.argv[1]}/saved{rank}', 'w').close(); os._exit(0)\n"
+        f"signal.signal(signal.SIGTERM, save)\n{READY}time.sleep(100)"
+    )
+    job = start(tmp_path, body, "--nproc-per-node", "2")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS).returncode == 0
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_time_out(tmp_path: Path) -> None:
+    body = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(100)"
+    job = start(tmp_path, body, "--nproc-per-node", "2", "--stop-timeout", "1")
+    started = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS).returncode == 1
+    assert time.monotonic() - started < 60
+
+
+def test_configuration_is_refused_once_before_any_rank() -> None:
+    done = launch_anew("--nproc-per-node", "4", "pretrain_moe.py", "--no-such-flag", "--sharding-degree", "3")
+    assert done.returncode == 2
+    assert done.stderr.count("unknown-flag") == 1
+    assert done.stderr.count("[world-size]") == 1
+    assert "--world-size 4" in done.stderr
+
+
+def test_what_all_ranks_find_later_is_said_by_one_of_them(tmp_path: Path) -> None:
+    """A record behind the first one is read by the ranks: a start cannot know it."""
+    data = tmp_path / "second.jsonl"
+    data.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")
+    line = ("--nproc-per-node", "2", "pretrain_moe.py", "--data-path", str(data))
+    done = launch(tmp_path, *line, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.count("second.jsonl, line 2: no field 'text'") == 1
+    assert "exitcode" not in done.stderr
+
+
+def test_warnings_are_left_to_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--fuse-broadcast-MB", "32"]
+    parse_or_exit("moe", line, {"WORLD_SIZE": "2"}, warn=False)
+    assert capsys.readouterr().err == ""
+    for rank in ("0", "1"):
+        parse_or_exit("moe", line, {"WORLD_SIZE": "2", "RANK": rank})
+    assert capsys.readouterr().err.count("old name") == 1
+
+
+def test_validate_only_knows_the_ranks_of_all_nodes() -> None:
+    done = launch_anew(
+        *("--nproc-per-node", "4", "--nnodes", "2", "--rdzv-endpoint", "host:1", "pretrain_moe.py", "--validate-only")
+    )
+    assert done.returncode == 0
+    assert "accepted for 8 ranks" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["--nproc-per-node", "0", "job.py"],
+        ["--stop-timeout", "nan", "job.py"],
+        ["no-such-script.py"],
+        ["--nnodes", "2", "pretrain_moe.py"],
+    ],
+)
+def test_bad_launcher_options_are_refused(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+
+
+def test_output_goes_to_files_of_every_rank_with_its_prefix(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    done = launch(tmp_path, "--nproc-per-node", "2", "--log-dir", str(logs), script(tmp_path, "print('here is', rank)"))
+    assert done.returncode == 0
+    assert "[rank1]:here is 1" in done.stdout
+    written = {path.name: path.read_text() for path in logs.glob("*/attempt-0/*")}
+    assert written == {"rank-0.log": "here is 0\n", "rank-1.log": "here is 1\n"}
+
+
+def test_logs_that_cannot_be_written_end_no_job(tmp_path: Path) -> None:
+    """Their disk is lost under the ranks, one of which dies."""
+    body = (
+        "import shutil\n"
+        "print('again' if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 'first', flush=True)\n"
+        "if os.path.isdir(sys.argv[1]): shutil.rmtree(sys.argv[1]); open(sys.argv[1], 'w').close(); sys.exit(1)"
+    )
+    logs = str(tmp_path / "logs")
+    done = launch(tmp_path, "--max-restarts", "1", "--log-dir", logs, script(tmp_path, body), logs)
+    assert done.returncode == 0, done.stderr
+    assert "again" in done.stdout.splitlines()
+    assert done.stderr.count("megapar launch: no log file for ranks 0: ") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_logs_that_can_have_no_folder_are_refused(tmp_path: Path) -> None:
+    job = script(tmp_path, "print('job')")
+    done = launch(tmp_path, "--log-dir", f"{job}/logs", job)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"megapar launch: [log-dir] --log-dir {job}/logs is no folder and cannot be made: Not a directory.\n"
+    )
+
+
+def test_preflight_measures_before_the_job(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--nproc-per-node", "2", "--preflight", script(tmp_path, "print('job')"))
+    assert done.returncode == 0
+    said = done.stdout.splitlines()
+    assert said[0].startswith("preflight: node 0: slowest rank: gemm TFLOP/s ")
+    assert "all ranks GB/s" in said[0]
+    assert said.index("job") > 1
+
+
+@pytest.mark.parametrize(
+    ("start", "nodes"),
+    [
+        ("--warm-start", "1"),
+        pytest.param("--preflight", "1", marks=pytest.mark.table),
+        ("--no-warm-start", "1:2"),
+        pytest.param("--warm-start", "1:2", marks=pytest.mark.table),
+    ],
+)
+def test_nothing_is_run_from_the_working_directory(tmp_path: Path, start: str, nodes: str) -> None:
+    """A folder like /tmp has modules of any user, named as those that every program imports."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in ("yaml", "json", "torch"):
+        (shared / f"{name}.py").write_text("import os; open('ran', 'w').close(); os._exit(7)")
+    place = ["--nnodes", nodes, "--rdzv-endpoint", str(tmp_path / "nodes"), "--local-addr", "127.0.0.1"]
+    place += ["--rdzv-conf", "store_type=file,last_call_timeout=1"]
+    line = ["launch", start, *place, script(tmp_path, "import json\nprint('job', sys.path[0])")]
+    done = Command(line, tmp_path, environ(), shared).wait(PATIENCE_SECONDS)
+    assert not (shared / "ran").exists()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"job {tmp_path}"
+
+
+def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> None:
+    """``python -m megapar.tools.main`` in it, with nothing installed and no PYTHONPATH."""
+    line = [*LAUNCH, "--warm-start", script(tmp_path, "import megapar; print(megapar.__file__)")]
+    variables = {**environ(), "PYTHONPATH": ""}
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=variables, cwd=ROOT, timeout=PATIENCE_SECONDS, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(ROOT / "megapar" / "__init__.py")
+    assert "one by one" not in done.stderr
+
+
+def test_a_node_that_comes_after_the_preflight_joins_the_job(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    place = agent.meet_by_file(str(nodes), "127.0.0.1")
+    over = agent.Meeting("c10d", "job-preflight", 2, 2, place.address, place.store)
+    agent.make_agent(over, ["-c", ""], 1, 0, 1)._worker_group.spec.rdzv_handler.shutdown()
+    options = ["--nnodes", "1:2", "--rdzv-id", "job", "--rdzv-endpoint", str(nodes), "--local-addr", "127.0.0.1"]
+    options += ["--rdzv-conf", "store_type=file,last_call_timeout=1", "--preflight"]
+    done = launch(tmp_path, *options, script(tmp_path, "print('job')"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "job\n"
+    assert done.stderr.count("the preflight of this job is over: joining it without one") == 1
+
+
+def test_slow_ranks_are_named() -> None:
+    rates = [{"gemm TFLOP/s": 100.0}, {"gemm TFLOP/s": 99.0}, {"gemm TFLOP/s": 60.0}, {"gemm TFLOP/s": 101.0}]
+    said = describe(rates, 2)
+    assert "preflight: node 1: slowest rank: gemm TFLOP/s 60" in said
+    assert "SLOW: rank 2 (node 1): gemm TFLOP/s 60, median 99.5" in said
+    assert "no outlier" in describe(rates[:2], 2)
+
+
+def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
+    body = (
+        "import pathlib\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open(f'{sys.argv[1]}/{attempt}-{rank}', 'w').close()\n"
+        "while not os.path.exists(f'{sys.argv[1]}/{attempt}-0'): time.sleep(0.05)\n"
+        "if attempt == '0' and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if attempt == '0': time.sleep(100)"
+    )
+    done = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", script(tmp_path, body), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
+    assert "megapar launch: rank 1 was killed (signal 9); starting again, 1 of 1\n" in done.stderr
+
+
+def test_a_failure_comes_again_though_another_rank_is_the_first_to_end(tmp_path: Path) -> None:
+    """Rank 1 fails and takes its time to leave; rank 0, which it left alone, is gone before it."""
+    body = (
+        "import json\n"
+        "mark = f\"{sys.argv[1]}/attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}\"\n"
+        "told = dict(type='DataError', where='a.py:1', step=3, saved=False, samples='', own=True, at=1.0)\n"
+        "if rank == 1:\n"
+        "    open(os.environ['TORCHELASTIC_ERROR_FILE'] + '.megapar', 'w').write(json.dumps(told))\n"
+        "    open(mark, 'w').close(); time.sleep(100)\n"
+        "while not os.path.exists(mark): time.sleep(0.02)\n"
+        "sys.exit(1)"
+    )
+    done = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "4", script(tmp_path, body), str(tmp_path))
+    assert done.returncode == 1
+    assert "DataError at step 3 again, at a.py:1, with no checkpoint in between" in done.stderr
+    assert len(list(tmp_path.glob("attempt-*"))) == 2
+
+
+def test_a_job_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> None:
+    body = f"signal.signal(signal.SIGTERM, lambda *_: os._exit(1))\n{READY}time.sleep(100)"
+    job = start(tmp_path, body, "--nproc-per-node", "2", "--max-restarts", "3")
+    for rank in range(2):
+        (tmp_path / f"ready{rank}").unlink()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS).returncode == 1
+    assert not list(tmp_path.glob("ready*"))
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+LISTENERS = """
+import glob, torch.distributed as dist
+from datetime import timedelta
+from megapar.core.comm.run_store import meet
+store = meet(None, rank, 2, timedelta(seconds=60))
+dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
+dist.barrier()
+rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]]
+def listens(pid):
+    mine = {os.readlink(p) for p in glob.glob(f'/proc/{pid}/fd/*') if os.path.islink(p)}
+    return sorted({r[1].rpartition(':')[0] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in mine})
+print('launcher listens', listens(os.getppid()), flush=True)
+print('rank listens', listens(os.getpid()), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
+@pytest.mark.parametrize("options", [(), ("--rdzv-endpoint", "localhost:0")], ids=["by file", "by port"])
+def test_one_node_listens_nowhere_but_gloo_on_loopback(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Every listening socket of the launcher and of its ranks, by the inodes that they hold."""
+    done = launch(tmp_path, "--nproc-per-node", "2", *options, script(tmp_path, LISTENERS), TMPDIR=str(tmp_path))
+    heard: dict[str, set[str]] = {"launcher": set(), "rank": set()}
+    for line in done.stdout.splitlines():
+        who, _, addresses = line.partition(" listens ")
+        if who in heard:
+            heard[who] |= set(eval(addresses))  # noqa: S307 (our own child's line)
+    assert done.returncode == 0, done.stderr
+    assert heard["rank"], done.stdout  # or the listing sees nothing
+    assert heard["rank"] <= LOOPBACK
+    assert heard["launcher"] <= (LOOPBACK if options else set())
+    assert bool(heard["launcher"]) == bool(options)
+    assert not list(tmp_path.glob("megapar-launch-*"))
+
+
+def test_a_script_that_wants_torchruns_store_is_told_how_to_get_it(tmp_path: Path) -> None:
+    body = "import torch.distributed as dist\ndist.init_process_group('gloo')"
+    assert (
+        "none: --rdzv-endpoint localhost:0 of megapar launch makes one"
+        in launch(tmp_path, script(tmp_path, body)).stderr
+    )
+
+
+def test_nodes_may_meet_by_a_file_that_they_share(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    place = ("--nnodes", "1:2", "--rdzv-endpoint", str(file), "--rdzv-conf", "store_type=file,last_call_timeout=1")
+    done = launch(tmp_path, *place, "--local-addr", "127.0.0.1", script(tmp_path, "sys.exit(0)"))
+    assert done.returncode == 0, done.stderr
+    assert b"megapar.rendezvous." in file.read_bytes()
+
+
+def test_ranks_do_not_get_the_secret(tmp_path: Path) -> None:
+    body = "print('secret', os.environ.get('MEGAPAR_SECRET'))"
+    done = launch(tmp_path, script(tmp_path, body), MEGAPAR_SECRET="x" * 32)
+    assert "secret None" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "told"),
+    [
+        (("--require-secret",), {}, "--require-secret, but there is none"),
+        (
+            ("--require-secret", "--rdzv-backend", "static", "--node-rank", "0"),
+            {"MEGAPAR_SECRET": "x" * 32},
+            "which knows no secret",
+        ),
+        (("--secret-file", "no-such-file"), {}, "--secret-file no-such-file cannot be read"),
+        ((), {"MEGAPAR_SECRET": "short"}, "MEGAPAR_SECRET holds 5 bytes"),
+    ],
+)
+def test_secrets_that_are_none_are_refused(
+    tmp_path: Path, options: tuple[str, ...], environment: dict[str, str], told: str
+) -> None:
+    nodes = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", *options)
+    done = launch(tmp_path, *nodes, script(tmp_path, "pass"), **environment)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_nodes_meet_at_the_store_of_the_first_one() -> None:
+    first = agent.meet_at("localhost:0")
+    second = agent.meet_at(first.endpoint)
+    assert (first.hosted, second.hosted) == (True, False)
+    assert {first.address, second.address} == {"127.0.0.1"}
+    first.store.set("from", "first")
+    assert second.store.get("from") == b"first"
+    with pytest.raises(DistributedError, match="cannot listen on"):
+        agent.meet_at(first.endpoint, hosts=True)
+
+
+@pytest.mark.parametrize("endpoint", ["host:port", ":1", "host:70000", "no.such.host.invalid:1", ""])
+def test_endpoints_that_are_none_are_refused(endpoint: str) -> None:
+    with pytest.raises(DistributedError, match="--rdzv-endpoint"):
+        agent.meet_at(endpoint)
+
+
+def test_an_endpoint_where_nobody_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "CONNECT", timedelta(seconds=0.1))
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(DistributedError, match=f"answers at --rdzv-endpoint {endpoint} within 0.1 s"):
+            agent.meet_at(endpoint, hosts=False)
+
+
+def test_a_node_that_stood_by_until_the_end_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's agent gives no result where the rendezvous is closed to a node beyond those that it takes."""
+
+    def closed(*_: object) -> None:
+        raise RendezvousGracefulExitError("closed")
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_invoke_run", closed)
+    (tmp_path / "job.py").touch()
+    endpoint = ("--rdzv-endpoint", "127.0.0.1:1")
+    launch, _ = read(["--nnodes", "2", *endpoint, "--rdzv-id", "job", str(tmp_path / "job.py")])
+    store = HashStore()
+    assert run(launch, agent.Place(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
+    assert "the other nodes, which did not need this one" in capsys.readouterr().err
+
+
+def test_a_name_that_only_this_machine_takes_for_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_address_of", lambda host: "127.0.1.1")
+    with pytest.raises(DistributedError, match=r"node0:1 is 127\.0\.1\.1 on this machine"):
+        agent.meet_at("node0:1")

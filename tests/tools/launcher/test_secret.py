@@ -1,0 +1,62 @@
+"""Where a job's secret comes from, and which are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megapar.errors import ConfigError
+from megapar.tools.launcher.secret import require, take
+
+
+def test_a_file_wins_over_the_variable_and_ranks_get_neither(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("of the file, long enough\n")
+    file.chmod(0o600)
+    environ = {"MEGAPAR_SECRET": "of the variable, long enough", "HOME": "/"}
+    assert take("", dict(environ)) == b"of the variable, long enough"
+    assert take(str(file), environ) == b"of the file, long enough"
+    assert environ == {"HOME": "/"}
+    assert take("", environ) is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o606, 0o644])
+def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "secret"
+    file.write_text("x" * 32)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"open to others \(mode 0{mode:o}\). chmod 600"):
+        take(str(file), {})
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_text("x" * 32)
+    file.chmod(0o600)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(ConfigError, match=f"belongs to user {own}, not to {own + 1}"):
+        take(str(file), {})
+
+
+def test_what_is_no_file_or_no_secret_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    short = tmp_path / "short"
+    short.write_text("x" * 15)
+    short.chmod(0o600)
+    told = {"nowhere": "cannot be read", "pipe": "is no file", ".": "is no file", "short": "holds 15 bytes"}
+    for name, text in told.items():
+        with pytest.raises(ConfigError, match=text):
+            take(str(tmp_path / name), {})
+    with pytest.raises(ConfigError, match="MEGAPAR_SECRET holds 0 bytes"):
+        take("", {"MEGAPAR_SECRET": ""})
+
+
+def test_a_required_secret_must_be_there_and_of_use() -> None:
+    require(b"x" * 16, "c10d")
+    with pytest.raises(ConfigError, match="but there is none"):
+        require(None, "c10d")
+    with pytest.raises(ConfigError, match="torch's static, which knows no secret"):
+        require(b"x" * 16, "static")

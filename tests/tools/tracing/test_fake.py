@@ -1,0 +1,91 @@
+"""Operators that are remembered give what torch's fake tensors give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megapar.tools.tracing.fake import RememberingMode
+
+Operator = Callable[[Tensor, Tensor], object]
+
+OPERATORS: dict[str, Operator] = {
+    "new": lambda x, y: x @ y,
+    "another dtype": lambda x, y: x.to(torch.bfloat16),
+    "view": lambda x, y: x.view(2, 2, 6)[1, :, 2:].transpose(0, 1),
+    "in place": lambda x, y: x.add_(1.0),
+    "views in a list": lambda x, y: x.split(2, dim=1),
+    "uneven chunks": lambda x, y: x.chunk(3),
+    "several new": lambda x, y: torch.max(x, dim=1),
+    "list in place": lambda x, y: torch._foreach_mul_([x, y], 2.0),
+    "list of new": lambda x, y: torch._foreach_norm([x, y]),
+    "out": lambda x, y: torch.mul(x, 2.0, out=torch.empty_like(x)),
+    "reshape that copies": lambda x, y: x.t().reshape(-1),
+    "from a list": lambda x, y: torch.cat([x, x, y.t()]),
+    "number": lambda x, y: x.numel(),
+    "constant": lambda x, y: torch.tensor([1.0, 2.0]) * 2,
+}
+
+
+def said(result: object, x: Tensor, y: Tensor) -> object:
+    """Shapes, layout and whose memory it is."""
+    if isinstance(result, list | tuple):
+        return [said(one, x, y) for one in result]
+    if not isinstance(result, Tensor):
+        return result
+    places = {given.untyped_storage()._cdata: name for name, given in (("x", x), ("y", y))}
+    storage = result.untyped_storage()
+    owner = "same" if result is x or result is y else places.get(storage._cdata, storage.nbytes())
+    return tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.device, owner
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_second_time_is_as_the_first(name: str) -> None:
+    operator = OPERATORS[name]
+    with FakeTensorMode():
+        x, y = torch.empty(4, 6), torch.empty(6, 4)
+        expected = said(operator(x, y), x, y)
+    with RememberingMode():
+        for _ in range(3):
+            x, y = torch.empty(4, 6), torch.empty(6, 4)
+            assert said(operator(x, y), x, y) == expected
+
+
+def test_shapes_strides_and_offsets_are_told_apart() -> None:
+    with RememberingMode():
+        x = torch.empty(4, 6)
+        assert [t.sum(0).shape for t in (x, x.t(), x[:2])] == [(6,), (4,), (6,)]
+        assert x[1:3].view(-1).storage_offset() == 6
+        assert x[2:4].view(-1).storage_offset() == 12
+        assert (x > 0).dtype == torch.bool
+        assert (x + 1).dtype == torch.float32
+        assert (x.int() + 1).dtype == torch.int32
+        assert (x.int() + 1.0).dtype == torch.float32
+
+
+def test_memory_of_a_view_is_freed_with_the_last_that_sees_it() -> None:
+    with RememberingMode():
+        for _ in range(2):
+            x = torch.empty(4, 6)
+            view = x.view(24)
+            assert view.untyped_storage() is x.untyped_storage()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_products_of_groups_are_known_in_every_dtype_that_has_them(dtype: torch.dtype) -> None:
+    """torch's own description of the operator knows bf16 alone."""
+    with RememberingMode():
+        rows_RI = torch.empty(12, 16, dtype=dtype, requires_grad=True)
+        weight_EIO = torch.empty(2, 16, 8, dtype=dtype, requires_grad=True)
+        for _ in range(2):  # looked at, and remembered
+            ends_E = torch.empty(2, dtype=torch.int32)
+            product_RO = torch.nn.functional.grouped_mm(rows_RI, weight_EIO, offs=ends_E)
+            product_RO.backward(torch.empty_like(product_RO))
+            assert (product_RO.shape, product_RO.dtype) == ((12, 8), dtype)
+            for x in (rows_RI, weight_EIO):
+                assert x.grad is not None
+                assert (x.grad.shape, x.grad.dtype) == (x.shape, dtype)

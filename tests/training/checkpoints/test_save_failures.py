@@ -1,0 +1,28 @@
+"""Saves that fail one after the other."""
+
+from __future__ import annotations
+
+from megapar.training.checkpoints.save_failures import SaveFailures
+
+
+def test_each_one_in_a_row_is_told_more_plainly() -> None:
+    now = [0.0]
+    failures = SaveFailures(lambda: now[0])
+    assert failures.saved("iter_0000002") == ""
+    lines = []
+    for number in range(3):
+        now[0] += 3600
+        lines.append(failures.failed(f"iter_000000{4 + 2 * number}", OSError("full")))
+    assert lines[0] == "WARNING: iter_0000004 was not saved: full"
+    assert lines[1].startswith("WARNING: iter_0000006 was not saved, the 2nd checkpoint in a row: full. For 2:00:00 ")
+    assert lines[2].startswith("ERROR: iter_0000008 was not saved, the 3rd checkpoint in a row")
+    assert "the newest one is iter_0000002, and whatever was trained since is lost" in lines[2]
+    assert failures.in_a_row == 3
+    assert failures.saved("iter_0000010") == "checkpoints are written again: 3 before iter_0000010 were not"
+    assert failures.in_a_row == 0
+    assert "there is none of this start" in [SaveFailures().failed("a", OSError()), *_two()][2]
+
+
+def _two() -> list[str]:
+    failures = SaveFailures()
+    return [failures.failed("a", OSError()), failures.failed("b", OSError())]

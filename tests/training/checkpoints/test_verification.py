@@ -1,0 +1,248 @@
+"""After a fault a run goes on from before it, or not at all; what vouches for a checkpoint is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megapar import trainer
+from megapar.arguments import Config, parse
+from megapar.config.suspects import NEVER, RECORD, read_fault
+from megapar.core.checkpoint import folder as folders
+from megapar.errors import CorruptionError, TrainingError, UnverifiedError
+from megapar.trainer import Outcome, train
+from megapar.training.building.job import Job
+from megapar.training.checkpoints.verification import Start
+from megapar.training.health.guards import Guards
+from megapar.training.health.witness import Witness
+from megapar.training.reports.loggers import PlainTerminal
+from tests.support.training import COMMON, SMALL, last_wins
+
+# A save that is under way when a run fails in this process would end behind the assertions.
+STEPS = ("--train-iters", "12", "--lr-decay-iters", "12", "--save-interval", "2", "--no-async-save")
+
+
+class Late:
+    """A check that runs every five steps only, and fails in the steps that it is given."""
+
+    before_saves = False
+    enabled = True
+
+    def __init__(self, name: str, interval: int, bad: set[int]) -> None:
+        self.name = name
+        self.interval = interval
+        self._bad = bad
+
+    def before_update(self) -> None:
+        pass
+
+    def after_update(self, iteration: int) -> None:
+        pass
+
+    def check(self, iteration: int) -> None:
+        if iteration in self._bad:
+            self._bad.remove(iteration)  # a fault that does not come again
+            raise CorruptionError(f"iteration {iteration}: odd", ranks=[0], parameters=["head.weight"])
+
+
+@pytest.fixture
+def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Iterations after which the check of every run in this test is going to fail."""
+    found: set[int] = set()
+
+    def make(*, config: Config, job: Job, start: Start, **_: Any) -> Guards:
+        witness = Witness([Path(str(config.checkpoint.save))], job.world, start.iteration)
+        return Guards([Late("often", 1, set()), Late("recompute", 5, found)], start, witness)
+
+    monkeypatch.setattr(trainer, "make_guards", make)
+    yield found
+    assert not found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: lines.append(text))
+    return lines
+
+
+def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
+    line = last_wins((*SMALL["moe"], *COMMON), (*STEPS, "--save", str(root), "--load", str(root), *flags))
+    with patch.dict(os.environ, environ):
+        return train(parse("moe", line, {}), keep_records=True)
+
+
+def losses(outcome: Outcome) -> dict[int, float]:
+    return {record.iteration: record.loss for record in outcome.records}
+
+
+def verified(folder: Path) -> dict[str, int]:
+    return dict(json.loads((folder / "scalars.json").read_text())["verified"])
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("iter_*"))
+
+
+@pytest.fixture(scope="module")
+def want(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return losses(run_here(tmp_path_factory.mktemp("whole")))
+
+
+def test_checkpoints_say_up_to_where_each_check_passed(tmp_path: Path, bad: set[int]) -> None:
+    run_here(tmp_path)
+    assert verified(tmp_path / "iter_0000004") == {"often": 4, "recompute": 0}
+    assert verified(tmp_path / "iter_0000012") == {"often": 12, "recompute": 10}
+
+
+def test_a_resumed_run_knows_what_its_checkpoint_does() -> None:
+    names = ["a", "b"]
+    assert Start(7, {"a": 5, "b": 9}).verified(names) == {"a": 5, "b": 7}
+    assert Start(7, {"a": 5, "b": "x"}).verified(names) == {"a": 5, "b": NEVER}
+    assert Start(7).verified(names) == {"a": NEVER, "b": NEVER}  # an old checkpoint
+    assert Start().verified(names) == {"a": 0, "b": 0}
+
+
+def test_an_interval_longer_than_all_that_is_kept_leaves_a_way_back(
+    tmp_path: Path, bad: set[int], told: list[str], want: dict[int, float]
+) -> None:
+    bad.add(10)
+    keep = ("--save-interval", "1", "--keep", "2")
+    with pytest.raises(CorruptionError, match=r"iteration 10: odd Rank 0 on node .*, device cpu\."):
+        run_here(tmp_path, *keep)
+    assert names(tmp_path) == ["iter_0000005", "iter_0000008", "iter_0000009"]
+    fault = read_fault(tmp_path)
+    assert fault is not None
+    assert (fault.check, fault.iteration, fault.verified) == ("recompute", 10, {"often": 10, "recompute": 5})
+    assert fault.parameters == ("head.weight",)
+    again = run_here(tmp_path, *keep)
+    assert losses(again) == {step: want[step] for step in range(6, 13)}
+    assert any("after iteration 10 the check 'recompute' found wrong numbers: rank 0" in line for line in told)
+    assert any(line.endswith("iter_0000008.suspect, iter_0000009.suspect") for line in told)
+    assert {"iter_0000008.suspect", "iter_0000009.suspect", "iter_0000012"} <= set(names(tmp_path))
+    assert not (tmp_path / RECORD).exists()
+    assert (tmp_path / "corruption-0000010.json").exists()
+
+
+def test_nothing_verified_is_refused_until_a_checkpoint_is_named(tmp_path: Path, bad: set[int]) -> None:
+    bad.add(5)
+    with pytest.raises(CorruptionError):
+        run_here(tmp_path)
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
+    for environ in ({}, restart):
+        with (
+            patch("megapar.config.files._only_suspects", lambda path: ()),  # looks first
+            pytest.raises(UnverifiedError, match=r"that is left\. Set aside: iter_0000002\.suspect, iter_"),
+        ):
+            run_here(tmp_path, **environ)
+    assert UnverifiedError.exit_status == 2
+    assert min(losses(run_here(tmp_path, "--ckpt-step", "4"))) == 5
+    assert not (tmp_path / RECORD).exists()
+
+
+def test_a_run_that_had_saved_nothing_starts_again(tmp_path: Path, bad: set[int], want: dict[int, float]) -> None:
+    bad.add(5)
+    with pytest.raises(CorruptionError):
+        run_here(tmp_path, "--save-interval", "100")
+    assert losses(run_here(tmp_path)) == want
+
+
+def test_a_run_from_elsewhere_goes_back_there_if_that_was_verified(
+    tmp_path: Path, bad: set[int], want: dict[int, float]
+) -> None:
+    source, root = tmp_path / "a", tmp_path / "b"
+    run_here(source, "--exit-interval", "5")
+    bad.add(10)
+    with pytest.raises(CorruptionError):
+        run_here(root, "--load", str(source))
+    again = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
+    assert losses(run_here(root, "--load", str(source), **again)) == {step: want[step] for step in range(6, 13)}
+    assert "iter_0000008.suspect" in names(root)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_start_that_nothing_vouches_for_is_not_gone_back_to(tmp_path: Path, bad: set[int], old: bool) -> None:
+    run_here(tmp_path, "--exit-interval", "4")
+    if old:  # from before there was ``verified``
+        for folder in folders.checkpoints(tmp_path).values():
+            _forget_verified(folder)
+    bad.add(5)
+    with pytest.raises(CorruptionError):
+        run_here(tmp_path)
+    fault = read_fault(tmp_path)
+    assert fault is not None
+    assert fault.limit == (NEVER if old else 0)
+    with pytest.raises(UnverifiedError):
+        run_here(tmp_path)
+
+
+def _forget_verified(folder: Path) -> None:
+    scalars = json.loads((folder / "scalars.json").read_text())
+    del scalars["verified"]
+    from hashlib import sha256
+
+    from megapar.core.checkpoint.layout import seal
+
+    content = json.dumps(scalars).encode()
+    (folder / "scalars.json").write_bytes(content)
+    layout = (folder / "layout.json").read_bytes()
+    found = json.loads(layout)["scalars"]
+    size, digest = len(content), sha256(content).hexdigest()
+    text = layout.partition(b"\n")[2].decode()
+    text = text.replace(found[2], digest).replace(f", {found[1]},", f", {size},", 1)
+    (folder / "layout.json").write_bytes(seal(text.encode()))
+
+
+def test_another_runs_folder_is_read_and_left_as_it_is(tmp_path: Path, bad: set[int], told: list[str]) -> None:
+    source = tmp_path / "a"
+    bad.add(10)
+    with pytest.raises(CorruptionError):
+        run_here(source)
+    before = sorted(source.iterdir())
+    assert min(losses(run_here(tmp_path / "b", "--load", str(source)))) == 5
+    assert sorted(source.iterdir()) == before
+    assert any("Only older checkpoints are taken" in line for line in told)
+
+
+def test_a_record_that_cannot_be_read_is_refused_until_a_checkpoint_is_named(tmp_path: Path, bad: set[int]) -> None:
+    run_here(tmp_path, "--exit-interval", "4")
+    (tmp_path / RECORD).write_text("{")
+    with pytest.raises(UnverifiedError, match=r"corruption\.json says that a run found wrong numbers, and cannot"):
+        run_here(tmp_path)
+    assert min(losses(run_here(tmp_path, "--ckpt-step", "4"))) == 5
+
+
+def test_the_first_witness_is_heard(tmp_path: Path) -> None:
+    class World:
+        grid = type("grid", (), {"world_size": 2})
+        launched = (0, 1)
+        device = type("device", (), {"type": "cuda", "name": "H"})
+
+    world: Any = World()
+
+    def witness() -> Witness:
+        made = Witness([tmp_path], world, 0)
+        made.hosts = ["one", "two"]
+        return made
+
+    error = witness().tell("state", 3, {"state": 2}, CorruptionError("first", ranks=[1]))
+    assert str(error) == "first Rank 1 on node two, device cuda:1 (H)."
+    assert str(witness().tell("state", 3, {}, TrainingError("second"))) == "second"
+    fault = read_fault(tmp_path)
+    assert fault is not None
+    assert fault.message == "first"
+    assert [path.name for path in tmp_path.iterdir()] == [RECORD]
+
+
+def test_a_record_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    world: Any = object()  # asked only where a rank is to blame
+    told = Witness([tmp_path / "file"], world, 0).tell("state", 3, {}, TrainingError("odd"))
+    assert "corruption.json could not be written" in str(told)

@@ -1,0 +1,34 @@
+"""A metrics file over restarts: every iteration once, whatever a kill has left of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megapar.training.reports.loggers import EXPERTS, JsonLinesLogger
+
+
+def iterations(path: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def test_repeated_and_broken_lines_go_and_the_others_stay(tmp_path: Path) -> None:
+    path, experts = tmp_path / "m.jsonl", tmp_path / f"m{EXPERTS}"
+    whole = "".join(json.dumps({"iteration": number, "loss": 1.5}) + "\n" for number in (1, 2, 3, 4))
+    path.write_text(whole + '{"iter')
+    experts.write_text("".join(json.dumps({"iteration": number, "layers": [[1]]}) + "\n" for number in (1, 2, 3)))
+    JsonLinesLogger(path, 3).close()
+    assert iterations(path) == iterations(experts) == [1, 2]
+    assert path.read_text() == "".join(whole.splitlines(keepends=True)[:2])
+    assert sorted(tmp_path.iterdir()) == sorted([path, experts])
+    JsonLinesLogger(path, 1).close()
+    assert path.read_text() == ""
+    assert not experts.exists()
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text('{"iteration": 1}\n{"iteration": 2}\n')
+    (tmp_path / "m.jsonl").symlink_to(tmp_path / "there")
+    JsonLinesLogger(tmp_path / "m.jsonl", 2).close()
+    assert (tmp_path / "m.jsonl").is_symlink()
+    assert iterations(tmp_path / "there") == [1]

@@ -1,0 +1,134 @@
+"""What the log of a run begins with, against the configuration and the corpus that it speaks of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megapar import __version__
+from megapar.arguments import parse
+from megapar.core.comm.world import World
+from megapar.core.device.base import Device
+from megapar.core.grid import Grid
+from megapar.data import build
+from megapar.data.contents import Content
+from megapar.training.building.build import make_corpus
+from megapar.training.building.job import make_job
+from megapar.training.checkpoints import state
+from megapar.training.reports import opening
+from megapar.training.step.batches import Feed
+from tests.support.ranks import run_ranks
+from tests.support.training import SMALL, last_wins
+
+LINES = "".join(json.dumps({"text": f"{number} times a line of text"}) + "\n" for number in range(400))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text(LINES + json.dumps({"text": name}) + "\n", encoding="utf-8")
+    Path("run.yaml").write_text("hidden_size: 32\nseed: 7\n", encoding="utf-8")
+
+
+def said(kind: str, line: str) -> list[str]:
+    config = parse(kind, last_wins(SMALL[kind], line.split()), {})
+    corpus = make_corpus(config)
+    world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
+    return list(opening.opening(config, world, corpus, opening.hosts(world)))
+
+
+def test_versions_hosts_flags_and_data_are_told() -> None:
+    flags = "--config run.yaml --data-path a.jsonl --vocab-size 300 --no-packing --lr 0.001 --train-iters 7 --seed 1234"
+    told = said("moe", flags)
+    assert f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}, cpu" in told[0]
+    assert re.search(r"; started \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}$", told[0])
+    assert told[1] == f"1 host: {socket.gethostname()} (1 rank)"
+    assert told[2] == "flags that differ from the defaults, run.yaml included:"
+    text = "\n".join(told)
+    assert "--hidden-size 32" in text
+    assert "--no-packing" in text
+    assert "--lr" not in text  # asked for, and the default
+    assert "--seed" not in text  # another one in the file, the default on the line
+    counted = re.search(r"^trained on: a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
+    aside = re.search(r"^held out:   a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
+    assert counted is not None
+    assert aside is not None
+    assert int(counted[1]) + int(aside[1]) == 401
+    assert re.search(r"^tokenizer:  trained on this data, \d+ ids( of 300 rows)?, fingerprint [0-9a-f]{32}$", told[-1])
+
+
+def test_flags_of_several_files_are_told() -> None:
+    Path("more.yaml").write_text("weight_decay: 0.25\n", encoding="utf-8")
+    text = "\n".join(said("moe", "--config run.yaml --config more.yaml --data-path a.jsonl --vocab-size 300"))
+    assert "--seed 7" in text
+    assert "--weight-decay 0.25" in text
+
+
+def test_epochs_follow_from_the_samples() -> None:
+    told = said("moe", "--data-path a.jsonl --vocab-size 300 --train-iters 50 --seq-length 16")
+    found = next(line for line in told if line.startswith("this run:"))
+    samples = re.search(r"50 steps, ([\d,]+) samples, ([\d,]+) positions, (\S+) epochs$", found)
+    assert samples is not None
+    corpus = build("moe", data_path=["a.jsonl"], vocab_size=300, seq_length=16, seed=1)
+    count = int(samples[1].replace(",", ""))
+    assert int(samples[2].replace(",", "")) == 16 * count
+    assert float(samples[3]) == pytest.approx(count / len(corpus.train), rel=0.01)
+
+
+def test_a_mixture_has_epochs_of_its_parts() -> None:
+    parts = [Content("a", 1, 10, 100, Fraction(3)), Content("b", 1, 10, 10, Fraction(1))]
+    assert opening.epochs(200, parts) == "1.5 and 5 epochs of its parts"
+    assert opening.epochs(220, [Content("a", 1, 10, 100), Content("b", 1, 10, 10)]) == "2 epochs"
+    assert opening.epochs(200, [Content("mock", None, None, None)]) is None
+    told = said("moe", "--data-path 0.7 a.jsonl 0.3 b.jsonl --vocab-size 300")
+    (line,) = [line for line in told if line.startswith("trained on:")]
+    assert "a.jsonl: " in line
+    assert line.endswith("weight 0.7")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("moe", "--rampup-batch-size 2 2 20 --global-batch-size 8 --micro-batch-size 2 --train-iters 9"),
+        ("moe", "--rampup-batch-size 2 2 20 --global-batch-size 8 --micro-batch-size 2 --train-iters 3"),
+        ("ernie", "--progressive-iters 6 --global-batch-size 8 --micro-batch-size 2 --train-iters 9"),
+        ("ernie", "--progressive-iters 6 --global-batch-size 8 --micro-batch-size 2 --train-iters 4"),
+    ],
+)
+def test_the_samples_of_a_run_are_those_that_it_reads(kind: str, flags: str) -> None:
+    config = parse(kind, last_wins(SMALL[kind], ["--data-path", "mock", *flags.split()]), {})
+    world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
+    feed, progress = Feed(config, make_job(config, world)), state.Progress()
+    for _ in range(config.training.train_iters):
+        progress.consumed_samples += feed._grow(progress)[0]
+        progress.iteration += 1
+    assert opening.samples_of(config) == progress.consumed_samples
+
+
+def hosts_of(rank: int, world_size: int, rendezvous: str) -> list[str]:
+    with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        world = World.start(Grid(sharding=world_size), Device(), timedelta(seconds=60), f"file://{rendezvous}")
+    with patch.object(opening.socket, "gethostname", lambda: f"node-{world.rank // 2}"):
+        found = opening.hosts(world)
+    world.close()
+    return found
+
+
+def test_every_rank_knows_all_hosts() -> None:
+    results = run_ranks(3, hosts_of, group=False)
+    assert results == [["node-0", "node-0", "node-1"]] * 3
+    assert opening._hosts(results[0]) == "2 hosts: node-0 (2 ranks), node-1 (1 rank)"
+    many = [f"node-{number}" for number in range(9)]
+    assert opening._hosts(many).endswith("node-5 (1 rank), 3 more")

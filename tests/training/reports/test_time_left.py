@@ -1,0 +1,66 @@
+"""Time left: of the steps that were measured, never of the first; and how a line of the log begins."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import fields
+from datetime import datetime
+
+import pytest
+
+from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.record import Record
+from megapar.training.reports.time_left import TimeLeft, clock_text
+
+
+def record(iteration: int, seconds: float) -> Record:
+    numbers = {field.name: 0 for field in fields(Record) if field.default is field.default_factory}
+    return Record(**{**numbers, "iteration": iteration, "iteration_seconds": seconds, "sent_bytes": {}})  # type: ignore[arg-type]
+
+
+def test_the_first_step_does_not_count_and_reports_count_from_the_second() -> None:
+    left = TimeLeft()
+    left.measured(100.0)
+    assert left.seconds(1, 100, 100.0) is None
+    left.measured(2.0)
+    left.measured(4.0)
+    assert left.seconds(3, 100, 106.0) == pytest.approx(97 * 3.0)
+    left.reported(106.0, 3)
+    left.measured(1.0)
+    assert left.seconds(13, 100, 156.0) == pytest.approx(87 * 5.0)  # by the clock: evaluations are in it
+    assert left.seconds(100, 100, 600.0) is None
+
+
+def test_old_reports_are_forgotten() -> None:
+    left = TimeLeft()
+    for iteration in range(1, 101):
+        left.reported(10.0 * min(iteration, 60) + max(0, iteration - 60), iteration)
+    assert left.seconds(101, 201, 641.0) == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (65, "1:05"), (3723, "1:02:03"), (3 * 86400 + 4 * 3600 + 5 * 60 + 6, "3 d 04:05:06")],
+)
+def test_a_duration_is_short(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
+
+
+def test_lines_of_steps_begin_with_the_time_and_end_with_the_time_left() -> None:
+    out, now = io.StringIO(), datetime(2026, 1, 2, 3, 4, 5).timestamp()
+    terminal = PlainTerminal(40, 10, out, lambda: now)
+    terminal.tell("before the first step")
+    for iteration in range(1, 11):
+        terminal.log(record(iteration, 50.0 if iteration == 1 else 2.0))
+    terminal.flush()
+    now += 100.0
+    for iteration in range(11, 21):
+        terminal.log(record(iteration, 2.0))
+    terminal.flush()
+    terminal.say("WARNING: a word")
+    first, *lines = out.getvalue().splitlines()
+    assert first == "before the first step"
+    assert re.match(r"2026-01-02 03:04:05 iteration 10/40 \| loss .* \| left 1:00$", lines[0])
+    assert re.match(r"2026-01-02 03:05:45 iteration 20/40 \| loss .* \| left 3:20$", lines[1])
+    assert lines[2] == "2026-01-02 03:05:45 WARNING: a word"

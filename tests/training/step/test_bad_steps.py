@@ -1,0 +1,291 @@
+"""Bad numbers: named, skipped up to a limit, stepped over; replicas that diverge; steps that are spikes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megapar.arguments import parse
+from megapar.core.comm.world import World
+from megapar.core.device.pick import pick
+from megapar.core.sharding import replicas
+from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
+from megapar.errors import TrainingError
+from megapar.trainer import Trainer, train
+from megapar.training.building import build
+from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.record import Record
+from megapar.training.step.bad_steps import Numbers, Spikes
+from megapar.training.step.step_guard import Judge
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.training import COMMON, SMALL, last_wins, run
+
+LAYOUTS = {
+    "sharding 2": (2, ("--sharding-degree", "2")),
+    "stage 3, dp 2": (4, ("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3")),
+    "mp 2, sp": (2, ("--mp-degree", "2", "--sequence-parallel")),
+    "pp 2, dp 2": (4, ("--pp-degree", "2", "--sharding-degree", "1", "--hybrid-dp")),
+}
+FP64 = ("--dtype", "fp64")
+ALL = -1
+
+
+def spoiled(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    flags: Sequence[str],
+    steps: Sequence[int] = (),
+    times: int = 10**6,
+    bad_rank: int = 0,
+    factor: float = float("nan"),
+    late: bool = False,
+) -> tuple[list[Record], list[str]]:
+    """Train while a module of a rank is multiplied in these steps, so many times each; records, and what was said.
+
+    late: steps are judged as on an accelerator.
+    """
+    told: list[str] = []
+    line = last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags))
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with (
+        patch.dict(os.environ, place),
+        patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
+        patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
+        patch.object(Judge, "_may_be_late", lambda self, config: late),
+    ):
+        return list(
+            train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records
+        ), told
+
+
+def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) -> Any:
+    run = Trainer.train
+
+    def spoil(self: Trainer) -> Any:
+        left, running, forward_backward = dict.fromkeys(steps, times), [0], self.stepper.gradients._forward_backward
+
+        def noted(work: Any) -> Any:
+            running[0] = work.iteration
+            return forward_backward(work)
+
+        def hook(module: object, inputs: object, output: Any) -> Any:
+            step = running[0]
+            if left.get(step, 0) <= 0 or bad_rank not in (self.world.rank, ALL):
+                return output
+            left[step] -= 1
+            return output * factor
+
+        modules = dict(self.job.model.named_modules())
+        name = "layers.1.mlp_norm" if math.isnan(factor) else "final_norm"
+        if name in modules:
+            modules[name].register_forward_hook(hook)
+        self.stepper.gradients._forward_backward = noted
+        return run(self)
+
+    return spoil
+
+
+@pytest.mark.parametrize(("layout", "late"), [(layout, late) for late, layout in enumerate(LAYOUTS)])
+def test_a_bad_number_is_named_by_module_and_rank_and_its_step_skipped(layout: str, late: int) -> None:
+    world_size, flags = LAYOUTS[layout]
+    bad_rank, nan = world_size - 1, float("nan")
+    (records, told), *_ = run_ranks(world_size, spoiled, flags, [2], 10**6, bad_rank, nan, late % 2 == 1, group=False)
+    assert [record.skipped for record in records] == [False, True, False, False, False, False]
+    (warning,) = [line for line in told if "gradient norm" in line]
+    assert f"first bad: the output of layers.1.mlp_norm on rank {bad_rank}; samples 8-15" in warning.replace(
+        "layers.1.mlp_norm on ranks", "layers.1.mlp_norm on rank"
+    )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_number_that_is_bad_once_only_costs_a_second_run_of_the_step(late: bool) -> None:
+    clean = run_ranks(1, spoiled, (), group=False)[0][0]
+    records, told = run_ranks(1, spoiled, (), [3], 1, 0, float("nan"), late, group=False)[0]
+    assert [(r.loss, r.grad_norm, r.lr) for r in records] == [(r.loss, r.grad_norm, r.lr) for r in clean]
+    assert any("a rank computed wrongly" in line for line in told)
+
+
+@pytest.mark.parametrize("flags", [(), ("--optimizer-offload", "--clip-grad", "0.1"), ("--sharding-stage", "3")])
+def test_what_is_judged_late_changes_nothing_either(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Bad steps, also the last one, a checkpoint behind one and decay of the learning rate: as judged at once."""
+    world_size = 2 if "3" in flags else 1
+
+    def outcome(late: bool) -> tuple[list[tuple[Any, ...]], list[str], bytes]:
+        save = ("--save", str(tmp_path / str(late)), "--save-interval", "3", "--log-interval", "4")
+        nan = float("nan")
+        records, told = run_ranks(world_size, spoiled, (*flags, *save), [2, 3, 6], 10**6, 0, nan, late, group=False)[0]
+        scalars = json.loads((tmp_path / str(late) / "iter_0000003" / "scalars.json").read_text())
+        assert (scalars["skipped_steps"], scalars["optimizer_steps"]) == (2, 1)
+        shard = next((tmp_path / str(late) / "iter_0000006").glob("shard-00000*")).read_bytes()
+        kept = [(r.loss, r.lr, r.skipped) for r in records]
+        return kept, [line for line in told if "WARNING" in line], shard
+
+    assert repr(outcome(True)) == repr(outcome(False))
+
+
+def test_too_many_bad_steps_stop_the_run_and_note_the_samples(tmp_path: Path) -> None:
+    flags = ("--bad-step-limit", "1", "--save", str(tmp_path), "--save-interval", "2")
+    with pytest.raises(RanksFailed, match=r"TrainingError: iteration 4: gradient norm nan.*--skip-samples 24-31"):
+        run_ranks(1, spoiled, flags, [3, 4], 10**6, 0, group=False)
+    noted = json.loads((tmp_path / "bad-batch-0000004.json").read_text())
+    assert noted == {
+        "iteration": 4,
+        "samples": "24-31",
+        "found": "first bad: the output of layers.1.mlp_norm on rank 0",
+    }
+    assert (tmp_path / "latest").read_text() == "iter_0000002 1\n"
+
+
+def test_a_spike_stands_out_of_what_was_before() -> None:
+    spikes = Spikes(6.0)
+    for step in range(40):
+        assert spikes.judge(3.0 + 0.01 * (step % 3), 1.0) == ""
+        spikes.add(3.0 + 0.01 * (step % 3), 1.0)
+    assert spikes.judge(3.02, 1.0) == ""
+    assert "loss 4" in spikes.judge(4.0, 1.0)
+    assert "gradient norm 9" in spikes.judge(3.0, 9.0)
+    assert Spikes(0.0, spikes.losses, spikes.norms).judge(1e9, 1e9) == ""
+    again = Spikes(6.0)
+    again.restore(json.loads(json.dumps(spikes.state())))
+    assert again.judge(4.0, 1.0) == spikes.judge(4.0, 1.0)
+
+
+def test_spikes_in_a_row_become_ordinary_at_the_limit() -> None:
+    numbers = Numbers(2, Spikes(6.0), None)
+    for _ in range(20):
+        assert not numbers.is_spike(1, 3.0, 1.0, "0-7")
+        numbers.end_streak()
+    assert [numbers.is_spike(step, 9.0, 1.0, "0-7") for step in range(3)] == [True, True, False]
+    assert "taken as ordinary" in numbers.pop_messages()[-1]
+    assert numbers.pop_messages() == []
+
+
+@pytest.mark.parametrize("layout", [(1, ()), (2, ("--pp-degree", "2"))])
+def test_a_spike_is_skipped_where_that_is_wanted(layout: tuple[int, tuple[str, ...]]) -> None:
+    flags = ("--train-iters", "18", "--global-batch-size", "2", *layout[1])
+    spike = ([17], 10**6, ALL, 1e3)
+    records, told = run_ranks(layout[0], spoiled, (*flags, "--spike-skip"), *spike, group=False)[0]
+    assert [r.iteration for r in records if r.skipped] == [17]
+    assert any("iteration 17: loss" in line and "samples 32-33: step skipped" in line for line in told)
+    if layout[0] == 1:  # otherwise it is told
+        records, told = run_ranks(1, spoiled, flags, *spike, group=False)[0]
+        assert not any(r.skipped for r in records)
+        assert any("WARNING: iteration 17: loss" in line for line in told)
+
+
+def test_samples_are_stepped_over_by_number() -> None:
+    ranges = merged([parse_range("2-3"), parse_range("4-4"), (10, 12)])
+    assert ranges == [(2, 4), (10, 12)]
+    assert [sample_at(position, ranges) for position in range(8)] == [0, 1, 5, 6, 7, 8, 9, 13]
+    # A run that stands at position 5 (sample 8) and is told of 2-6 and 9-9: what was read stays where it was.
+    assert effective([(2, 6), (9, 9)], ranges, 5) == [(2, 4), (9, 9)]
+    assert sample_at(5, effective([(2, 6), (9, 9)], ranges, 5)) == 8
+    with pytest.raises(ValueError, match="no range"):
+        parse_range("3-1")
+
+
+def test_a_run_goes_on_behind_the_samples_it_steps_over(tmp_path: Path) -> None:
+    skip = ("--skip-samples", "16-23", "28-35")
+    whole = run_ranks(1, spoiled, skip, group=False)[0][0]
+    plain = run_ranks(1, spoiled, ("--exit-interval", "1", "--save", str(tmp_path)), group=False)[0][0]
+    assert plain[0].loss == whole[0].loss
+    rest = run_ranks(1, spoiled, (*skip, "--load", str(tmp_path)), group=False)[0][0]
+    assert [r.loss for r in rest] == [r.loss for r in whole[1:]]
+    without = run_ranks(1, spoiled, (), group=False)[0][0]
+    assert [r.loss for r in without[:2]] == [r.loss for r in whole[:2]]
+    assert without[2].loss != whole[2].loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_digest_knows_every_bit_and_the_order(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = x.clone()
+    assert replicas.digest(other) == replicas.digest(x)
+    other.view(torch.uint8)[2, 77] ^= 1
+    assert replicas.digest(other) != replicas.digest(x)
+    assert replicas.digest(x[:, [1, 0, *range(2, 5000)]]) != replicas.digest(x)
+
+
+def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], name: str, bad_rank: int) -> None:
+    """Flip one bit of a parameter's master, or of a buffer, on one rank after step 2."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with patch.dict(os.environ, place):
+        config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags)), dict(os.environ))
+        corpus = build.make_corpus(config)
+        world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
+    trainer = Trainer(config, world, corpus)
+    trainer.start()
+    for step in range(3):
+        trainer.step()
+        if step == 1 and rank == bad_rank:
+            masters = [part.master for part in trainer.job.sharding.parts]
+            view = next((v for v in trainer.job.sharding.views(masters) if v.spec.name == name), None)
+            tensor = view.tensor if view is not None else dict(trainer.job.model.named_buffers())[name]
+            tensor.view(-1)[0] += 1e-12
+        if step == 0:
+            trainer._check(saved=True)
+    trainer._check(saved=True)
+
+
+BIASED = ("--num-experts", "4", "--moe-router-bias-update-rate", "0.01")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "told"),
+    [
+        (("--sharding-degree", "2", "--hybrid-dp"), "layers.0.mlp.down.weight", r"ranks \[0, 2\] of replica"),
+        (("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3"), "final_norm.weight", r"ranks \[0, 2\]"),
+        (
+            (
+                "--mp-degree",
+                "4",
+            ),
+            "final_norm.weight",
+            r"on ranks \[2\], against \[0, 1, 3\] of mp",
+        ),
+        (
+            ("--cp-degree", "4", "--seq-length", "16", *BIASED),
+            "layers.1.moe.router.correction_bias",
+            r"on ranks \[2\], against \[0, 1, 3\]",
+        ),
+    ],
+)
+def test_a_replica_that_diverges_is_named(flags: tuple[str, ...], name: str, told: str) -> None:
+    if "--mp-degree" in flags:
+        flags = (*flags, "--num-query-groups", "4")
+    with pytest.raises(RanksFailed, match=rf"CorruptionError: iteration 3: replicas .* differ: .*{name} .*{told}"):
+        run_ranks(4, diverge, flags, name, 2, group=False)
+
+
+def test_limits_are_counted_over_a_restart() -> None:
+    before, after = Numbers(1, Spikes(0.0), None), Numbers(1, Spikes(0.0), None)
+    before.not_finite(5, float("inf"), "0-7", "first bad: x")
+    after.restore(json.loads(json.dumps(before.state())))
+    with pytest.raises(TrainingError, match="2 steps in a row were bad"):
+        after.not_finite(6, float("inf"), "0-7", "first bad: x")
+
+
+def test_limits_are_counted_in_a_row() -> None:
+    numbers = Numbers(1, Spikes(0.0), None)
+    for step in range(4):
+        numbers.not_finite(step, float("nan"), "0-7", "first bad: x")
+        numbers.end_streak()
+    numbers.not_finite(5, float("inf"), "0-7", "first bad: x")
+    with pytest.raises(TrainingError, match="2 steps in a row were bad, --bad-step-limit is 1"):
+        numbers.not_finite(6, float("inf"), "0-7", "first bad: x")
+
+
+def test_replicas_stay_the_same_beside_pieces_of_uneven_lengths() -> None:
+    """An optimizer's kernel rounds the end of a range otherwise: ranges must not join what mp splits and repeats."""
+    flags = ("--mp-degree", "2", "--replica-check-interval", "1", "--train-iters", "40", "--lr", "3e-2")
+    assert run(2, "ernie", *flags, "--vocab-size", "103").iteration == 40

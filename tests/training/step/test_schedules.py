@@ -1,0 +1,84 @@
+"""Learning rate and batch size over progress."""
+
+import math
+
+import pytest
+
+from megapar.training.step.schedules import BatchSize, LearningRate
+
+
+def test_warm_up_reaches_the_peak_with_its_last_step() -> None:
+    rate = LearningRate(peak=1.0, floor=0.1, style="cosine", warmup_iters=4, decay_iters=12)
+    assert [rate.at(i) for i in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert rate.at(4) == 1.0
+    assert rate.at(8) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
+    assert rate.at(12) == rate.at(1000) == 0.1
+
+
+def test_linear_and_constant() -> None:
+    linear = LearningRate(peak=2.0, floor=0.0, style="linear", warmup_iters=0, decay_iters=4)
+    assert [linear.at(i) for i in range(5)] == [2.0, 1.5, 1.0, 0.5, 0.0]
+    constant = LearningRate(peak=2.0, floor=0.0, style="constant", warmup_iters=1, decay_iters=4)
+    assert constant.at(100) == 2.0
+
+
+def test_wsd_is_stable_then_linear() -> None:
+    wsd = LearningRate(peak=1.0, floor=0.0, style="wsd", warmup_iters=2, decay_iters=10, wsd_decay_iters=4)
+    assert {wsd.at(i) for i in range(2, 7)} == {1.0}
+    assert [wsd.at(i) for i in range(6, 11)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_batch_ramps_in_increments() -> None:
+    batch = BatchSize(final=32, start=8, increment=8, ramp_samples=300)
+    assert [batch.at(n) for n in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [8, 8, 16, 16, 24, 24, 32, 32]
+    assert BatchSize(16).at(0) == 16
+
+
+def decayed(style: str, share: float) -> float:
+    """Of a peak of 1 and a floor of 0.1, at a share of the last 40 of 100 steps."""
+    rate = LearningRate(1.0, 0.1, "wsd", warmup_iters=10, decay_iters=100, wsd_decay_iters=40, wsd_decay_style=style)
+    return rate.at(60 + round(40 * share))
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter", "half"),
+    [
+        ("linear", 0.75, 0.5),
+        ("cosine", 0.5 * (1 + math.sqrt(0.5)), 0.5),
+        ("exponential", 2 ** (3 / 4) - 1, math.sqrt(2) - 1),
+        ("minus_sqrt", 0.5, 1 - math.sqrt(0.5)),
+    ],
+)
+def test_the_final_decay_has_megatrons_shapes(style: str, quarter: float, half: float) -> None:
+    assert decayed(style, 0) == 1.0
+    assert decayed(style, 0.25) == pytest.approx(0.1 + 0.9 * quarter, rel=1e-15)
+    assert decayed(style, 0.5) == pytest.approx(0.1 + 0.9 * half, rel=1e-15)
+    assert decayed(style, 1) == 0.1
+
+
+def test_ernie_4_5_is_steady_until_the_step_its_recipe_names() -> None:
+    """``wsd:231084`` with ``1-sqrt``: the number ends the steady phase, and the decay the run."""
+    rate = LearningRate(2.2e-4, 2.2e-5, "wsd", 200, 256760, wsd_decay_iters=25676, wsd_decay_style="minus_sqrt")
+    assert rate.at(231083) == rate.at(231084) == 2.2e-4 > rate.at(231085)
+    step = 250_000
+    theirs = (1 - math.sqrt((step - 231084) / (256760 - 231084))) * (1 - 0.1) + 0.1
+    assert rate.at(step) == pytest.approx(2.2e-4 * theirs, rel=1e-14)
+
+
+def test_constant_then_cosine_then_constant() -> None:
+    """DeepSeek-V3: the cosine begins where the constant ends, and what follows the decay has the floor."""
+    rate = LearningRate(2.2e-4, 2.2e-5, "wsd", 2000, 230_000, wsd_decay_iters=70_000, wsd_decay_style="cosine")
+    assert rate.at(2000) == rate.at(160_000) == 2.2e-4
+    assert rate.at(195_000) == pytest.approx((2.2e-4 + 2.2e-5) / 2, rel=1e-14)
+    assert rate.at(230_000) == rate.at(500_000) == 2.2e-5
+
+
+def test_inverse_square_root_falls_from_the_end_of_the_warm_up() -> None:
+    rate = LearningRate(peak=1.0, floor=0.2, style="inverse-square-root", warmup_iters=4, decay_iters=64)
+    assert rate.at(3) == rate.at(4) == 1.0
+    assert rate.at(16) == 0.5
+    assert rate.at(64) == 0.25  # above the floor until the decay ends
+    assert rate.at(65) == 0.2
+    assert LearningRate(1.0, 0.0, "inverse-square-root", warmup_iters=0, decay_iters=64).at(16) == 0.25
+    low = LearningRate(1.0, 0.5, "inverse-square-root", warmup_iters=1, decay_iters=64)
+    assert low.at(16) == 0.5
