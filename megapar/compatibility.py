@@ -21,7 +21,7 @@ __all__ = [
     "SETTLED",
     "Facts",
     "Rule",
-    "Verdict",
+    "RuleFindings",
     "check",
 ]
 
@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RuleFindings:
     """What the rows say of one configuration.
 
     refused: broken rows. not_built: features of a later version that were asked for. warnings: broken downgrades, and
@@ -53,7 +53,7 @@ class Verdict:
     by: Mapping[str, str]
 
 
-def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> Verdict:
+def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> RuleFindings:
     """Evaluate all rows on flat values by name (see schema.rule.Facts for what is read beside flags).
 
     A row that reads a missing name is left out. ``strict`` turns lifted rows back on.
@@ -73,4 +73,4 @@ def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule]
             by.update({name: rule.id for name, value in rule.sets if values.get(name) != value})
         else:
             refused.append(complaint)
-    return Verdict(tuple(refused), tuple(not_built), tuple(warnings), sets, by)
+    return RuleFindings(tuple(refused), tuple(not_built), tuple(warnings), sets, by)

@@ -53,13 +53,13 @@ from megapar.training.reports.monitor import Monitor, Step
 from megapar.training.reports.record import Record
 from megapar.training.reports.said import is_first_to_say
 from megapar.training.reports.streams import make_patient
-from megapar.training.step.batches import Feed
+from megapar.training.step.batches import BatchFeed
 from megapar.training.step.callbacks import make_companions
 from megapar.training.step.evaluate import evaluate
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
 from megapar.training.step.observer import StepObserver
-from megapar.training.step.step_guard import Judge
+from megapar.training.step.step_guard import StepGuard
 from megapar.training.step.stepper import Stepper
 
 
@@ -260,7 +260,7 @@ class Trainer:
         self.stepper = Stepper(
             config=config,
             job=self.job,
-            feed=Feed(config, self.job, self.builder.denominators),
+            feed=BatchFeed(config, self.job, self.builder.denominators),
             progress=self.progress,
             learning_rate=self.learning_rate,
             gradients=gradients,
@@ -271,8 +271,8 @@ class Trainer:
             before_update=self._before_update,
         )
 
-    def _make_judge(self, gradients: Gradients) -> Judge:
-        return Judge(
+    def _make_judge(self, gradients: Gradients) -> StepGuard:
+        return StepGuard(
             config=self.config,
             job=self.job,
             progress=self.progress,

@@ -26,7 +26,7 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import TensorPlan, file_order, write_bytes, write_shards
-from megapar.core.checkpoint.storage import SCALARS_NAME, Stored, make_layout, shard_name
+from megapar.core.checkpoint.storage import SCALARS_NAME, WrittenPiece, make_layout, shard_name
 
 MP = 8
 # name -> (rows per file, columns per file, dim that mp cuts); sharding cuts dim 0 (of the local piece)
@@ -62,7 +62,9 @@ def write(folder: Path, files: int) -> None:
         values = {name: true_values(box, shapes[name]) for name, box in boxes.items()}
         plans = file_order(TensorPlan(name, torch.int32, box.sizes) for name, box in boxes.items())
         file = write_shards(folder / shard_name(rank), plans, values.__getitem__, sync=False)
-        results += [WriteResult(MetadataIndex(name, box.offsets), 0, Stored(file, box)) for name, box in boxes.items()]
+        results += [
+            WriteResult(MetadataIndex(name, box.offsets), 0, WrittenPiece(file, box)) for name, box in boxes.items()
+        ]
     properties = TensorProperties(dtype=torch.int32)
     metadata = Metadata(
         {name: TensorStorageMetadata(properties, torch.Size(shape), []) for name, shape in shapes.items()}

@@ -29,7 +29,7 @@ from megapar.core.health.watchdog import Watchdog
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.reports import monitor
-from megapar.training.step.step_guard import Judge
+from megapar.training.step.step_guard import StepGuard
 
 FLAGS = (
     *SMALL,
@@ -57,7 +57,7 @@ def without(trainer: Trainer, count: int) -> float:
     """The same with no check of the norm, no flight recorder and no percentiles."""
     with (
         patch.object(math, "isfinite", lambda value: True),
-        patch.object(Judge, "_is_bad", lambda *_: False),
+        patch.object(StepGuard, "_is_bad", lambda *_: False),
         patch.object(FlightRecorder, "note", lambda *_: None),
         patch.object(Axis, "note", lambda *_: None),
         patch("megapar.training.reports.monitor.find_pace", lambda *_: None),
@@ -68,7 +68,7 @@ def without(trainer: Trainer, count: int) -> float:
 def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
     """Seconds spent in the calls that watch, over so many steps; what timing them costs is counted as theirs."""
     watching = (
-        *((Judge, "_is_bad"), (FlightRecorder, "note"), (Axis, "note")),
+        *((StepGuard, "_is_bad"), (FlightRecorder, "note"), (Axis, "note")),
         *((Watchdog, "before_step"), (Watchdog, "after_step")),
         *((type(trainer.numbers), "watch"), (monitor, "find_pace")),
     )

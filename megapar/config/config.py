@@ -11,10 +11,17 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from megapar.config.model import Ampipe, ModelOptions, MoeOptions
-from megapar.config.parallel import Parallel, Pipeline, Recompute, Sharding
-from megapar.config.reliability import Reliability
-from megapar.config.run import Checkpoint, Data, Logging, Optimizer, Runtime, Training
+from megapar.config.model import AmpipeOptions, ModelOptions, MoeOptions
+from megapar.config.parallel import ParallelOptions, PipelineOptions, RecomputeOptions, ShardingOptions
+from megapar.config.reliability import ReliabilityOptions
+from megapar.config.run import (
+    CheckpointOptions,
+    DataOptions,
+    LoggingOptions,
+    OptimizerOptions,
+    RuntimeOptions,
+    TrainingOptions,
+)
 from megapar.core.grid import Grid
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.sizes import ModelSizes
@@ -44,20 +51,20 @@ _SIZES = ((ModelSizes, KINDS), *((spec.sizes, (spec.kind,)) for spec in MODELS.v
 
 GROUPS: Mapping[str, FlagGroup] = MappingProxyType(
     {
-        "parallel": _options(Parallel),
-        "sharding": _options(Sharding),
-        "pipeline": _options(Pipeline),
-        "recompute": _options(Recompute),
+        "parallel": _options(ParallelOptions),
+        "sharding": _options(ShardingOptions),
+        "pipeline": _options(PipelineOptions),
+        "recompute": _options(RecomputeOptions),
         "model": FlagGroup(_MODEL, (*_SIZES, (ModelOptions, KINDS))),
         "moe": FlagGroup("The mixture of experts of pretrain_moe.py.", ((MoeSizes, ("moe",)), (MoeOptions, KINDS))),
-        "ampipe": _options(Ampipe),
-        "training": _options(Training),
-        "optimizer": _options(Optimizer),
-        "data": _options(Data),
-        "checkpoint": _options(Checkpoint),
-        "reliability": _options(Reliability),
-        "logging": _options(Logging),
-        "runtime": _options(Runtime),
+        "ampipe": _options(AmpipeOptions),
+        "training": _options(TrainingOptions),
+        "optimizer": _options(OptimizerOptions),
+        "data": _options(DataOptions),
+        "checkpoint": _options(CheckpointOptions),
+        "reliability": _options(ReliabilityOptions),
+        "logging": _options(LoggingOptions),
+        "runtime": _options(RuntimeOptions),
     }
 )
 
@@ -111,21 +118,21 @@ class Config:
     """
 
     kind: str
-    parallel: Parallel
-    sharding: Sharding
-    pipeline: Pipeline
-    recompute: Recompute
+    parallel: ParallelOptions
+    sharding: ShardingOptions
+    pipeline: PipelineOptions
+    recompute: RecomputeOptions
     model: ModelSizes
     model_options: ModelOptions
     moe: MoeOptions
-    ampipe: Ampipe
-    training: Training
-    optimizer: Optimizer
-    data: Data
-    checkpoint: Checkpoint
-    reliability: Reliability
-    logging: Logging
-    runtime: Runtime
+    ampipe: AmpipeOptions
+    training: TrainingOptions
+    optimizer: OptimizerOptions
+    data: DataOptions
+    checkpoint: CheckpointOptions
+    reliability: ReliabilityOptions
+    logging: LoggingOptions
+    runtime: RuntimeOptions
     unused: Mapping[str, Any]
     origins: Mapping[str, str]
     warnings: tuple[str, ...]
@@ -168,21 +175,21 @@ def build(
     """The frozen Config of complete flat values (every flag and fact by name)."""
     config = Config(
         kind=kind,
-        parallel=from_flags(Parallel, values),
-        sharding=from_flags(Sharding, values),
-        pipeline=from_flags(Pipeline, values),
-        recompute=from_flags(Recompute, values),
+        parallel=from_flags(ParallelOptions, values),
+        sharding=from_flags(ShardingOptions, values),
+        pipeline=from_flags(PipelineOptions, values),
+        recompute=from_flags(RecomputeOptions, values),
         model=from_flags(model_of(kind, values).sizes, values),
         model_options=from_flags(ModelOptions, values),
         moe=from_flags(MoeOptions, values),
-        ampipe=from_flags(Ampipe, values),
-        training=from_flags(Training, values),
-        optimizer=from_flags(Optimizer, values),
-        data=from_flags(Data, values),
-        checkpoint=from_flags(Checkpoint, values),
-        reliability=from_flags(Reliability, values),
-        logging=from_flags(Logging, values),
-        runtime=from_flags(Runtime, values),
+        ampipe=from_flags(AmpipeOptions, values),
+        training=from_flags(TrainingOptions, values),
+        optimizer=from_flags(OptimizerOptions, values),
+        data=from_flags(DataOptions, values),
+        checkpoint=from_flags(CheckpointOptions, values),
+        reliability=from_flags(ReliabilityOptions, values),
+        logging=from_flags(LoggingOptions, values),
+        runtime=from_flags(RuntimeOptions, values),
         unused=MappingProxyType({}),
         origins=MappingProxyType(dict(origins)),
         warnings=warnings,

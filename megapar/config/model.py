@@ -57,7 +57,7 @@ class MoeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ampipe:
+class AmpipeOptions:
     """Communication hiding inside and between MoE layers."""
 
     ampipe_degree: int = flag(

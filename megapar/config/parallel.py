@@ -8,7 +8,7 @@ from megapar.schema.flag import SWITCH, Alias, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel:
+class ParallelOptions:
     """Axes and ranks."""
 
     sharding_degree: int = flag(
@@ -91,7 +91,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class ShardingOptions:
     """What the sharding ranks share, and when they communicate."""
 
     sharding_stage: int = flag(
@@ -143,7 +143,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineOptions:
     """Stages and schedules."""
 
     pp_seg_method: str = flag(
@@ -163,7 +163,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute:
+class RecomputeOptions:
     """Activations that are computed again in the backward pass instead of kept."""
 
     recompute_interval: int = flag(0, "every so many consecutive layers are one recomputed unit; 0: off", unit="layers")

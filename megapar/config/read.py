@@ -283,7 +283,7 @@ def _load_pairs(text: str) -> Pairs:
 
     base: Any = loader(yaml.SafeLoader)
 
-    class Loader(base):
+    class FlagLoader(base):
         """Whole numbers stay texts, which the flags read: to YAML 3:4 is 184, and 010 is 8."""
 
     def pairs_of(node: yaml.MappingNode) -> Pairs:
@@ -299,11 +299,11 @@ def _load_pairs(text: str) -> Pairs:
             for k, v in node.value
         )
 
-    Loader.yaml_implicit_resolvers = {
+    FlagLoader.yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    reader = Loader(text)
+    reader = FlagLoader(text)
     try:
         node = reader.get_single_node()
         if node is None:

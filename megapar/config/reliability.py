@@ -8,7 +8,7 @@ from megapar.schema.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reliability:
+class ReliabilityOptions:
     """Bad numbers, replicas, hangs, stragglers, local checkpoints."""
 
     bad_step_limit: int = flag(

@@ -11,7 +11,7 @@ MOE = ("moe",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingOptions:
     """Batches, steps and precision."""
 
     micro_batch_size: int = flag(4, "sequences of one forward pass of a data rank", unit="sequences", low=1)
@@ -66,7 +66,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class OptimizerOptions:
     """AdamW and its schedule."""
 
     lr: float = flag(1e-3, "highest learning rate", above=0)
@@ -93,7 +93,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataOptions:
     """What is read."""
 
     data_path: tuple[str, ...] = flag(
@@ -148,7 +148,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointOptions:
     """What is saved and loaded."""
 
     save: str | None = flag(None, "folder for checkpoints", path=True)
@@ -186,7 +186,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging:
+class LoggingOptions:
     """What is reported."""
 
     log_interval: int = flag(10, "steps between lines of the log", unit="steps", low=1)
@@ -198,7 +198,7 @@ class Logging:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class RuntimeOptions:
     """Where a run runs, and what is only checked."""
 
     device: str = flag(

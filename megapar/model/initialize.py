@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.box import Box
-from megapar.model.parameter import ParameterSpec, Piece
+from megapar.model.parameter import HfPiece, ParameterSpec
 from megapar.model.sizes import ModelSizes
 
 ROWS_PER_BLOCK = 64
@@ -54,7 +54,7 @@ def draw_block(seed: int, name: str, block: int, shape: tuple[int, ...], init_st
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, init_std, generator=generator)
 
 
-def _fill_piece(target: Tensor, spec: ParameterSpec, piece: Piece, box: Box, seed: int, init_std: float) -> None:
+def _fill_piece(target: Tensor, spec: ParameterSpec, piece: HfPiece, box: Box, seed: int, init_std: float) -> None:
     """Copies the part of one Hugging Face tensor that lies in ``box``, run of rows by run of rows.
 
     The piece is a region of the parameter with dims [.., inner rows, columns..], which the Hugging Face tensor
@@ -83,7 +83,7 @@ def _fill_piece(target: Tensor, spec: ParameterSpec, piece: Piece, box: Box, see
             rows[there] = values[drawn].to(target.dtype)
 
 
-def piece_box(spec: ParameterSpec, piece: Piece) -> Box:
+def piece_box(spec: ParameterSpec, piece: HfPiece) -> Box:
     """The region of the parameter that is this Hugging Face tensor, with all the parameter's dims."""
     offsets, sizes = [0] * len(spec.shape), list(spec.shape)
     for dim, index in enumerate(piece.index):
@@ -95,7 +95,7 @@ def piece_box(spec: ParameterSpec, piece: Piece) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _row_dims(region: Box, piece: Piece) -> int:
+def _row_dims(region: Box, piece: HfPiece) -> int:
     """The dim of the region at which the first dim of the Hugging Face tensor ends."""
     for dim in range(len(region.sizes)):
         if prod(region.sizes[: dim + 1]) == piece.hf_shape[0] and prod(region.sizes[dim + 1 :]) == prod(
@@ -108,7 +108,7 @@ def _row_dims(region: Box, piece: Piece) -> int:
 class _Blocks:
     """The blocks of one Hugging Face tensor, read in ascending order: each is drawn once."""
 
-    def __init__(self, piece: Piece, seed: int, init_std: float) -> None:
+    def __init__(self, piece: HfPiece, seed: int, init_std: float) -> None:
         self.piece, self.seed, self.init_std = piece, seed, init_std
         self.number, self.values = -1, torch.empty(0)
 

@@ -17,7 +17,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class Piece:
+class HfPiece:
     """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)`` (names as on disk)."""
 
     hf_name: str
@@ -58,7 +58,7 @@ class ParameterSpec:
     router: bool = False
     residual: bool = False
     mp_partial: str = "never"
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[HfPiece, ...] = ()
     stage: int = 0
 
     @property
@@ -75,9 +75,9 @@ def attention_rows(
     rows = []
     for kind, tail in (("weight", (H,)), ("bias", ()))[: 1 + bias]:
         pieces = (
-            Piece(f"{hf[0]}.{kind}", (G * Q * D, *tail), (ALL, slice(0, Q))),
-            Piece(f"{hf[1]}.{kind}", (G * D, *tail), (ALL, Q)),
-            Piece(f"{hf[2]}.{kind}", (G * D, *tail), (ALL, Q + 1)),
+            HfPiece(f"{hf[0]}.{kind}", (G * Q * D, *tail), (ALL, slice(0, Q))),
+            HfPiece(f"{hf[1]}.{kind}", (G * D, *tail), (ALL, Q)),
+            HfPiece(f"{hf[2]}.{kind}", (G * D, *tail), (ALL, Q + 1)),
         )
         rows.append(fused_row(f"{name}.{kind}", (G, Q + 2, D, *tail), pieces, unit, (("mp", 0),)))
     return rows
@@ -97,7 +97,7 @@ def mlp_rows(name: str, shape: tuple[int, int], gated: bool, bias: bool, hf: str
 
 def _gate_up(name: str, shape: tuple[int, ...], hf: str, unit: str) -> ParameterSpec:
     kind = name.rsplit(".", 1)[1]
-    pieces = tuple(Piece(f"{hf}.{part}_proj.{kind}", shape[1:], (i,)) for i, part in enumerate(("gate", "up")))
+    pieces = tuple(HfPiece(f"{hf}.{part}_proj.{kind}", shape[1:], (i,)) for i, part in enumerate(("gate", "up")))
     return fused_row(name, shape, pieces, unit, (("mp", 1),))
 
 
@@ -136,7 +136,7 @@ def weight_row(
     init: str = "normal",
 ) -> ParameterSpec:
     """A parameter that is one Hugging Face tensor; hf: its name, "" for a parameter without such a form."""
-    pieces = (Piece(hf or name, shape, ()),)
+    pieces = (HfPiece(hf or name, shape, ()),)
     return ParameterSpec(name, shape, axes, unit, init, decay=init == "normal", mp_partial=mp_partial, pieces=pieces)
 
 
@@ -150,7 +150,7 @@ def scale_row(name: str, size: int, hf: str, unit: str, mp_partial: str = "sp") 
 
 
 def fused_row(
-    name: str, shape: tuple[int, ...], pieces: Iterable[Piece], unit: str, axes: tuple[tuple[str, int], ...]
+    name: str, shape: tuple[int, ...], pieces: Iterable[HfPiece], unit: str, axes: tuple[tuple[str, int], ...]
 ) -> ParameterSpec:
     """A parameter that holds several Hugging Face tensors."""
     biased = name.endswith("bias")

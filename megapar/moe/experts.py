@@ -18,7 +18,7 @@ from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import forget
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
-from megapar.core.tensor_parallel.fp32_grad_sum import WideSum
+from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
 from megapar.core.tensor_parallel.weight_gradients import Later, linear
 from megapar.moe.grouped import grouped_linear
@@ -135,7 +135,9 @@ class Experts(nn.Module):
     def _pieces(self, name: str) -> list[Callable[[], Tensor]]:
         """Each expert's part of a parameter, as a function to call for each use."""
         parts = local(getattr(self, name)).unbind(0)
-        return [partial(WideSum().use, part) if part.dtype.itemsize < 4 else partial(_itself, part) for part in parts]
+        return [
+            partial(Fp32GradSum().use, part) if part.dtype.itemsize < 4 else partial(_itself, part) for part in parts
+        ]
 
     def _finish(
         self, hidden: Tensor, up_bias: Tensor | None, down: Callable[[Tensor], Tensor], down_bias: Tensor | None

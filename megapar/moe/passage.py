@@ -178,7 +178,7 @@ class Passage:
                 self._replay,
             )
         self._slices.append(_Slice(x_BsH, dispatch))
-        if not self._device.runs_ahead:
+        if not self._device.is_async:
             self._launch_last()
 
     def _launch_last(self) -> None:
@@ -239,7 +239,7 @@ class Passage:
     def _pieces_ahead(self) -> int:
         """How many pieces enter before one computes, so that what experts need over emp is hidden under the others."""
         slicing = self.slicing
-        if slicing.chained and not self._device.runs_ahead:
+        if slicing.chained and not self._device.is_async:
             return 0  # a host that chains by waiting would wait for the rows that it is to compute on
         over_emp = slicing.overlap_mp and self.dispatcher.emp.size > 1
         return 1 if over_emp or slicing.expert_pieces else 0

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.device.compiled import Run, counted, plain
-from megapar.core.device.dtypes import wide
+from megapar.core.device.compiled import FunctionRunner, counted, plain
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.tensor_parallel.layers import local
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
@@ -54,13 +54,13 @@ class Router(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         copies: int = 1,
-        run: Run = plain,
+        run: FunctionRunner = plain,
     ) -> None:
         """copies: ranks whose gradients of the same weight are summed though each has a piece of the tokens only."""
         super().__init__()
         self.sizes, self.copies = sizes, copies
         self.run, self.top = run, TopExperts(sizes, run)
-        exact = wide(dtype)
+        exact = at_least_fp32(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
 
@@ -100,7 +100,7 @@ class Router(nn.Module):
 class TopExperts(nn.Module):
     """The choice itself, a module so that forward hooks can observe it or replace its result."""
 
-    def __init__(self, sizes: MoeSizes, run: Run) -> None:
+    def __init__(self, sizes: MoeSizes, run: FunctionRunner) -> None:
         super().__init__()
         self.sizes, self.run = sizes, run
 

@@ -102,7 +102,7 @@ class DeferredDispatch:
         if len(self.plans) > 1:
             rows = [sum(plan.exchange.send or ()) for plan in self.plans]
         exchanges = [plan.exchange for plan in self.plans]
-        after = self._routed if self._device.runs_ahead else None
+        after = self._routed if self._device.is_async else None
         self._deferred.launch(message, exchanges, rows, after, first_only=self._slicing.chained)
 
     def wait(self, piece: int, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class DeferredDispatch:
 
     def _aside(self, op: Callable[[], T]) -> T:
         """Do what only the dispatch needs: after the router, on the stream of the axis where the device has streams."""
-        if not self._device.runs_ahead:
+        if not self._device.is_async:
             return op()
         result = self._device.launch(op, self._dispatcher.comm.stream(self._dispatcher.ep), self._routed)
         for leaf in _device_tensors(result):
@@ -124,7 +124,7 @@ class DeferredDispatch:
         return result
 
     def _announce(self) -> RowCounts:
-        return self._dispatcher.announce(self._experts_Tk, self._kept_Tk, aside=self._device.runs_ahead)
+        return self._dispatcher.announce(self._experts_Tk, self._kept_Tk, aside=self._device.is_async)
 
     def _plan(self) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
         dispatcher, row_counts = self._dispatcher, self._row_counts

@@ -12,7 +12,7 @@ from megapar.arguments import Config
 from megapar.core.context_parallel.positions import RING, ULYSSES
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Chunk, Stages
-from megapar.core.recompute.choice import Block, Choice, Span, recompute_choice
+from megapar.core.recompute.choice import FirstLayers, LayerSpan, RecomputeChoice, recompute_choice
 from megapar.core.sharding.cut import box_at, shard_dim
 from megapar.errors import Complaint, ConfigError
 from megapar.model.cost.model_cost import ModelCost, UnitCost
@@ -139,14 +139,14 @@ class PlannedRun:
         return wide if wide > 4 else ITEM_BYTES[self.config.sharding.grad_reduce_dtype]
 
     @cached_property
-    def recompute(self) -> Choice | None:
+    def recompute(self) -> RecomputeChoice | None:
         """The layers that are computed again; adaptive recompute, which measures, is planned as without it."""
         flags = self.config.recompute
         return recompute_choice(flags.recompute_interval, flags.recompute_method, flags.recompute_num_layers)
 
-    def recompute_spans(self, num_layers: int) -> Sequence[Span]:
+    def recompute_spans(self, num_layers: int) -> Sequence[LayerSpan]:
         """Layers of a chunk that run together, and whether they are computed again."""
-        return (self.recompute or Block(0)).spans(num_layers)
+        return (self.recompute or FirstLayers(0)).spans(num_layers)
 
     @property
     def schedule(self) -> str:

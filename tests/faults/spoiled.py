@@ -10,7 +10,7 @@ import torch
 from megapar.core.checkpoint import storage
 from megapar.trainer import Trainer
 from megapar.training.health.guards import ReplicaGuard
-from megapar.training.step.batches import Feed
+from megapar.training.step.batches import BatchFeed
 from tests.faults.striking import RANK, SPEC, before, note, strike
 
 
@@ -126,15 +126,15 @@ def no_space_check() -> None:
 
 def fail_in_step(error: Exception) -> None:
     """An exception in the step, on this rank."""
-    kept = Feed.next
+    kept = BatchFeed.next
 
-    def following(self: Feed, loader: Any, progress: Any) -> Any:
+    def following(self: BatchFeed, loader: Any, progress: Any) -> Any:
         if progress.iteration + 1 == SPEC["iteration"]:
             note()
             raise error
         return kept(self, loader, progress)
 
-    Feed.next = following  # type: ignore[method-assign]
+    BatchFeed.next = following  # type: ignore[method-assign]
 
 
 def throw(module: Any, name: str, error: BaseException) -> None:

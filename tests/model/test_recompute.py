@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.checkpointing import Recompute
-from megapar.core.recompute.choice import Block, Choice, Interval
+from megapar.core.recompute.choice import FirstLayers, Interval, RecomputeChoice
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build
@@ -31,7 +31,12 @@ GPT = replace(DENSE, num_layers=LAYERS, tie_embeddings=False, add_bias_linear=Tr
 
 
 def runs(
-    rank: int, world_size: int, sizes: DecoderSizes, axes: tuple[str, ...], sequence_parallel: bool, choice: Choice
+    rank: int,
+    world_size: int,
+    sizes: DecoderSizes,
+    axes: tuple[str, ...],
+    sequence_parallel: bool,
+    choice: RecomputeChoice,
 ) -> dict[str, Any]:
     """A forward and backward with and without recompute: gradients that differ, and what was launched in each."""
     whole = {name: Axis(name, world_size, rank, dist.group.WORLD, tuple(range(world_size))) for name in axes}
@@ -63,11 +68,11 @@ def runs(
         ("uneven", Interval(1), 5 + 5 + 5),
         ("uneven", Interval(2), 6 + 5 + 5),
         ("uneven", Interval(3), 6 + 6 + 5),
-        ("uneven", Block(1), 5 + 4 + 4),
+        ("uneven", FirstLayers(1), 5 + 4 + 4),
         ("even", Interval(2), 6 + 5 + 5),
     ],
 )
-def test_all_to_alls_of_experts(sizes: str, choice: Choice, sent: int) -> None:
+def test_all_to_alls_of_experts(sizes: str, choice: RecomputeChoice, sent: int) -> None:
     """The last combine of a unit is not sent again, and no count ever is; gradients stay bit for bit."""
     for got in run_ranks(2, runs, EXPERTS[sizes], ("ep",), False, choice):
         assert got["differ"] == []

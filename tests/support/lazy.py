@@ -115,7 +115,7 @@ class LazyQueue(Queue):
 class LazyDevice(Device):
     """A CPU whose host runs ahead."""
 
-    runs_ahead = True
+    is_async = True
     backend = "late"
 
     def __init__(self) -> None:

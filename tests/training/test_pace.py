@@ -34,7 +34,7 @@ class Mark:
 
 
 class Ahead(Device):
-    runs_ahead = True
+    is_async = True
 
     def timed_event(self) -> Callable[[], Mark]:
         return Mark

@@ -80,7 +80,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """The whole of layout.json. scalars: the file of the scalars."""
 
     model: Mapping[str, Json]
@@ -110,7 +110,7 @@ def seal(body: bytes) -> bytes:
     return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
 
-def read(folder: Path) -> Layout:
+def read(folder: Path) -> CheckpointLayout:
     """The layout of a checkpoint folder. Raises CheckpointError where there is none or it is damaged."""
     path = folder / FILE_NAME
     try:
@@ -125,7 +125,7 @@ def read(folder: Path) -> Layout:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def parse(content: bytes) -> Layout:
+def parse(content: bytes) -> CheckpointLayout:
     """A layout from the file's content."""
     brackets = content.count(b"[") + content.count(b"{")
     _expect(
@@ -149,7 +149,9 @@ def parse(content: bytes) -> Layout:
     scalars = _file(root.get("scalars"))
     names = {entry.name for entry in entries}
     _expect(len(names | {scalars.name}) == len(entries) + 1, "two files have the same name")
-    return Layout(model, grid, scalars, {name: _tensor(name, value) for name, value in tensors.items()}, entries)
+    return CheckpointLayout(
+        model, grid, scalars, {name: _tensor(name, value) for name, value in tensors.items()}, entries
+    )
 
 
 def _file(value: Json) -> FileEntry:

@@ -47,7 +47,7 @@ Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLocal:
     """A whole local checkpoint. start: that wrote it. holders: rank -> the rank whose node has its files."""
 
     iteration: int
@@ -55,7 +55,7 @@ class Found:
     holders: Mapping[int, int]
 
 
-class Local:
+class LocalCheckpoints:
     """The local checkpoints of one job, as one rank keeps them.
 
     root: memory of this node. facts: must agree for state to be taken back: model and grid. neighbour: (rank that gets
@@ -189,7 +189,7 @@ class Local:
 
     # Loading
 
-    def find(self, limit: int | None = None) -> Found | None:
+    def find(self, limit: int | None = None) -> FoundLocal | None:
         """The newest local checkpoint that all ranks together still have whole; every rank calls it.
 
         limit: the last iteration that may be.
@@ -212,10 +212,10 @@ class Local:
                 if having:
                     holders[rank] = rank if rank in having else having[0]
             if len(holders) == self._world_size:
-                return Found(iteration, start, holders)
+                return FoundLocal(iteration, start, holders)
         return None
 
-    def load(self, found: Found, targets: Mapping[str, Shard]) -> dict[str, Any]:
+    def load(self, found: FoundLocal, targets: Mapping[str, Shard]) -> dict[str, Any]:
         """Fill the targets and return the scalars; every rank calls it. Raises CheckpointError."""
         place = self._folder / f"iter_{found.iteration:07d}"
         place.mkdir(exist_ok=True)

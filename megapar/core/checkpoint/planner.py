@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import (
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.facts import differences
-from megapar.core.checkpoint.layout import DTYPE_NAMES, FileEntry, Layout, TensorEntry
+from megapar.core.checkpoint.layout import DTYPE_NAMES, CheckpointLayout, FileEntry, TensorEntry
 from megapar.core.checkpoint.shard import Shard
-from megapar.core.checkpoint.tiling import Json, Pieces
+from megapar.core.checkpoint.tiling import BoxList, Json
 from megapar.errors import CheckpointError, CheckpointMismatchError
 
 SHOWN = 12  # names in one message
@@ -176,7 +176,7 @@ class ShardLoadPlanner(LoadPlanner):
         self._folder = folder
         self._expect_model = expect_model
         self._ignore = tuple(ignore)
-        self._layout: Layout | None = None
+        self._layout: CheckpointLayout | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -225,7 +225,7 @@ class ShardLoadPlanner(LoadPlanner):
         """Called when the view is filled."""
 
 
-def find_reads(layout: Layout, shard: Shard) -> list[Read]:
+def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
     """The reads that cover every element of a target exactly once; CheckpointError where there are none such."""
     if not shard.box.numel:
         return []
@@ -237,7 +237,7 @@ def find_reads(layout: Layout, shard: Shard) -> list[Read]:
             item = _item(shard, piece, part)
             reads.append(Read(layout.files[file], shard.name, shard.tensor.dtype, piece, part, item))
     covered = sum(read.part.numel for read in reads)
-    if covered != shard.box.numel or (isinstance(tiling, Pieces) and _any_meet([read.part for read in reads])):
+    if covered != shard.box.numel or (isinstance(tiling, BoxList) and _any_meet([read.part for read in reads])):
         raise CheckpointError(
             f"{shard.name}: stored pieces hold {covered} of the {shard.box.numel} elements of {shard.box}"
             + ("" if covered < shard.box.numel else ", some of them twice")
@@ -268,7 +268,7 @@ def _check_model(folder: Path, stored: Mapping[str, Json], expected: Mapping[str
         raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {found}")
 
 
-def _check_targets(folder: Path, layout: Layout, targets: Iterable[Shard]) -> None:
+def _check_targets(folder: Path, layout: CheckpointLayout, targets: Iterable[Shard]) -> None:
     missing, wrong = [], []
     for shard in targets:
         entry = layout.tensors.get(shard.name)

@@ -23,7 +23,7 @@ from megapar.config.regular_file import read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.folder import is_ours, move_into_place, name_aside, remove_left_over
-from megapar.core.checkpoint.layout import FileEntry, Layout, TensorEntry
+from megapar.core.checkpoint.layout import CheckpointLayout, FileEntry, TensorEntry
 from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.planner import SHOWN, Read, Reads
 from megapar.core.checkpoint.shard_file import (
@@ -46,7 +46,7 @@ Verify: TypeAlias = Literal["full", "size", "off"]
 
 
 @dataclass(frozen=True)
-class Place:
+class WriterInfo:
     """Where a rank writes: the folder aside, and its place among the ranks."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stored:
+class WrittenPiece:
     """Where a piece went, for layout.json."""
 
     file: FileEntry
@@ -112,11 +112,11 @@ class ShardWriter(StorageWriter):
         aside = name_aside(folder, self._owner)
         aside.mkdir(parents=True)
         self._aside = aside
-        return [replace(plan, storage_data=Place(aside, rank)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=WriterInfo(aside, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, tensor by tensor."""
-        place: Place = plan.storage_data
+        place: WriterInfo = plan.storage_data
         items = {item.index.fqn: item for item in plan.items}
         done: Future[list[WriteResult]] = Future()
         done.set_result(_write_rank(place, items, planner) if items else [])
@@ -152,7 +152,7 @@ def _check_space(root: Path, num_bytes: int) -> None:
         raise CheckpointError(f"no room under {root}: a checkpoint takes {needed:,} bytes and {free:,} are free")
 
 
-def _write_rank(place: Place, items: Mapping[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
+def _write_rank(place: WriterInfo, items: Mapping[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
     boxes, plans = {}, []
     for name, item in items.items():
         assert item.tensor_data is not None, "Shards write tensors only"
@@ -166,7 +166,7 @@ def _write_rank(place: Place, items: Mapping[str, WriteItem], planner: SavePlann
         return data
 
     file = write_shards(place.folder / shard_name(place.rank), file_order(plans), fetch)
-    return [WriteResult(items[plan.name].index, plan.num_bytes, Stored(file, boxes[plan.name])) for plan in plans]
+    return [WriteResult(items[plan.name].index, plan.num_bytes, WrittenPiece(file, boxes[plan.name])) for plan in plans]
 
 
 def make_layout(
@@ -174,7 +174,7 @@ def make_layout(
     results: Sequence[WriteResult],
     scalars: FileEntry,
     description: Mapping[str, Mapping[str, Json]],
-) -> Layout:
+) -> CheckpointLayout:
     """The layout of what was written. Raises CheckpointError where pieces do not tile their tensor."""
     files = sorted({result.storage_data.file for result in results}, key=lambda file: str(file.name))
     number = {file.name: i for i, file in enumerate(files)}
@@ -189,7 +189,7 @@ def make_layout(
         assert isinstance(meta, TensorStorageMetadata), "Shards write tensors only"
         cut = tile(name, tuple(meta.size), held, boxes).to_json()
         tensors[name] = TensorEntry(name, tuple(meta.size), meta.properties.dtype, cut)
-    return Layout(description["model"], description["grid"], scalars, tensors, files)
+    return CheckpointLayout(description["model"], description["grid"], scalars, tensors, files)
 
 
 class ShardReader(StorageReader):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megapar.core.checkpoint import together
 from megapar.core.checkpoint.folder import checkpoints, find, iteration_folder, latest, publish, remove_aside
-from megapar.core.checkpoint.layout import Layout
+from megapar.core.checkpoint.layout import CheckpointLayout
 from megapar.core.checkpoint.layout import parse as parse_layout
 from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.owner import Owner
@@ -21,7 +21,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.errors import CheckpointError
 
 __all__ = [
-    "Layout",
+    "CheckpointLayout",
     "Shard",
     "Verify",
     "checkpoints",
@@ -95,7 +95,7 @@ def load(
     return reader.scalars
 
 
-def first_read_layout(folder: Path, group: dist.ProcessGroup | None) -> Layout:
+def first_read_layout(folder: Path, group: dist.ProcessGroup | None) -> CheckpointLayout:
     """``read_layout`` as the first rank of ``group`` finds it, on every rank, so that none turns to another folder.
 
     A shared disk may show ranks different states of it. Raises CheckpointError, on every rank.

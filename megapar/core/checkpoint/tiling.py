@@ -31,7 +31,7 @@ MAX_NUMBER = 1 << 60
 
 
 @dataclass(frozen=True)
-class Grid:
+class BoxGrid:
     """Cells between ``starts`` along every dim. files: of each cell, row by row; [product of the starts' lengths]."""
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BoxList:
     """Boxes that form no grid. files: [N]; offsets, sizes: [N, dims]."""
 
     files: Numbers
@@ -82,7 +82,7 @@ class Pieces:
         return {"pieces": np.concatenate([self.files[:, None], self.offsets, self.sizes], axis=1).tolist()}
 
 
-Tiling: TypeAlias = Grid | Pieces
+Tiling: TypeAlias = BoxGrid | BoxList
 
 
 def tile(name: str, shape: Sequence[int], files: Sequence[int], boxes: Sequence[Box]) -> Tiling:
@@ -102,12 +102,12 @@ def tile(name: str, shape: Sequence[int], files: Sequence[int], boxes: Sequence[
     for i in range(count - 1):
         if _overlaps(offsets[i + 1 :], sizes[i + 1 :], offsets[i], sizes[i]).any():
             raise CheckpointError(f"{name}: {boxes[i]} and another rank's box overlap without being the same")
-    return Pieces(numbers, offsets, sizes)
+    return BoxList(numbers, offsets, sizes)
 
 
-def _as_grid(shape: tuple[int, ...], files: Numbers, offsets: Numbers, sizes: Numbers) -> Grid | None:
+def _as_grid(shape: tuple[int, ...], files: Numbers, offsets: Numbers, sizes: Numbers) -> BoxGrid | None:
     if prod(shape) == 0 or len(files) == 0:
-        return Grid(shape, tuple(np.zeros(0, np.int64) for _ in shape), files) if prod(shape) == 0 else None
+        return BoxGrid(shape, tuple(np.zeros(0, np.int64) for _ in shape), files) if prod(shape) == 0 else None
     starts = tuple(np.unique(offsets[:, dim]) for dim in range(len(shape)))
     lengths = tuple(len(s) for s in starts)
     if prod(lengths) != len(files):
@@ -123,7 +123,7 @@ def _as_grid(shape: tuple[int, ...], files: Numbers, offsets: Numbers, sizes: Nu
         return None
     ordered = np.empty_like(files)
     ordered[cells] = files
-    return Grid(shape, starts, ordered)
+    return BoxGrid(shape, starts, ordered)
 
 
 def _overlaps(offsets: Numbers, sizes: Numbers, offset: Numbers, size: Numbers) -> NDArray[np.bool_]:
@@ -147,10 +147,10 @@ def from_json(name: str, shape: tuple[int, ...], value: dict[str, Json], num_fil
         if not empty and not (len(first) and first[0] == 0 and (np.diff(first) > 0).all() and first[-1] < size):
             raise CheckpointError(f"{name}: starts do not rise from 0 to below {size}")
     _check_files(name, files, num_files)
-    return Grid(shape, starts, files)
+    return BoxGrid(shape, starts, files)
 
 
-def _pieces_from_json(name: str, shape: tuple[int, ...], rows: Json, num_files: int) -> Pieces:
+def _pieces_from_json(name: str, shape: tuple[int, ...], rows: Json, num_files: int) -> BoxList:
     width = 1 + 2 * len(shape)
     if not isinstance(rows, list) or len(rows) > MAX_PIECES:
         raise CheckpointError(f"{name}: pieces are not a list of rows")
@@ -162,7 +162,7 @@ def _pieces_from_json(name: str, shape: tuple[int, ...], rows: Json, num_files: 
     if (sizes < 1).any() or (offsets + sizes > np.array(shape, dtype=np.int64)).any():
         raise CheckpointError(f"{name}: a piece reaches out of the shape {list(shape)}")
     _check_files(name, table[:, 0], num_files)
-    return Pieces(table[:, 0], offsets, sizes)
+    return BoxList(table[:, 0], offsets, sizes)
 
 
 def _check_files(name: str, files: Numbers, num_files: int) -> None:

@@ -20,7 +20,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint.layout import DTYPE_NAMES, DTYPES, FileEntry
 from megapar.core.checkpoint.planner import Declared, ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
-from megapar.core.checkpoint.storage import Place, ShardReader, ShardWriter, Stored
+from megapar.core.checkpoint.storage import ShardReader, ShardWriter, WriterInfo, WrittenPiece
 from megapar.core.checkpoint.tiling import Json
 from megapar.core.comm import json_messages as messages
 from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError, FolderLostError
@@ -172,12 +172,12 @@ def _plan_from_json(told: Json) -> SavePlan:
 
 
 def _share_to_json(plan: SavePlan) -> Json:
-    place: Place = plan.storage_data
+    place: WriterInfo = plan.storage_data
     return {"items": [_item_to_json(item) for item in plan.items], "folder": str(place.folder), "rank": place.rank}
 
 
 def _share_from_json(told: Json) -> SavePlan:
-    place = Place(Path(told["folder"]), told["rank"])
+    place = WriterInfo(Path(told["folder"]), told["rank"])
     return SavePlan([_item_from_json(item) for item in told["items"]], storage_data=place)
 
 
@@ -196,7 +196,7 @@ def _item_from_json(told: Json) -> WriteItem:
 
 
 def _result_to_json(result: WriteResult) -> Json:
-    stored: Stored = result.storage_data
+    stored: WrittenPiece = result.storage_data
     return [
         *(result.index.fqn, result.size_in_bytes, stored.file.to_json()),
         *(list(stored.box.offsets), list(stored.box.sizes)),
@@ -205,5 +205,5 @@ def _result_to_json(result: WriteResult) -> Json:
 
 def _result_from_json(told: Json) -> WriteResult:
     name, size, (file, file_size, sha256), offsets, sizes = told
-    stored = Stored(FileEntry(file, file_size, sha256), Box(tuple(offsets), tuple(sizes)))
+    stored = WrittenPiece(FileEntry(file, file_size, sha256), Box(tuple(offsets), tuple(sizes)))
     return WriteResult(MetadataIndex(name, torch.Size(offsets)), size, stored)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 
-class Launched(NamedTuple):
+class LaunchRecord(NamedTuple):
     """A collective. number: of its axis, from 1. at: ``time.monotonic()`` of the launch."""
 
     axis: str
@@ -26,10 +26,10 @@ class FlightRecorder:
     """
 
     def __init__(self, size: int = 64) -> None:
-        self.recent: deque[Launched] = deque(maxlen=size)
+        self.recent: deque[LaunchRecord] = deque(maxlen=size)
         self.counts: Counter[str] = Counter()
 
     def note(self, axis: str, kind: str) -> None:
         """Record that a collective is about to be launched."""
         self.counts[axis] += 1
-        self.recent.append(Launched(axis, self.counts[axis], kind, time.monotonic()))
+        self.recent.append(LaunchRecord(axis, self.counts[axis], kind, time.monotonic()))

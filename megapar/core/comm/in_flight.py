@@ -108,7 +108,7 @@ class CommContext:
         for flight in self._open.values():
             axis = flight.exchange.axis
             if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
-                if self.device.runs_ahead:
+                if self.device.is_async:
                     # Some works compute when they are waited for: then that is done here, on the link's stream.
                     flight.work.wait()
                     flight.made = self.device.event()

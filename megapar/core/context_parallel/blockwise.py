@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.block_attention import AttentionBlock
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 
 
 class Columns(NamedTuple):
@@ -47,7 +47,7 @@ class Columns(NamedTuple):
 
     def zeros(self) -> Columns:
         """Room for gradients."""
-        return self.with_message(self.message.new_zeros(self.message.shape, dtype=wide(self.message.dtype)))
+        return self.with_message(self.message.new_zeros(self.message.shape, dtype=at_least_fp32(self.message.dtype)))
 
     @property
     def k(self) -> Tensor:

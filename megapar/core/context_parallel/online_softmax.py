@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 
 Index = tuple[slice, slice, slice]
@@ -37,7 +37,7 @@ class OnlineSoftmax:
     def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0) -> None:
         self._q, self._dropout = q, dropout
         self._attend = op("attention_block", q) if flash else block_reference
-        exact = wide(q.dtype)
+        exact = at_least_fp32(q.dtype)
         self.out = torch.zeros((*q.shape[:-1], value_dim), dtype=exact, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
         self.drawn: list[tuple[Any, ...]] = []
@@ -76,7 +76,7 @@ class OnlineSoftmaxBackward:
     ) -> None:
         self._grad, self._q, self._rows, self._drawn, self._dropout = grad, q, rows, iter(drawn), dropout
         self._differentiate = op("attention_block_backward", q) if flash else block_backward_reference
-        self.dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        self.dq = torch.zeros(q.shape, dtype=at_least_fp32(q.dtype), device=q.device)
 
     def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add to the gradients of columns: k and dk [B, G, L, D], v and dv [B, G, L, V]."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import bias as alignments
 
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.merged_attention import MergedAttention
 from megapar.core.device.packed_attention import DocumentPiece
@@ -29,7 +29,7 @@ def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float
     q: [B, N, S, D]. k: [B, G, L, D]. v: [B, G, L, V]. dropout: probability, on the weights. Returns [B, N, S, V].
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout, training=dropout > 0.0) @ v
@@ -61,7 +61,7 @@ def packed_attention_slice_reference(
         seen[sample, 0, queries, first : before + queries.stop] = True
     seen = seen.tril(before).to(q.device)
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.mT).to(wide(q.dtype)) * q.shape[-1] ** -0.5
+    scores = (q @ k.mT).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout, training=dropout > 0.0) @ v
 

@@ -79,7 +79,7 @@ class Device:
     queue_backend: str | None = None
     # Whether the host enqueues work and goes on. Then what the host must wait for is asked for one slice late, when
     # the next slice's work stands in the queue; where it does not, waiting late would only launch late.
-    runs_ahead = False
+    is_async = False
     # Whether the optimizer's kernel can leave everything as it is by a number on the device.
     skips_updates = True
     # Environment that its libraries read when they are first used, without which sums come in an order by chance.
@@ -230,7 +230,7 @@ class Device:
 class Accelerator(Device):
     """What CUDA and Ascend devices share: torch's device module of the type answers."""
 
-    runs_ahead = True
+    is_async = True
 
     def __init__(self, local_rank: int = 0) -> None:
         super().__init__(local_rank)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Run(Protocol):
+class FunctionRunner(Protocol):
     """Calls a function of tensors and numbers, one that launches nothing and draws nothing."""
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -35,7 +35,7 @@ from megapar.core.device.block_attention import (
     block_cuda,
     block_reference,
 )
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.grouped import (
     grouped_input_gradient_aligned,
     grouped_input_gradient_reference,
@@ -73,7 +73,7 @@ def attention_reference(
     Returns [B, N, S, V].
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
     least = torch.finfo(scores.dtype).min  # not -inf: a sample that is all padding must stay finite
     if causal:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -100,7 +100,7 @@ def attention_fused(
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, computed in max(fp32, dtype)."""
-    x_wide = x.to(wide(x.dtype))
+    x_wide = x.to(at_least_fp32(x.dtype))
     scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * (x_wide * scale).to(x.dtype)
 

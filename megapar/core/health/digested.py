@@ -21,7 +21,7 @@ from megapar.core.health.state_digest import FlatRange, digest, places, rotation
 _KEPT = 4
 
 
-class Digested(Protocol):
+class DigestedTensors(Protocol):
     """What a guard asks, whatever memory the tensors are in."""
 
     def hold(self) -> None:
@@ -37,7 +37,7 @@ class Digested(Protocol):
         """The places that the last comparisons found, as ranges of addresses. Waits for the device."""
 
 
-class Resting:
+class RestingTensors:
     """Tensors that stay where they are."""
 
     def __init__(self, tensors: Sequence[Tensor], steps: int) -> None:
@@ -80,7 +80,7 @@ class _Seen(NamedTuple):
     homes: list[Tensor]
 
 
-class Visiting:
+class VisitingTensors:
     """Tensors that lie in host memory and visit the device to be changed: they are digested there, as they come and go.
 
     homes: for each number the tensors that come together, as they lie in host memory. visit: brings all of them, and

@@ -15,7 +15,7 @@ from megapar.core.comm.axis import Axis
 
 
 @dataclass
-class FirstBad:
+class FirstNonfinite:
     """What this rank has found. micro_batch: the one that runs, set by whoever runs it.
 
     found: (micro-batch, place on pp, number of modules finished before), and the module's name; None: nothing.
@@ -58,9 +58,9 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def watch(model: nn.Module, stage: int) -> Iterator[FirstBad]:
+def watch(model: nn.Module, stage: int) -> Iterator[FirstNonfinite]:
     """Look at the output of every module while the block runs. A parameter that is bad already is found at once."""
-    found = FirstBad(stage)
+    found = FirstNonfinite(stage)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if found.found is None and not local.detach().isfinite().all().item():

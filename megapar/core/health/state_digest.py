@@ -51,7 +51,7 @@ def _within(position: int, size: int) -> int:
     return size if position >= size else max(0, position) // _GRAIN * _GRAIN
 
 
-class _Cut(NamedTuple):
+class _IntBlocks(NamedTuple):
     """A tensor as 32-bit integers. blocks: of them whole ones. rests: (where it begins, what is in no block)."""
 
     blocks: Tensor | None
@@ -59,14 +59,14 @@ class _Cut(NamedTuple):
     first: int  # of the blocks
 
 
-def _cut(flat: Tensor) -> _Cut:
+def _cut(flat: Tensor) -> _IntBlocks:
     words = flat.view(torch.int32)
     first = min(int(words.storage_offset()) % 2, words.numel())  # 64-bit integers lie at even places
     number = (words.numel() - first) // BLOCK
     end = first + number * BLOCK
     blocks = words[first:end].view(torch.int64).view(number, BLOCK // 2) if number else None
     rests = ((0, words[:first]), (end, words[end:]))
-    return _Cut(blocks, tuple((at, rest) for at, rest in rests if rest.numel()), first)
+    return _IntBlocks(blocks, tuple((at, rest) for at, rest in rests if rest.numel()), first)
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ _WORD = 8  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Place(NamedTuple):
+class DigestPoint(NamedTuple):
     """Where a digest is of. phase: FORWARD, BACKWARD or REDUCED. order: in its phase, what comes first is smaller; the
     same numbers on every rank. name: for messages.
     """
@@ -31,16 +31,18 @@ class Place(NamedTuple):
     name: str
 
 
-class Trace(NamedTuple):
+class DigestRecord(NamedTuple):
     """A trail that has ended, on the host: a digest for every place, in the order in which they came."""
 
-    places: tuple[Place, ...]
+    places: tuple[DigestPoint, ...]
     digests: tuple[int, ...]
 
-    def local(self) -> Trace:
+    def local(self) -> DigestRecord:
         """Without what other ranks' micro-batches have a part in."""
         kept = [number for number, place in enumerate(self.places) if place.phase != REDUCED]
-        return Trace(tuple(self.places[number] for number in kept), tuple(self.digests[number] for number in kept))
+        return DigestRecord(
+            tuple(self.places[number] for number in kept), tuple(self.digests[number] for number in kept)
+        )
 
     def hash(self) -> int:
         """One number of all, as an int64."""
@@ -48,7 +50,7 @@ class Trace(NamedTuple):
         return (weighed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def first_difference(one: Trace, other: Trace) -> Place | None:
+def first_difference(one: DigestRecord, other: DigestRecord) -> DigestPoint | None:
     """The earliest place at which two runs of the same differ; None: nowhere."""
     if one.places != other.places:
         pairs = zip(one.places, other.places, strict=False)
@@ -58,12 +60,12 @@ def first_difference(one: Trace, other: Trace) -> Place | None:
     return min((place for place, mine, theirs in pairs_of_digests if mine != theirs), default=None)
 
 
-class Trail:
+class DigestTrail:
     """Notes places while they are computed. units: names of the whole model's units in forward order."""
 
     def __init__(self, units: Sequence[str]) -> None:
         self._order: Mapping[str, int] = {name: number for number, name in enumerate(dict.fromkeys(units))}
-        self._places: list[Place] = []
+        self._places: list[DigestPoint] = []
         self._digests: list[Tensor] = []
 
     def output(self, unit: str, value: Any, name: str = "") -> None:
@@ -72,19 +74,19 @@ class Trail:
         values = value if isinstance(value, list | tuple) else (value,)
         for tensor in values:
             if isinstance(tensor, Tensor):
-                self._add(Place(FORWARD, order, name or f"the output of {unit}"), tensor)
+                self._add(DigestPoint(FORWARD, order, name or f"the output of {unit}"), tensor)
 
     def sums(self, name: str, tensor: Tensor) -> None:
         """What the forward ends with."""
-        self._add(Place(FORWARD, len(self._order) + 1, name), tensor)
+        self._add(DigestPoint(FORWARD, len(self._order) + 1, name), tensor)
 
     def gradient(self, unit: str, name: str, tensor: Tensor) -> None:
         """A gradient that this rank has made, of a unit's parameter or of several."""
-        self._add(Place(BACKWARD, -self._order.get(unit, len(self._order)), f"the gradient of {name}"), tensor)
+        self._add(DigestPoint(BACKWARD, -self._order.get(unit, len(self._order)), f"the gradient of {name}"), tensor)
 
     def reduced(self, tensor: Tensor) -> None:
         """A piece of the gradients' sums."""
-        self._add(Place(REDUCED, 0, "the sum of the ranks' gradients"), tensor)
+        self._add(DigestPoint(REDUCED, 0, "the sum of the ranks' gradients"), tensor)
 
     @contextmanager
     def watching(self, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
@@ -104,12 +106,12 @@ class Trail:
             for one in hooks:
                 one.remove()
 
-    def end(self) -> Trace:
+    def end(self) -> DigestRecord:
         """All that was noted; waits for the device."""
         digests: list[int] = torch.stack(self._digests).tolist() if self._digests else []
-        return Trace(tuple(self._places), tuple(digests))
+        return DigestRecord(tuple(self._places), tuple(digests))
 
-    def _add(self, place: Place, tensor: Tensor) -> None:
+    def _add(self, place: DigestPoint, tensor: Tensor) -> None:
         self._places.append(place)
         self._digests.append(digest(tensor))
 

@@ -12,15 +12,17 @@ from torch import Tensor
 from megapar.core.comm import collectives as transport
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import widest
-from megapar.core.sharding.master_shard import Part
+from megapar.core.sharding.master_shard import MasterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int | Tensor] = ()) -> tuple[Tensor, Tensor]:
+def global_norm(
+    parts: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = ()
+) -> tuple[Tensor, Tensor]:
     """2-norm of all gradients of the model, each parameter counted once over every axis; a scalar, the same everywhere.
 
-    One rank counts each piece (``Part.counted``), so that one sum over the world is right whatever replicates or
+    One rank counts each piece (``MasterShard.counted``), so that one sum over the world is right whatever replicates or
     splits a parameter. The squares are added in the device's widest dtype, so that the order of ranks does not show.
     besides: small numbers of this rank that travel with it, of the host or scalars on the device; the second tensor is
     their sums over all ranks. Both lie where the gradients do, whatever memory the masters have: the host waits for
@@ -42,14 +44,14 @@ def global_norm(parts: Sequence[Part], world: Axis, besides: Sequence[int | Tens
     return total[0].sqrt().to(dtype), total[1:]
 
 
-def clip(parts: Sequence[Part], norm: Tensor, limit: float) -> None:
+def clip(parts: Sequence[MasterShard], norm: Tensor, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), without a look at the values from the host."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     grads = [part.grad for part in parts if part.grad is not None]
     torch._foreach_mul_(grads, factor)
 
 
-def scale_gradients(parts: Sequence[Part], factor: float) -> None:
+def scale_gradients(parts: Sequence[MasterShard], factor: float) -> None:
     """Multiply all gradients by one number."""
     torch._foreach_mul_([part.grad for part in parts if part.grad is not None], factor)
 
@@ -67,7 +69,7 @@ class AdamW:
 class Optimizer:
     """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one."""
 
-    def __init__(self, parts: Sequence[Part], numbers: AdamW) -> None:
+    def __init__(self, parts: Sequence[MasterShard], numbers: AdamW) -> None:
         self._parts = parts
         groups = [
             {
@@ -87,12 +89,12 @@ class Optimizer:
                 **{name: torch.zeros_like(part.master) for name in MOMENTS},
             }
 
-    def step(self, lr: float, unless: Tensor | None = None) -> None:
+    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
         """One update of all masters from their parts' gradients.
 
-        unless: a scalar on the device, where it is 1 nothing changes; only where the device ``skips_updates``.
+        found_inf: a scalar on the device, where it is 1 nothing changes; only where the device ``skips_updates``.
         """
-        self._adamw.found_inf = unless
+        self._adamw.found_inf = found_inf
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["ratio"]
         for part in self._parts:

@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from megapar.core.device.base import Device, Stream
 from megapar.core.optimizer.adamw import MOMENTS, AdamW
-from megapar.core.sharding.master_shard import Part
+from megapar.core.sharding.master_shard import MasterShard
 
 
 class Visitors(Protocol):
@@ -41,7 +41,7 @@ class OffloadedOptimizer:
     device for a part's master and moments. seen_by: whom they are shown there.
     """
 
-    def __init__(self, parts: Sequence[Part], device: Device, numbers: AdamW) -> None:
+    def __init__(self, parts: Sequence[MasterShard], device: Device, numbers: AdamW) -> None:
         self._parts = parts
         self._device = device
         self._numbers = numbers
@@ -55,10 +55,10 @@ class OffloadedOptimizer:
         self._in, self._out = device.new_stream(), device.new_stream()
         self.seen_by: Visitors | None = None
 
-    def step(self, lr: float, unless: Tensor | None = None) -> None:
+    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
         """One update of all masters from their parts' gradients; the current stream sees them in host memory.
 
-        unless: as in ``Optimizer``.
+        found_inf: as in ``Optimizer``.
         """
         current = self._device.current_stream()
         self._in.wait_stream(current)
@@ -70,11 +70,11 @@ class OffloadedOptimizer:
                 self._load(number + 1)
             if self.seen_by is not None:
                 self.seen_by.arrived(number, self._views(number)[1])
-            self._update(number, part, lr, steps.clone(), unless)
+            self._update(number, part, lr, steps.clone(), found_inf)
             if self.seen_by is not None:
                 self.seen_by.leaves(number, self._views(number)[1])
             self._store(number, current)
-        self._step += 1 if unless is None else 1 - unless
+        self._step += 1 if found_inf is None else 1 - found_inf
         current.wait_stream(self._out)
 
     def visit(self) -> None:
@@ -106,7 +106,7 @@ class OffloadedOptimizer:
             for target, source in zip(*self._views(number), strict=True):
                 target.copy_(source, non_blocking=True)
 
-    def _update(self, number: int, part: Part, lr: float, step: Tensor, unless: Tensor | None) -> None:
+    def _update(self, number: int, part: MasterShard, lr: float, step: Tensor, found_inf: Tensor | None) -> None:
         assert part.grad is not None
         numbers = self._numbers
         master, first, second = self._views(number)[1]
@@ -125,7 +125,7 @@ class OffloadedOptimizer:
             weight_decay=numbers.weight_decay if part.decay else 0.0,
             eps=numbers.eps,
             maximize=False,
-            found_inf=unless,
+            found_inf=found_inf,
         )
 
     def moments(self, name: str) -> list[Tensor]:

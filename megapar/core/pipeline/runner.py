@@ -31,7 +31,7 @@ from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 Place = tuple[int, int]  # chunk, micro-batch
 
 
-class Work(Protocol):
+class StageComputation(Protocol):
     """What is computed; the pipeline only moves activations and gradients."""
 
     def empty(self, micro_batch: int, chunk: int) -> Tensor:
@@ -58,7 +58,7 @@ class Runner:
         self,
         schedule: Schedule,
         queues: Queues,
-        work: Work,
+        work: StageComputation,
         weight_gradients: WeightGradients | None,
         meter: WaitMeter,
     ) -> None:
@@ -160,7 +160,7 @@ class Runner:
             self._meter.wait(self._sent.popleft()[1], "pp/send")
 
 
-def run_forward(stages: Stages, queues: Queues, work: Work, micro_batch: int = 0) -> None:
+def run_forward(stages: Stages, queues: Queues, work: StageComputation, micro_batch: int = 0) -> None:
     """One micro-batch through this rank's chunks, without a backward; returns when what it sent has arrived.
 
     Both ends of a queue go through their chunks in forward order, so that its messages have the same order on both.

@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Holding:
+class StageContents:
     """What of a model one rank builds: layers by global number, and whether it has the embedding and the head."""
 
     layers: tuple[int, ...]
@@ -49,7 +49,7 @@ class Holding:
     last: bool
 
     @classmethod
-    def whole(cls, num_layers: int) -> Holding:
+    def whole(cls, num_layers: int) -> StageContents:
         """All of it, on one rank."""
         return cls(tuple(range(num_layers)), True, True)
 
@@ -156,11 +156,11 @@ class Stages:
         """Chunks of a pp coordinate, in forward order."""
         return tuple(chunk for chunk in self.chunks if chunk.rank == rank)
 
-    def holding(self, rank: int) -> Holding:
+    def holding(self, rank: int) -> StageContents:
         """What a pp coordinate builds."""
         mine = self.on(rank)
         layers = tuple(layer for chunk in mine for layer in chunk.layers)
-        return Holding(layers, any(chunk.first for chunk in mine), any(chunk.last for chunk in mine))
+        return StageContents(layers, any(chunk.first for chunk in mine), any(chunk.last for chunk in mine))
 
     def rank_of_unit(self, unit: str) -> int:
         """The pp coordinate that answers for a unit of the parameter table: embedding, layers.N or head."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.axis import Axis
-from megapar.core.recompute.choice import Span
+from megapar.core.recompute.choice import LayerSpan
 from megapar.core.units import GIBIBYTE, MEGABYTE
 from megapar.errors import TrainingError
 
@@ -55,11 +55,11 @@ class Adaptive:
         """The first step: recomputations are to be measured."""
         return self._steps == 0
 
-    def spans(self, num_layers: int) -> list[Span]:
+    def spans(self, num_layers: int) -> list[LayerSpan]:
         """See ``recompute.Choice``."""
         self._own = num_layers
         layers = range(num_layers)
-        return [Span(n, n + 1, self.chosen is None or n in self.chosen.layers) for n in layers]
+        return [LayerSpan(n, n + 1, self.chosen is None or n in self.chosen.layers) for n in layers]
 
     def note(self, layer: int, kept_bytes: int) -> None:
         """What a layer of this rank keeps for one micro-batch, beside its input."""

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.memory_tracker import MemoryTracker
-from megapar.core.recompute.choice import Choice
+from megapar.core.recompute.choice import RecomputeChoice
 from megapar.core.recompute.replay import Replay
-from megapar.core.recompute.saved_inputs import Keeper, KeptUnit
+from megapar.core.recompute.saved_inputs import SavedInputs, SavedUnit
 
 T = TypeVar("T")
 
@@ -54,10 +54,10 @@ class Recompute:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: RecomputeChoice,
         comm: CommContext,
         sent_bytes: CommBytes,
-        keeper: Keeper | None = None,
+        keeper: SavedInputs | None = None,
         measure: Measure | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -80,7 +80,7 @@ class Forward:
 
     def __init__(self, recompute: Recompute) -> None:
         self._recompute = recompute
-        self._before: KeptUnit | None = None
+        self._before: SavedUnit | None = None
         self._number = 0
 
     def run(self, unit: Callable[..., T], *inputs: Any, replay: Replay | None = None) -> T:

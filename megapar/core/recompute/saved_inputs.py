@@ -31,7 +31,7 @@ from megapar.core.device.base import Device
 NEWEST = 2
 
 
-class Keeper:
+class SavedInputs:
     """Keeps the inputs of the units of a model.
 
     mp: each of its ranks keeps a piece; the inputs must be the same on all of them. An axis of one rank keeps all.
@@ -43,16 +43,16 @@ class Keeper:
         self.host = BufferPool(device.pinned_zeros, most=2) if offload else None
         self.going, self.coming = device.new_stream(), device.new_stream()
         self._newest = newest
-        self._whole: deque[weakref.ref[KeptUnit]] = deque()
+        self._whole: deque[weakref.ref[SavedUnit]] = deque()
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory allocated so far; what is given back is used again."""
         return 0 if self.host is None else self.host.bytes
 
-    def enter(self, before: KeptUnit | None) -> KeptUnit:
+    def enter(self, before: SavedUnit | None) -> SavedUnit:
         """Return the next unit of a forward, whose backward comes just before that of ``before``."""
-        unit = KeptUnit(self, before)
+        unit = SavedUnit(self, before)
         self._whole.append(weakref.ref(unit))
         while len(self._whole) > self._newest:
             oldest = self._whole.popleft()()
@@ -61,13 +61,13 @@ class Keeper:
         return unit
 
 
-class KeptUnit:
+class SavedUnit:
     """The kept tensors of one unit, which live as long as its graph does."""
 
-    def __init__(self, keeper: Keeper, before: KeptUnit | None) -> None:
+    def __init__(self, keeper: SavedInputs, before: SavedUnit | None) -> None:
         self._keeper = keeper
         self._before = before
-        self._tensors: list[weakref.ref[KeptTensor]] = []
+        self._tensors: list[weakref.ref[SavedTensor]] = []
 
     def hooks(self) -> saved_tensors_hooks:
         """Surrounds what saves the unit's inputs."""
@@ -83,18 +83,18 @@ class KeptUnit:
         for kept in self._alive():
             kept.fetch()
 
-    def _alive(self) -> list[KeptTensor]:
+    def _alive(self) -> list[SavedTensor]:
         return [kept for kept in (reference() for reference in self._tensors) if kept is not None]
 
-    def keep(self, tensor: Tensor) -> KeptTensor | Tensor:
+    def keep(self, tensor: Tensor) -> SavedTensor | Tensor:
         """Return what the unit keeps of a tensor."""
         if not tensor.numel():
             return tensor
-        kept = KeptTensor(self._keeper, tensor)
+        kept = SavedTensor(self._keeper, tensor)
         self._tensors.append(weakref.ref(kept))
         return kept
 
-    def whole(self, kept: KeptTensor | Tensor) -> Tensor:
+    def whole(self, kept: SavedTensor | Tensor) -> Tensor:
         """The tensor of which that was kept; everything else begins to come back."""
         if isinstance(kept, Tensor):
             return kept
@@ -104,10 +104,10 @@ class KeptUnit:
         return kept.whole()
 
 
-class KeptTensor:
+class SavedTensor:
     """One tensor: whole, stored, or on its way back."""
 
-    def __init__(self, keeper: Keeper, tensor: Tensor) -> None:
+    def __init__(self, keeper: SavedInputs, tensor: Tensor) -> None:
         self._keeper = keeper
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
         flat, self._stride = _flatten(tensor.detach())

@@ -27,17 +27,17 @@ from megapar.core.comm import collectives as transport
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.meter import WaitMeter
-from megapar.core.sharding.cut import Described, shard_dim
+from megapar.core.sharding.cut import ParameterInfo, shard_dim
 
 ALIGNED_BYTES = 16
 LARGE_BYTES = 1 << 16  # of a rank's part, from which its copy counts
 
 # (description, local parameter, this rank's master box, whether this rank counts it in the global norm)
-Entry = tuple[Described, nn.Parameter, Box, bool]
+Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
 
 
 @dataclass(frozen=True)
-class Member:
+class BucketParameter:
     """One parameter of a segment.
 
     counted: whether this rank counts it in the global norm. parts, dim: sharding cuts it in ``parts`` along ``dim``.
@@ -45,7 +45,7 @@ class Member:
     in a row. box: this rank's real piece of the global tensor.
     """
 
-    spec: Described
+    spec: ParameterInfo
     parameter: nn.Parameter
     counted: bool
     parts: int
@@ -81,9 +81,9 @@ def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
     return not spec.decay, spec.router, spec.axes
 
 
-def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
+def make_members(parameters: Sequence[Entry], parts: int) -> tuple[BucketParameter, ...]:
     """Lay parameters out in a row, in an order that every rank shares; what counts alike on a rank lies together."""
-    members: list[Member] = []
+    members: list[BucketParameter] = []
     offset = 0
     for spec, parameter, box, counted in sorted(parameters, key=_alike):
         sizes = tuple(parameter.shape)
@@ -91,7 +91,7 @@ def make_members(parameters: Sequence[Entry], parts: int) -> tuple[Member, ...]:
         piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
         padded = piece[dim] * parts != sizes[dim]
         split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
-        members.append(Member(spec, parameter, counted, parts, dim, split, piece, offset, box, padded))
+        members.append(BucketParameter(spec, parameter, counted, parts, dim, split, piece, offset, box, padded))
         offset += prod(piece)
     return tuple(members)
 
@@ -105,7 +105,7 @@ def row_length(elements: int, item_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Range:
+class OptimizerRange:
     """Elements [start, end) of a row that the optimizer treats alike."""
 
     start: int
@@ -115,7 +115,7 @@ class Range:
     router: bool
 
 
-class Segment:
+class Bucket:
     """Masters, gradients and the collectives of one segment on this rank.
 
     master [P]: fp32 values of this rank's row. A single rank's fp32 parameters are views of it. units: the layers that
@@ -169,16 +169,18 @@ class Segment:
                 member.parameter.data = self.piece(self.master, member)
 
     @property
-    def ranges(self) -> list[Range]:
+    def ranges(self) -> list[OptimizerRange]:
         """The row cut where decay, learning rate or counting changes, and between what other axes split and what they
         repeat: a kernel rounds the last elements of a range in another way than those before, so ranks that hold the
         same have to step it in ranges of one length.
         """
-        found: list[Range] = []
+        found: list[OptimizerRange] = []
         kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
         for (decay, counted, router, _), group in kinds:
             members = list(group)
-            found.append(Range(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router))
+            found.append(
+                OptimizerRange(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router)
+            )
         return found
 
     @property
@@ -186,12 +188,12 @@ class Segment:
         """Of all ranks' gradients as they travel."""
         return self.shard.size * self.row * self._reduce_dtype.itemsize
 
-    def piece(self, flat: Tensor, member: Member) -> Tensor:
+    def piece(self, flat: Tensor, member: BucketParameter) -> Tensor:
         """A member's real piece as a view of a row-shaped tensor [P]."""
         padded = flat[member.offset : member.offset + member.numel].view(member.piece)
         return padded.narrow(member.dim, 0, member.box.sizes[member.dim])
 
-    def _columns(self, flat: Tensor, member: Member) -> Tensor:
+    def _columns(self, flat: Tensor, member: BucketParameter) -> Tensor:
         columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
         return columns
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megapar.core.sharding.cut import Described
+from megapar.core.sharding.cut import ParameterInfo
 
 _ATTENTION = "attention"
 
@@ -22,7 +22,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class PlannedSegment:
+class PlannedBucket:
     """names: parameters in forward order. bytes: what one rank gathers, in the dtype that travels."""
 
     names: tuple[str, ...]
@@ -35,29 +35,31 @@ class PlannedSegment:
         return first if first == last else f"{first} .. {last}"
 
 
-Cost = Callable[[Described], int]
+Cost = Callable[[ParameterInfo], int]
 
 
-def by_unit(rows: Sequence[Described], cost: Cost) -> list[PlannedSegment]:
+def by_unit(rows: Sequence[ParameterInfo], cost: Cost) -> list[PlannedBucket]:
     """One segment per layer."""
     return _cut(rows, cost, lambda before, row, _: row.unit != before.unit)
 
 
-def by_bytes(rows: Sequence[Described], cost: Cost, limit_bytes: float, *, whole: bool = False) -> list[PlannedSegment]:
+def by_bytes(
+    rows: Sequence[ParameterInfo], cost: Cost, limit_bytes: float, *, whole: bool = False
+) -> list[PlannedBucket]:
     """A new segment where the bytes to gather have reached ``limit_bytes``; only whole modules are kept together.
 
     whole: whole layers are.
     """
 
-    def owner(row: Described) -> str:
+    def owner(row: ParameterInfo) -> str:
         return row.unit if whole else _modules(row)[-1]
 
     return _cut(rows, cost, lambda before, row, size: size >= limit_bytes and owner(row) != owner(before))
 
 
 def by_anchors(
-    rows: Sequence[Described], cost: Cost, anchors: Sequence[str], *, whole: bool = False
-) -> list[PlannedSegment]:
+    rows: Sequence[ParameterInfo], cost: Cost, anchors: Sequence[str], *, whole: bool = False
+) -> list[PlannedBucket]:
     """A new segment at each module that an anchor, a path or a pattern of one, names. Raises PlanError.
 
     whole: layers are kept whole; what would begin inside one begins before it.
@@ -68,7 +70,7 @@ def by_anchors(
         return _cut(rows, cost, lambda before, row, _: row.unit != before.unit and row.unit in units)
     seen: set[str] = set()
 
-    def cut(before: Described, row: Described, size: int) -> bool:
+    def cut(before: ParameterInfo, row: ParameterInfo, size: int) -> bool:
         here = [module for module in _modules(row) if module in starts and module not in seen]
         seen.update(here)
         return bool(here)
@@ -78,22 +80,22 @@ def by_anchors(
 
 
 def _cut(
-    rows: Sequence[Described], cost: Cost, cuts: Callable[[Described, Described, int], bool]
-) -> list[PlannedSegment]:
-    segments: list[PlannedSegment] = []
+    rows: Sequence[ParameterInfo], cost: Cost, cuts: Callable[[ParameterInfo, ParameterInfo, int], bool]
+) -> list[PlannedBucket]:
+    segments: list[PlannedBucket] = []
     names: list[str] = []
     size = 0
     for before, row in zip([rows[0], *rows], rows, strict=False):
         if names and cuts(before, row, size):
-            segments.append(PlannedSegment(tuple(names), size))
+            segments.append(PlannedBucket(tuple(names), size))
             names, size = [], 0
         names.append(row.name)
         size += cost(row)
-    segments.append(PlannedSegment(tuple(names), size))
+    segments.append(PlannedBucket(tuple(names), size))
     return segments
 
 
-def _modules(row: Described) -> list[str]:
+def _modules(row: ParameterInfo) -> list[str]:
     """Paths of all modules that the parameter lies in, outermost first; an attention's parts are none."""
     parts = row.name.split(".")[:-1]
     if _ATTENTION in parts:
@@ -101,7 +103,7 @@ def _modules(row: Described) -> list[str]:
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _starts(rows: Iterable[Described], anchors: Sequence[str]) -> set[str]:
+def _starts(rows: Iterable[ParameterInfo], anchors: Sequence[str]) -> set[str]:
     modules = list(dict.fromkeys(module for row in rows for module in _modules(row)))
     found: dict[str, str] = {}
     for anchor in anchors:

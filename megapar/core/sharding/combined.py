@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from megapar.core.health.trail import Trail
-from megapar.core.sharding.master_shard import Part, Sharding, View
+from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.master_shard import MasterShard, ParameterView, Sharding
 
 
 class CombinedSharding:
@@ -16,7 +16,7 @@ class CombinedSharding:
     def __init__(self, members: Sequence[Sharding]) -> None:
         self._members = members
         self.full = any(member.full for member in members)  # whole experts are the same piece either way
-        self.parts: list[Part] = [part for member in members for part in member.parts]
+        self.parts: list[MasterShard] = [part for member in members for part in member.parts]
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -43,7 +43,7 @@ class CombinedSharding:
         for member in self._members:
             member.wait()
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Each parameter's piece of tensors that lie beside ``parts`` one for one."""
         start = 0
         for member in self._members:
@@ -51,7 +51,7 @@ class CombinedSharding:
             yield from member.views(tensors[start:end])
             start = end
 
-    def watch(self, trail: Trail | None) -> None:
+    def watch(self, trail: DigestTrail | None) -> None:
         """Note this rank's gradients, or no longer."""
         for member in self._members:
             member.watch(trail)

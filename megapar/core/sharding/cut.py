@@ -14,7 +14,7 @@ from megapar.core.box import Box
 from megapar.core.grid import Grid
 
 
-class Described(Protocol):
+class ParameterInfo(Protocol):
     """What sharding needs to know of a parameter; the models' parameter tables have it."""
 
     @property
@@ -67,7 +67,7 @@ def shard_dim(sizes: Sequence[int], parts: int, *, full: bool = False) -> int:
     return min(range(len(sizes)), key=lambda dim: (-(-sizes[dim] // parts) * parts / max(1, sizes[dim]), dim))
 
 
-def box_at(spec: Described, places: Mapping[str, tuple[int, int]]) -> Box:
+def box_at(spec: ParameterInfo, places: Mapping[str, tuple[int, int]]) -> Box:
     """The piece that the rank at ``places`` holds: axis -> (size, this rank's coordinate); other axes do not cut."""
     box = Box.whole(spec.shape)
     for axis, dim in spec.axes:
@@ -76,7 +76,7 @@ def box_at(spec: Described, places: Mapping[str, tuple[int, int]]) -> Box:
     return box
 
 
-def local_box(spec: Described, grid: Grid, rank: int) -> Box:
+def local_box(spec: ParameterInfo, grid: Grid, rank: int) -> Box:
     """The piece a rank computes with: the whole, cut by mp, ep and emp."""
     at = grid.coordinates(rank)
     box = Box.whole(spec.shape)
@@ -85,7 +85,7 @@ def local_box(spec: Described, grid: Grid, rank: int) -> Box:
     return box
 
 
-def master_box(spec: Described, grid: Grid, rank: int, *, full: bool = False) -> Box:
+def master_box(spec: ParameterInfo, grid: Grid, rank: int, *, full: bool = False) -> Box:
     """The piece whose master copy and optimizer state a rank keeps. full: at stage 3."""
     box = local_box(spec, grid, rank)
     parts = grid.expert_shards if spec.expert else grid.shards
@@ -94,12 +94,12 @@ def master_box(spec: Described, grid: Grid, rank: int, *, full: bool = False) ->
     )
 
 
-def is_speaker(spec: Described, grid: Grid, rank: int) -> bool:
+def is_speaker(spec: ParameterInfo, grid: Grid, rank: int) -> bool:
     """Whether this rank is the one that answers for a tensor that every rank of its stage has whole."""
     return rank == grid.rank(pp=spec.stage)
 
 
-def is_primary(spec: Described, grid: Grid, rank: int) -> bool:
+def is_primary(spec: ParameterInfo, grid: Grid, rank: int) -> bool:
     """Whether this rank is the one that answers for its piece among the ranks that hold the same."""
     at = grid.coordinates(rank)
     if at["pp"] != spec.stage or grid.replica_group(rank, expert=spec.expert)[0] != rank:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from megapar.core.comm import collectives as transport
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
-from megapar.core.health.trail import Trail
-from megapar.core.sharding.bucket_plan import PlannedSegment
-from megapar.core.sharding.cut import Described, is_primary, master_box, shard_dim
-from megapar.core.sharding.master_shard import Part, View
+from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.bucket_plan import PlannedBucket
+from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box, shard_dim
+from megapar.core.sharding.master_shard import MasterShard, ParameterView
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 
@@ -48,13 +48,13 @@ class FullSharding:
         world: World,
         model: nn.Module,
         units: Mapping[str, Sequence[nn.Module]],
-        specs: Sequence[Described],
+        specs: Sequence[ParameterInfo],
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         *,
         together: Sequence[str] = (),
-        plan: Sequence[PlannedSegment] | None = None,
+        plan: Sequence[PlannedBucket] | None = None,
         prefetch: int = 1,
         reduce_every_micro_batch: bool = True,
         shard: Callable[..., Any] = fully_shard,
@@ -87,11 +87,11 @@ class FullSharding:
         mine = [spec for spec in specs if spec.name not in names]
         self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank, full=True)) for spec in mine]
         self.parts = [
-            Part(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank), spec.router)
+            MasterShard(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank), spec.router)
             for spec, parameter, _ in self._entries
         ]
 
-    def _wrap_apart(self, world: World, model: nn.Module, specs: Sequence[Described]) -> None:
+    def _wrap_apart(self, world: World, model: nn.Module, specs: Sequence[ParameterInfo]) -> None:
         """Modules whose parameters travel otherwise than their unit's: experts over edp, fp32 ones in fp32."""
         if world.axis("expert_shard").size > 1 and _apart(world):
             for name in _modules(spec for spec in specs if spec.expert):
@@ -167,15 +167,15 @@ class FullSharding:
     def wait(self) -> None:
         """Nothing is in flight between steps."""
 
-    def watch(self, trail: Trail | None) -> None:
+    def watch(self, trail: DigestTrail | None) -> None:
         """Note what each group of parameters gives to its reduction, or no longer."""
         for reduction in self._reductions:
             reduction.trail = trail
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Each parameter's piece; parts are parameters here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
-            yield View(spec, box, tensor)
+            yield ParameterView(spec, box, tensor)
 
 
 class _Comm:
@@ -207,7 +207,7 @@ class _ReduceScatter(_Comm):
     def __init__(self, axis: Axis, unit: str, member: str) -> None:
         super().__init__(axis)
         self._unit, self._member = unit, member
-        self.trail: Trail | None = None
+        self.trail: DigestTrail | None = None
 
     def __call__(
         self,
@@ -241,9 +241,9 @@ def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str])
 def _by_plan(
     model: nn.Module,
     units: Mapping[str, Sequence[nn.Module]],
-    specs: Sequence[Described],
+    specs: Sequence[ParameterInfo],
     together: Sequence[str],
-    plan: Sequence[PlannedSegment],
+    plan: Sequence[PlannedBucket],
 ) -> list[list[nn.Module]]:
     """The modules whose calls need each segment's parameters: whole units, and what owns the rest of them.
 
@@ -264,7 +264,7 @@ def _by_plan(
 
 
 def _called(
-    model: nn.Module, units: Mapping[str, Sequence[nn.Module]], specs: Sequence[Described], planned: PlannedSegment
+    model: nn.Module, units: Mapping[str, Sequence[nn.Module]], specs: Sequence[ParameterInfo], planned: PlannedBucket
 ) -> list[nn.Module]:
     """What is called for a segment's parameters: the unit where the segment has it whole, else each owner.
 
@@ -291,7 +291,7 @@ def _prefetch(groups: Sequence[Sequence[nn.Module]], depth: int) -> None:
         module.set_modules_to_backward_prefetch(first[max(0, number - depth) : number][::-1])
 
 
-def whole_experts(world: World, specs: Sequence[Described]) -> list[Described]:
+def whole_experts(world: World, specs: Sequence[ParameterInfo]) -> list[ParameterInfo]:
     """Expert parameters that sharding does not cut although it cuts the others: each is whole on its rank."""
     return [spec for spec in specs if spec.expert] if world.axis("expert_shard").size == 1 else []
 
@@ -304,7 +304,7 @@ def _mesh(world: World, shard: str, replica: str) -> DeviceMesh:
     return world.mesh(replica, shard) if world.axis(replica).size > 1 else world.mesh(shard)
 
 
-def _modules(specs: Iterable[Described]) -> list[str]:
+def _modules(specs: Iterable[ParameterInfo]) -> list[str]:
     """Paths of the modules that hold these parameters, each once."""
     return sorted({spec.name.rpartition(".")[0] for spec in specs})
 

@@ -9,12 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 from megapar.core.box import Box
-from megapar.core.health.trail import Trail
-from megapar.core.sharding.cut import Described
+from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.cut import ParameterInfo
 
 
 @dataclass
-class Part:
+class MasterShard:
     """One tensor of master values on this rank.
 
     master: fp32 (max(fp32, compute dtype)). grad: of the same shape and dtype, summed over all data, valid between
@@ -30,10 +30,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class View:
+class ParameterView:
     """A parameter's piece inside parts' tensors: ``box`` of the global tensor, as a view of this rank's storage."""
 
-    spec: Described
+    spec: ParameterInfo
     box: Box
     tensor: Tensor
 
@@ -44,7 +44,7 @@ class Sharding(Protocol):
     full: masters are cut as ``master_box`` cuts them with ``full``.
     """
 
-    parts: list[Part]
+    parts: list[MasterShard]
     full: bool
 
     def begin_step(self) -> None:
@@ -62,8 +62,8 @@ class Sharding(Protocol):
     def wait(self) -> None:
         """Nothing is in flight when it returns; for whoever reads parameters outside a forward, and at the end."""
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Each parameter's piece of tensors that lie beside ``parts`` one for one: masters, moments, gradients."""
 
-    def watch(self, trail: Trail | None) -> None:
+    def watch(self, trail: DigestTrail | None) -> None:
         """Until it is called with None: note each gradient of this rank as it is made, before ranks sum it."""

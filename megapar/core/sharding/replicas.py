@@ -19,7 +19,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.agreement import gather_numbers, reduce_numbers
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
-from megapar.core.sharding.cut import Described
+from megapar.core.sharding.cut import ParameterInfo
 from megapar.errors import CorruptionError
 
 WIDTH = 4096
@@ -38,7 +38,7 @@ class Replica:
     axis: Axis
 
 
-def axes_of(spec: Described, world: World, *, sharded: bool) -> list[Axis]:
+def axes_of(spec: ParameterInfo, world: World, *, sharded: bool) -> list[Axis]:
     """Axes along which a parameter repeats. sharded: the tensor is a piece that the sharding ranks do not share."""
     kind = "expert_" if spec.expert else ""
     names = [f"{kind}replica"] if sharded else [f"{kind}replica", f"{kind}shard"]

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.world import World
-from megapar.core.health.trail import Trail
-from megapar.core.sharding.bucket import Segment
-from megapar.core.sharding.bucket_plan import PlannedSegment
-from megapar.core.sharding.cut import Described, is_primary, master_box
-from megapar.core.sharding.master_shard import Part, View
+from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.bucket import Bucket
+from megapar.core.sharding.bucket_plan import PlannedBucket
+from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box
+from megapar.core.sharding.master_shard import MasterShard, ParameterView
 
 IN_FLIGHT_BYTES = 1 << 26  # of gradients
 LEAST_IN_FLIGHT = 2  # segments
@@ -55,10 +55,10 @@ class ZeroSharding:
         self,
         world: World,
         units: Mapping[str, Sequence[nn.Module]],
-        parameters: Sequence[tuple[Described, nn.Parameter]],
+        parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
         master_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        plan: Sequence[PlannedSegment],
+        plan: Sequence[PlannedBucket],
         *,
         reduce_every_micro_batch: bool,
         overlap_reduce: bool,
@@ -78,10 +78,10 @@ class ZeroSharding:
         self._running = False  # a micro-batch's backward may have left segments to launch
         self._ready: set[int] = set()
         self._next = len(self.segments) - 1
-        self._trail: Trail | None = None
+        self._trail: DigestTrail | None = None
         self._flying: deque[int] = deque()  # launched and not settled, first one first
         # On an accelerator a wait would stand in the stream of the backward, and the allocator knows better.
-        self._in_flight_bytes = math.inf if world.device.runs_ahead else IN_FLIGHT_BYTES
+        self._in_flight_bytes = math.inf if world.device.is_async else IN_FLIGHT_BYTES
         for number, segment in enumerate(self.segments):
             for index, member in enumerate(segment.members):
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
@@ -89,11 +89,11 @@ class ZeroSharding:
             mine = [number for number, segment in enumerate(self.segments) if name in segment.units]
             for module in modules:
                 module.register_forward_pre_hook(self._receiver(mine))
-        self.parts: list[Part] = []
+        self.parts: list[MasterShard] = []
         for segment in self.segments:
             for part in segment.ranges:
                 master = segment.master[part.start : part.end]
-                self.parts.append(Part(master, None, part.decay, part.counted, part.router))
+                self.parts.append(MasterShard(master, None, part.decay, part.counted, part.router))
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -153,7 +153,7 @@ class ZeroSharding:
         for segment in self.segments:
             segment.receive()
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[View]:
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Each parameter's piece of tensors that lie beside ``parts`` one for one."""
         remaining = iter(tensors)
         for segment in self.segments:
@@ -162,9 +162,9 @@ class ZeroSharding:
                 part, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
                 start = member.offset - part.start
                 local = flat[start : start + member.numel].view(member.piece)
-                yield View(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
+                yield ParameterView(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
-    def watch(self, trail: Trail | None) -> None:
+    def watch(self, trail: DigestTrail | None) -> None:
         """Note each parameter's gradient as the backward gives it, or no longer."""
         self._trail = trail
 
@@ -224,16 +224,16 @@ class ZeroSharding:
 
 def _make_segments(
     world: World,
-    plan: Sequence[PlannedSegment],
-    parameters: Sequence[tuple[Described, nn.Parameter]],
+    plan: Sequence[PlannedBucket],
+    parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
     dtypes: tuple[torch.dtype, torch.dtype],
     whole_gradients: bool,
     meter: WaitMeter,
     offload: bool,
-) -> list[Segment]:
+) -> list[Bucket]:
     """One segment per planned one, dtype and pair of axes, in forward order."""
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
-    buckets: dict[tuple[Any, ...], list[tuple[Described, nn.Parameter]]] = {}
+    buckets: dict[tuple[Any, ...], list[tuple[ParameterInfo, nn.Parameter]]] = {}
     for spec, parameter in sorted(parameters, key=lambda entry: place[entry[0].name]):
         shard, replica = _axes(spec)
         key = (place[spec.name], parameter.dtype, world.axis(shard).ranks, world.axis(replica).ranks)
@@ -245,7 +245,7 @@ def _make_segments(
         boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
         segments.append(
-            Segment(
+            Bucket(
                 parameters=boxed,
                 shard=cut,
                 replica=repeat,
@@ -260,5 +260,5 @@ def _make_segments(
     return segments
 
 
-def _axes(spec: Described) -> tuple[str, str]:
+def _axes(spec: ParameterInfo) -> tuple[str, str]:
     return ("expert_shard", "expert_replica") if spec.expert else ("shard", "replica")

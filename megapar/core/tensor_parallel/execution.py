@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megapar.core.comm.in_flight import CommContext
-from megapar.core.device.compiled import Run, plain
+from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 
@@ -31,7 +31,7 @@ class Execution:
     comm: CommContext | None = None
     weight_gradients: WeightGradients | None = None
     fp8: LinearProduct | None = None
-    run: Run = plain
+    run: FunctionRunner = plain
     selective: bool = False
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 _NAME = "wide_sum"
 
 
-class WideSum:
+class Fp32GradSum:
     """The sum of one weight's gradients over its uses in a pass."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class WideSum:
 
 class _Use(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: WideSum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, total: Fp32GradSum) -> Tensor:
         ctx.total = total
         ctx.set_materialize_grads(False)
         total.begin()
@@ -70,7 +70,7 @@ def wide_sums(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Sum the gradients of 16-bit parameters so, over all their uses inside; ``wide_use`` is how they are used."""
     marked = [p for p in parameters if p.requires_grad and p.dtype.itemsize < 4 and torch.is_grad_enabled()]
     for parameter in marked:
-        setattr(parameter, _NAME, WideSum())
+        setattr(parameter, _NAME, Fp32GradSum())
     try:
         yield
     finally:

@@ -32,8 +32,8 @@ from megapar.core.tensor_parallel.overlapped_linear import (
     ArrivedColumn,
     CopiedColumn,
     GatheredColumn,
+    LinearComm,
     ReducedRow,
-    Road,
     ScatteredRow,
 )
 from megapar.core.tensor_parallel.weight_gradients import linear
@@ -175,11 +175,11 @@ class ColumnLinear(nn.Module):
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
 
-    def _operands(self) -> tuple[Tensor, Tensor | None, Road]:
+    def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
         """Weight [O/mp, I], bias [O/mp] and the road, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
-        return local(self.weight).flatten(0, -2), bias, Road(self.mp, self.overlap, self.comm, later)
+        return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, later)
 
 
 class RowLinear(nn.Module):
@@ -221,7 +221,7 @@ class RowLinear(nn.Module):
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:
             return linear(x, weight, bias, later, closing)
-        road = Road(self.mp, self.overlap, self.comm, later, closing)
+        road = LinearComm(self.mp, self.overlap, self.comm, later, closing)
         return self.product.apply(x, weight, bias, road)  # type: ignore[no-any-return]
 
     def start(self, x: Tensor) -> Started:

@@ -15,7 +15,7 @@ Program order (``^`` launch, ``v`` wait). ``own``: this rank's rows; ``1``, ``2`
                 backward   dgrad  wgrad
 
 Where nothing is to be hidden, and where torch's operators hide it, there is one product for each of forward, dgrad and
-wgrad: ``Road.gather_product`` and ``Road.product_scatter`` are it and its collective. A piece of the others' rows is
+wgrad: ``LinearComm.gather_product`` and ``.product_scatter`` are it and its collective. A piece of the others' rows is
 two products, of the ranks before this one and of those behind it.
 
 What is launched inside a call is waited for inside it: nothing is in flight where hooks, casts or a recomputation look.
@@ -99,7 +99,7 @@ class Overlap:
             self.multiply(x_one, right, bias, out_one)
 
 
-class Road(NamedTuple):
+class LinearComm(NamedTuple):
     """How a layer communicates: over which axis, how finely cut, and who counts.
 
     later: takes the product of a weight's gradient and gives the gradient, or None where it is made later; None: now.
@@ -155,7 +155,7 @@ class GatheredColumn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: LinearComm) -> Tensor:
         """y [B, S, O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
@@ -197,7 +197,7 @@ class ArrivedColumn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gathered: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
+    def forward(ctx: Any, gathered: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, road: LinearComm) -> Tensor:
         """y [B, S, O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
@@ -226,7 +226,7 @@ class ScatteredRow(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: LinearComm) -> Tensor:
         """y [B, s, O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
@@ -286,7 +286,7 @@ class CopiedColumn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: LinearComm) -> Tensor:
         """y [.., O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
@@ -313,7 +313,7 @@ class ReducedRow(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: Road) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, road: LinearComm) -> Tensor:
         """y [.., O]."""
         ctx.road, ctx.biased = road, bias is not None
         ctx.save_for_backward(x, weight)
@@ -337,7 +337,7 @@ class ReducedRow(torch.autograd.Function):
         return dx, dw, dy.flatten(0, -2).sum(0) if ctx.biased else None, None
 
 
-def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, road: Road) -> Tensor:
+def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, road: LinearComm) -> Tensor:
     """dx [M, B, s, I] of all ranks' rows; x: this rank's."""
     dx_MBsI = dy.new_empty((road.mp.size, *x.shape))
     road.overlap.multiply(dy.unflatten(1, (road.mp.size, -1)).transpose(0, 1), weight, None, dx_MBsI)
@@ -345,7 +345,7 @@ def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, road: Road) -> Tensor
 
 
 def _whole_column_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, road: Road, needs_dx: bool, needs_dw: bool
+    dy: Tensor, x: Tensor, weight: Tensor, road: LinearComm, needs_dx: bool, needs_dw: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, s, I], dw [O, I]) by one product each."""
     fused = road.overlap.fused
@@ -357,7 +357,7 @@ def _whole_column_gradients(
 
 
 def _whole_row_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, road: Road, needs_dx: bool, needs_dw: bool
+    dy: Tensor, x: Tensor, weight: Tensor, road: LinearComm, needs_dx: bool, needs_dw: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [B, S, I], dw [O, I]) by one product each; dy [B, s, O]."""
     if not needs_dx and not needs_dw:
@@ -373,7 +373,7 @@ def _bias_gradient(dy: Tensor, ctx: Any) -> Tensor | None:
     return dy.sum((0, 1)) if ctx.biased else None
 
 
-def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, InFlight]], road: Road) -> Tensor | None:
+def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, InFlight]], road: LinearComm) -> Tensor | None:
     """dw [O, I], from all ranks' x in one flight; None without it."""
     if not gathered:
         return None
@@ -395,7 +395,7 @@ def _whole_product(own: Tensor | None, dy: Tensor, pieces: list[Tensor], x_BMsI:
     return dw
 
 
-def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, InFlight]]:
+def _gather(x: Tensor, road: LinearComm, overlap: Overlap) -> list[tuple[slice, InFlight]]:
     """Launch the all-gathers of x [B, s, H]: per piece its rows of the sequence, and the flight of [M B, p, H]."""
     mp, flights = road.mp, []
     for rows in overlap.cut(x.shape[1], x.shape[0] * x.shape[2] * x.element_size(), x.shape[0]):
@@ -407,7 +407,7 @@ def _gather(x: Tensor, road: Road, overlap: Overlap) -> list[tuple[slice, InFlig
     return flights
 
 
-def _landings(flights: list[tuple[slice, InFlight]], road: Road) -> Iterator[tuple[slice, Tensor]]:
+def _landings(flights: list[tuple[slice, InFlight]], road: LinearComm) -> Iterator[tuple[slice, Tensor]]:
     """Wait for one piece after the other: gathered ones as [M, B, p, H], the others as they are."""
     for rows, flight in flights:
         output = road.comm.wait(flight)
@@ -415,7 +415,7 @@ def _landings(flights: list[tuple[slice, InFlight]], road: Road) -> Iterator[tup
         yield rows, output.unflatten(0, (road.mp.size, -1)) if gathered else output
 
 
-def _multiply_and_sum(x: Tensor, right: Tensor, road: Road) -> tuple[Tensor, list[InFlight]]:
+def _multiply_and_sum(x: Tensor, right: Tensor, road: LinearComm) -> tuple[Tensor, list[InFlight]]:
     """x [N, I] @ right [I, O]: [N, O], piece by piece on its way through the sum over mp."""
     y, flights = x.new_empty((x.shape[0], right.shape[1])), []
     for rows in road.overlap.cut(x.shape[0], y.shape[1] * y.element_size()):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.recompute.replay import Replay
 
 Product = Callable[[], Tensor]
@@ -87,7 +87,7 @@ def _sum(products: list[Product]) -> Tensor:
     first = products.pop()()
     if not products:
         return first
-    total = first.to(wide(first.dtype))
+    total = first.to(at_least_fp32(first.dtype))
     while products:
         total += products.pop()()
     return total.to(first.dtype)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megapar.core.comm.autograd import all_gather, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.packed_attention import PackedDocuments
-from megapar.core.pipeline.stages import Chunk, Holding
+from megapar.core.pipeline.stages import Chunk, StageContents
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import (
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         emp: Axis,
         sequence_parallel: bool = False,
         cp: ContextParallel | None = None,
-        holding: Holding | None = None,
+        holding: StageContents | None = None,
         slicing: Slicing | None = None,
         recompute: Recompute | None = None,
         moe_layer: type[MoeLayer] = MoeLayer,
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
-        held = holding or Holding.whole(sizes.num_layers)
+        held = holding or StageContents.whole(sizes.num_layers)
         self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
             x = self._embed(batch)
         assert x is not None
         x, stats = self._run_layers(x, context, map(str, chunk.layers))
-        like = x.new_zeros((), dtype=wide(x.dtype))
+        like = x.new_zeros((), dtype=at_least_fp32(x.dtype))
         if not chunk.last:
             return x, collect({}, stats, like)
         assert self.final_norm is not None

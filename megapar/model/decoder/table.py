@@ -7,8 +7,8 @@ from dataclasses import replace
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.parameter import (
     ALL,
+    HfPiece,
     ParameterSpec,
-    Piece,
     attention_rows,
     bias_row,
     fused_row,
@@ -85,7 +85,7 @@ def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[Param
     E, H, F = moe.num_experts, moe.hidden_size, moe.ffn_hidden_size
     router = weight_row(f"{name}.router.weight", (E, H), f"{hf}.gate.weight", unit, mp_partial="sp")
     correction = bias_row(f"{name}.router.correction_bias", (E,), "", unit)
-    piece = Piece(f"{hf}.moe_statics.e_score_correction_bias", (1, E), (ALL,))
+    piece = HfPiece(f"{hf}.moe_statics.e_score_correction_bias", (1, E), (ALL,))
     rows = [replace(router, fp32=True, router=True), replace(correction, fp32=True, trainable=False, pieces=(piece,))]
     parts = ("gate", "up") if moe.gated else ("up",)
     fused, lead = ("gate_up", (E, 2, F)) if moe.gated else ("up", (E, F))
@@ -114,5 +114,5 @@ def _experts(
     for expert in range(shape[0]):
         for i, part in enumerate(parts):
             index: tuple[int | slice, ...] = (expert, i) if len(parts) > 1 else (expert,)
-            pieces.append(Piece(f"{hf}.experts.{expert}.{part}_proj.{kind}", shape[len(index) :], index))
+            pieces.append(HfPiece(f"{hf}.experts.{expert}.{part}_proj.{kind}", shape[len(index) :], index))
     return replace(fused_row(name, shape, pieces, unit, axes), expert=True)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from megapar.core.comm.autograd import copy, gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.compiled import Run, plain
-from megapar.core.device.dtypes import wide
-from megapar.core.pipeline.stages import Chunk, Holding
+from megapar.core.device.compiled import FunctionRunner, plain
+from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.pipeline.stages import Chunk, StageContents
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import (
@@ -63,7 +63,7 @@ class SentenceOrderHead(nn.Module):
 
     def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
         """[B, H] and labels [B] to the sum of cross-entropies in max(fp32, dtype)."""
-        return F.cross_entropy(self.logits(pooled).to(wide(pooled.dtype)), labels, reduction="sum")
+        return F.cross_entropy(self.logits(pooled).to(at_least_fp32(pooled.dtype)), labels, reduction="sum")
 
     def logits(self, pooled: Tensor) -> Tensor:
         """[B, H] to [B, 2]."""
@@ -86,7 +86,7 @@ class MaskedLmHead(nn.Module):
         mp: Axis,
         dtype: torch.dtype,
         device: torch.device | str | None,
-        run: Run = plain,
+        run: FunctionRunner = plain,
     ) -> None:
         """features: I of the rows, by default H."""
         super().__init__()
@@ -133,14 +133,14 @@ class Ernie(nn.Module):
         mp: Axis,
         sequence_parallel: bool = False,
         cp: ContextParallel | None = None,
-        holding: Holding | None = None,
+        holding: StageContents | None = None,
         recompute: Recompute | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
-        held = holding or Holding.whole(sizes.num_layers)
+        held = holding or StageContents.whole(sizes.num_layers)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.recompute = recompute
         self.cp = cp or ContextParallel()
@@ -163,7 +163,7 @@ class Ernie(nn.Module):
     def _layer(self, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         return ErnieBlock(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: Holding, **options: Unpack[LayerOptions]) -> None:
+    def _make_heads(self, held: StageContents, **options: Unpack[LayerOptions]) -> None:
         H, sop = self.sizes.hidden_size, self.sizes.sop and held.last
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None
@@ -182,7 +182,7 @@ class Ernie(nn.Module):
         valid_tokens is taken for the sake of one call for all models; nothing here depends on it.
         """
         x = self._run(batch)
-        return collect(self._sums(x, batch, self.tied_weight), (), x.new_zeros((), dtype=wide(x.dtype)))
+        return collect(self._sums(x, batch, self.tied_weight), (), x.new_zeros((), dtype=at_least_fp32(x.dtype)))
 
     def run_chunk(
         self,
@@ -201,7 +201,7 @@ class Ernie(nn.Module):
             x = self._embed(batch)
         assert x is not None
         x = self._run_layers(x, batch, map(str, chunk.layers))
-        like = x.new_zeros((), dtype=wide(x.dtype))
+        like = x.new_zeros((), dtype=at_least_fp32(x.dtype))
         if not chunk.last:
             return x, collect({}, (), like)
         word = self.tied_weight if tied_weight is None else tied_weight

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from megapar.core.comm.autograd import gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.dtypes import wide
-from megapar.core.pipeline.stages import Chunk, Holding
+from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.pipeline.stages import Chunk, StageContents
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
@@ -107,7 +107,7 @@ class ClassHead(nn.Module):
 
     def forward(self, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """[M, h] and labels [M] to the sum of cross-entropies and the right answers, max(fp32, dtype)."""
-        logits = F.linear(pooled, local(self.weight), local(self.bias)).to(wide(pooled.dtype))
+        logits = F.linear(pooled, local(self.weight), local(self.bias)).to(at_least_fp32(pooled.dtype))
         right = (logits.detach().argmax(1) == labels).sum().to(logits.dtype)
         return F.cross_entropy(logits, labels, reduction="sum"), right
 
@@ -151,8 +151,8 @@ class Ernie3(Ernie):
 
     sizes: Ernie3Sizes
 
-    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, holding: Holding | None = None, **common: Any) -> None:
-        held = holding or Holding.whole(sizes.num_blocks)
+    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, holding: StageContents | None = None, **common: Any) -> None:
+        held = holding or StageContents.whole(sizes.num_blocks)
         super().__init__(sizes, mp=mp, holding=held, **common)
         self.segments = Slicing(degree=sizes.segments)
         self._arrangement = Arrangement(self.segments, mp, sequence_parallel=self.sequence_parallel)
@@ -162,7 +162,7 @@ class Ernie3(Ernie):
             return UniversalBlock(self.sizes, layer, cp=self.cp, **options)
         return BranchLayer(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: Holding, **options: Unpack[LayerOptions]) -> None:
+    def _make_heads(self, held: StageContents, **options: Unpack[LayerOptions]) -> None:
         self.lm_head = self.pooler = self.sop_head = None
         self.heads = TaskHeads(self.sizes, **options) if held.last else None
 

@@ -24,7 +24,7 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 BLOCK_BYTES = 16 << 20
 
 
-class Stored(NamedTuple):
+class FolderTensor(NamedTuple):
     """Where a tensor is, and what it is."""
 
     file: Path
@@ -42,7 +42,7 @@ class HfFolder:
     def __init__(self, folder: str | Path, single: str = "model.safetensors") -> None:
         """single: the file that holds all of them where there is no index."""
         self.folder = Path(folder)
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, FolderTensor] = {}
         index = self.folder / INDEX
         if index.exists():
             places = _weight_map(index)
@@ -64,7 +64,7 @@ class HfFolder:
                 if code not in _DTYPES:
                     raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not read")
                 file.check(name, _DTYPES[code], shape)  # no memory is reserved for what the file does not hold
-                self.tensors[name] = Stored(path, _DTYPES[code], shape)
+                self.tensors[name] = FolderTensor(path, _DTYPES[code], shape)
 
     def check(
         self, table: Iterable[ParameterSpec], architecture: PublishedArchitecture, optional: Iterable[str] = ()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.model.initialize import piece_box
-from megapar.model.parameter import ParameterSpec, Piece
+from megapar.model.parameter import HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 
 _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
@@ -22,9 +22,9 @@ _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
 
 def pieces_of(
     table: Iterable[ParameterSpec], architecture: PublishedArchitecture
-) -> dict[str, tuple[ParameterSpec, Piece]]:
+) -> dict[str, tuple[ParameterSpec, HfPiece]]:
     """Name in the class's folders -> the parameter and its piece, in the table's order."""
-    found: dict[str, tuple[ParameterSpec, Piece]] = {}
+    found: dict[str, tuple[ParameterSpec, HfPiece]] = {}
     for spec in table:
         for piece in spec.pieces:
             name = architecture.hf_name(piece.hf_name)
@@ -34,7 +34,7 @@ def pieces_of(
 
 
 def outward(
-    architecture: PublishedArchitecture, spec: ParameterSpec, piece: Piece, whole: Tensor
+    architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece, whole: Tensor
 ) -> tuple[str | None, Tensor]:
     """Name and content of a piece of a whole parameter as the class's folders have them; None for a piece they lack.
 
@@ -47,7 +47,7 @@ def outward(
     return name, part if rotated is None else to_halves(part, rotated)
 
 
-def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece: Piece) -> int | None:
+def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece) -> int | None:
     """The dim of the parameter whose rows this piece stores in another order; None where the order is the same."""
     if not architecture.rotary_halves or not _ROTATED.search(architecture.hf_name(piece.hf_name) or ""):
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import again
 from megapar.core.tensor_parallel.layers import Started
@@ -160,7 +160,7 @@ class _SeenSum:
     def take(self, grad: Tensor, place: slice) -> Tensor:
         """Add the gradient of what slice ``place`` saw; return the slice's gradient, which is complete then."""
         if self._total is None:
-            self._total = grad.to(wide(grad.dtype), copy=True)
+            self._total = grad.to(at_least_fp32(grad.dtype), copy=True)
         else:
             self._total[:, : place.stop] += grad
         own = self._total[:, place].to(grad.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.comm.axis import Axis
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import cross_entropy_, vocabulary_range
@@ -43,7 +43,7 @@ def linear_cross_entropy(
     """
     start, rows = check_piece(weight, vocab_size, mp)
     held = device_class(hidden.device.type).logits_bytes if logits_bytes is None else logits_bytes
-    chunk = rows_at_a_time(hidden.shape[0], rows * wide(hidden.dtype).itemsize, held)
+    chunk = rows_at_a_time(hidden.shape[0], rows * at_least_fp32(hidden.dtype).itemsize, held)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
     return loss
 
@@ -72,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         differentiate: bool,
     ) -> Tensor:
-        exact = wide(hidden.dtype)
+        exact = at_least_fp32(hidden.dtype)
         loss = hidden.new_zeros((), dtype=exact)
         d_hidden = hidden.new_empty(hidden.shape) if differentiate else None
         # Sums over many chunks lose bits in 16-bit dtypes, so they are kept wide and rounded once.

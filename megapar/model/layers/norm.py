@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.device.compiled import Run, counted, plain
+from megapar.core.device.compiled import FunctionRunner, counted, plain
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import local, parameter
 
@@ -15,7 +15,13 @@ class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] on every rank."""
 
     def __init__(
-        self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None, run: Run = plain
+        self,
+        size: int,
+        epsilon: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        run: FunctionRunner = plain,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
@@ -38,7 +44,13 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias; x [.., H], weight and bias [H] on every rank."""
 
     def __init__(
-        self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None, run: Run = plain
+        self,
+        size: int,
+        epsilon: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        run: FunctionRunner = plain,
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
@@ -85,7 +97,13 @@ def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: 
 
 
 def make_norm(
-    kind: str, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device | str | None, run: Run = plain
+    kind: str,
+    size: int,
+    epsilon: float,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    run: FunctionRunner = plain,
 ) -> RmsNorm | LayerNorm:
     """The norm called ``kind``: rmsnorm or layernorm."""
     return (RmsNorm if kind == "rmsnorm" else LayerNorm)(size, epsilon, dtype=dtype, device=device, run=run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 
 
@@ -14,7 +14,7 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 
     positions: [B, S] int64. Computed in every forward, so that nothing has to be stored or kept in step.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device).to(wide(dtype)) / head_dim
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).to(at_least_fp32(dtype)) / head_dim
     angles = positions.unsqueeze(-1).to(exponents.dtype) * (1.0 / theta**exponents)
     return angles.cos(), angles.sin()
 

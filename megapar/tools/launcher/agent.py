@@ -60,8 +60,8 @@ NO_PORT = "none: --rdzv-endpoint localhost:0 of megapar launch makes one"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where nodes meet. store: that of a ``Place``; None for backends of their own. address: this node's, for the
-    others. endpoint: of those backends. settings: further ones of the backend. files, secret: of a ``Place``.
+    """Address of nodes. store: that of a ``MeetingPlace``; None for backends of their own. address: this node's, for the
+    others. endpoint: of those backends. settings: further ones of the backend. files, secret: of a ``MeetingPlace``.
     """
 
     backend: str
@@ -77,7 +77,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """A store that nodes can meet at. endpoint: of it, for the others. address: this node's, as they reach it.
 
     hosted: whether the store is in this process. files: by which the ranks meet; None: by a store with a port, on the
@@ -92,17 +92,17 @@ class Place:
     secret: bytes | None = field(default=None, repr=False)
 
 
-def meet_here() -> Place:
+def meet_here() -> MeetingPlace:
     """For a job of this node alone: nothing listens. Raises DistributedError where its ranks could not meet."""
-    return Place(HashStore(), "", LOOPBACK, hosted=True, files=RankFiles())
+    return MeetingPlace(HashStore(), "", LOOPBACK, hosted=True, files=RankFiles())
 
 
-def meet_by_file(path: str, local_addr: str) -> Place:
+def meet_by_file(path: str, local_addr: str) -> MeetingPlace:
     """For nodes that share a file (``--rdzv-conf store_type=file``)."""
-    return Place(FileStore(path), path, local_addr or _address_of(socket.gethostname()), hosted=False)
+    return MeetingPlace(FileStore(path), path, local_addr or _address_of(socket.gethostname()), hosted=False)
 
 
-def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> Place:
+def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> MeetingPlace:
     """The store at HOST:PORT, made here where HOST is an address of this machine and nobody has made it yet.
 
     local_addr: this node's address for the others. hosts: whether this node is to make it, where that is known. Port 0
@@ -124,7 +124,7 @@ def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> P
             if hosts or not port or error.errno not in elsewhere:
                 raise DistributedError(f"cannot listen on {listens}, port {port}: {error.strerror}") from error
         else:
-            return Place(store, f"{host}:{store.port}", local_addr or listens, hosted=True)
+            return MeetingPlace(store, f"{host}:{store.port}", local_addr or listens, hosted=True)
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
     except RuntimeError as error:  # torch's own are RuntimeErrors
@@ -133,7 +133,7 @@ def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> P
             f"{CONNECT.total_seconds():g} s. Is megapar launch started on that node, with the same endpoint, and its "
             f"port open to this one? {str(error).splitlines()[0]}"
         ) from error
-    return Place(store, endpoint, local_addr or _towards(found, port), hosted=False)
+    return MeetingPlace(store, endpoint, local_addr or _towards(found, port), hosted=False)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

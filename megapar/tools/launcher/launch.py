@@ -30,7 +30,7 @@ from megapar.tools.launcher.waiting import Waiting
 from megapar.training.reports.streams import make_patient
 
 if TYPE_CHECKING:
-    from megapar.tools.launcher.agent import Place
+    from megapar.tools.launcher.agent import MeetingPlace
 
 MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw, not to finish anything
 
@@ -79,7 +79,7 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     return run(launch, place, stopper)
 
 
-def _preflight(launch: Launch, place: Place | None, stopper: Stopper) -> int:
+def _preflight(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
     """Its status; 0 for a node that comes when it is over, to a job that runs."""
     from megapar.tools.launcher.agent import ClosedError
 
@@ -106,7 +106,7 @@ def _first_of(launch: Launch) -> str:
     return f"{launch.rdzv_endpoint} to answer" if launch.rdzv_endpoint else "torch to be imported"
 
 
-def _meet(launch: Launch) -> Place | None:
+def _meet(launch: Launch) -> MeetingPlace | None:
     """Where the nodes meet, and what this one listens on; None where a backend of torch's own decides that.
 
     Raises DistributedError, and ConfigError for a secret that is none or is missing.
@@ -137,7 +137,7 @@ def _meet(launch: Launch) -> Place | None:
     return replace(place, secret=os.urandom(32) if alone else known)
 
 
-def _named(launch: Launch, place: Place | None) -> Launch:
+def _named(launch: Launch, place: MeetingPlace | None) -> Launch:
     """With a name that all nodes have heard, and with another one that no launch before it had."""
     store, secret = (place.store, place.secret) if place else (None, None)
     name = launch_name(launch.nnodes, launch.rdzv_id, store, secret)
@@ -177,7 +177,7 @@ def _fewer_nodes(launch: Launch) -> Iterator[str]:
             yield f"on {nodes} nodes the run would end: {error}"
 
 
-def run(launch: Launch, place: Place | None, stopper: Stopper) -> int:
+def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
     """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
     from megapar.tools.launcher.agent import Meeting, make_agent, no_more_restarts
 

@@ -22,7 +22,7 @@ from megapar.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Trace:
+class TracedStep:
     """What one rank held and sent in a step that finds the buffers which are used again.
 
     config: what was traced, that of the run with mock data and no files.
@@ -59,7 +59,7 @@ class Trace:
         return "\n".join(lines) + "\n"
 
 
-def trace(config: Config, rank: int) -> Trace:
+def trace(config: Config, rank: int) -> TracedStep:
     """A run's second step as ``rank`` of the configuration's world, on mock data.
 
     Where it leaves anything behind, storage by storage, it is run again and only then reported: the first time buffers
@@ -82,7 +82,7 @@ def trace(config: Config, rank: int) -> Trace:
         return replace(found, resting=after, peak=max(found.peak, after))
 
 
-def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *, first: bool = False) -> Trace:
+def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *, first: bool = False) -> TracedStep:
     """One more step of a trainer that was built under the tracker, and has stepped unless this is the first."""
     if not first:  # the first step waits for its parameters unit by unit, which decides what buffers there will be
         trainer.job.sharding.wait()
@@ -96,7 +96,7 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
     moments = [m for name in ("exp_avg", "exp_avg_sq") for m in optimizer.moments(name)]
     held = {tensor.untyped_storage()._cdata for tensor in tensors}
     masters = [part.master for part in parts if part.master.untyped_storage()._cdata not in held]
-    return Trace(
+    return TracedStep(
         config=trainer.config,
         rank=rank,
         stage=trainer.world.axis("pp").rank,

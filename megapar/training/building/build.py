@@ -13,7 +13,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.core.device.base import Device
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
@@ -25,7 +25,7 @@ from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import spec_of
 from megapar.moe.slicing import Slicing
 from megapar.training.health.control import Control, Limits, StopSignal
-from megapar.training.step.bad_steps import Numbers, Spikes
+from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
 from megapar.training.step.objective import Objective
 from megapar.training.step.schedules import BatchSize, Progressive
 
@@ -47,7 +47,7 @@ def compute_dtype(config: Config, device: Device) -> torch.dtype:
 def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     """Of gradients on their way: ``--grad-reduce-dtype``; "fp32" is the dtype of masters."""
     chosen = DTYPES[config.sharding.grad_reduce_dtype]
-    return wide(dtype) if chosen == torch.float32 else chosen
+    return at_least_fp32(dtype) if chosen == torch.float32 else chosen
 
 
 def timeout(config: Config) -> timedelta:
@@ -184,11 +184,11 @@ def make_progressive(config: Config) -> Progressive | None:
     )
 
 
-def make_numbers(config: Config) -> Numbers:
+def make_numbers(config: Config) -> BadStepPolicy:
     """What a run does about bad numbers."""
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
     reliability = config.reliability
-    return Numbers(reliability.bad_step_limit, Spikes(reliability.spike_sigmas), folder)
+    return BadStepPolicy(reliability.bad_step_limit, SpikeDetector(reliability.spike_sigmas), folder)
 
 
 def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:

@@ -20,11 +20,11 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import Compiled, plain
 from megapar.core.device.kinds import kind_of
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
-from megapar.core.pipeline.stages import Holding
+from megapar.core.pipeline.stages import StageContents
 from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import recompute_choice
-from megapar.core.recompute.saved_inputs import Keeper
+from megapar.core.recompute.saved_inputs import SavedInputs
 from megapar.core.tensor_parallel.collective_product import enable
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.fp8 import Fp8Linear, odd_widths
@@ -64,7 +64,7 @@ class Builder:
         config: Config,
         world: World,
         sizes: ModelSizes,
-        holding: Holding,
+        holding: StageContents,
         dtype: torch.dtype,
         execution: Execution,
         recompute: Recompute | None,
@@ -168,5 +168,5 @@ def make_recompute(
     keeper = None
     if recompute.recompute_offload or recompute.recompute_partition:
         mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
-        keeper = Keeper(world.device, mp, comm, offload=recompute.recompute_offload)
+        keeper = SavedInputs(world.device, mp, comm, offload=recompute.recompute_offload)
     return Recompute(choice, comm, world.sent_bytes, keeper, around=around)

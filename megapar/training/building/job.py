@@ -16,7 +16,7 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.pipeline.queues import Queues
@@ -81,7 +81,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     execution = make_execution(config, world, builder.overlap(config, world, sizes), comm)
     holding = stages.holding(world.axis("pp").rank)
-    model_dtype = wide(dtype) if cut_parameters else dtype
+    model_dtype = at_least_fp32(dtype) if cut_parameters else dtype
     model = builder.model(config, world, sizes, holding, model_dtype, execution, recompute, meta=cut_parameters)
     if config.training.fp8:
         check_widths(model)
@@ -218,7 +218,7 @@ def _full(
         model.units(),
         specs,
         dtype,
-        wide(dtype),
+        at_least_fp32(dtype),
         reduce_dtype(config, dtype),
         together=together,
         plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
@@ -242,7 +242,7 @@ def _zero(
         world,
         model.units(),
         [(spec, named[spec.name]) for spec in specs],
-        wide(dtype),
+        at_least_fp32(dtype),
         reduce_dtype(config, dtype),
         make_segments(config, config.model),
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megapar.arguments import Config
-from megapar.core.sharding.bucket_plan import PlanError, PlannedSegment, by_anchors, by_bytes, by_unit
-from megapar.core.sharding.cut import Described, local_box
+from megapar.core.sharding.bucket_plan import PlanError, PlannedBucket, by_anchors, by_bytes, by_unit
+from megapar.core.sharding.cut import ParameterInfo, local_box
 from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import ModelSizes
@@ -13,7 +13,7 @@ from megapar.model.spec import table_of
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
-def make_segments(config: Config, sizes: ModelSizes) -> list[PlannedSegment]:
+def make_segments(config: Config, sizes: ModelSizes) -> list[PlannedBucket]:
     """The plan of ``--sharding-segment-strategy``. Raises ConfigError for anchors that do not fit the model.
 
     Bytes are those that rank 0 gathers in the compute dtype; where the device is to choose that, bf16 is assumed.
@@ -21,7 +21,7 @@ def make_segments(config: Config, sizes: ModelSizes) -> list[PlannedSegment]:
     rows = [spec for spec in table_of(sizes) if spec.trainable]
     item = ITEM_BYTES.get(config.training.dtype, 2)
 
-    def cost(row: Described) -> int:
+    def cost(row: ParameterInfo) -> int:
         return local_box(row, config.grid, 0).numel * (max(4, item) if row.fp32 else item)
 
     sharding = config.sharding

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megapar.config.launched import job_id, launch_id, starts_before
-from megapar.config.run import Checkpoint
+from megapar.config.run import CheckpointOptions
 from megapar.config.suspects import suspects
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
@@ -48,7 +48,7 @@ def _unwritable(root: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumeSource:
     """Where a run goes on from. own: this very job has saved there before it was restarted."""
 
     root: Path
@@ -61,7 +61,7 @@ class Checkpoints:
     say: where rank 0 reports; notes: what there was to say before it could. section: what watches a thread that saves.
     """
 
-    def __init__(self, options: Checkpoint, job: Job, section: Section = unwatched) -> None:
+    def __init__(self, options: CheckpointOptions, job: Job, section: Section = unwatched) -> None:
         self._options = options
         self._job = job
         self._group = job.world.axis("world").group
@@ -101,7 +101,7 @@ class Checkpoints:
         limit = self._limits.by_root.get(root)
         return [one for one in found if limit is None or limit.allows(one)]
 
-    def source(self) -> Source | None:
+    def source(self) -> ResumeSource | None:
         """The folder of checkpoints to go on from: --load, or what this very job has saved since.
 
         A job that is started again by the name that it was given has saved there as well as one that is restarted; who
@@ -113,14 +113,14 @@ class Checkpoints:
                 instead = f", not from --load {options.load}" if options.load else ""
                 name = f"{options.save} holds checkpoints of this job, {job_id(os.environ)}"
                 self.notes.append(f"--save {name}: it goes on from them{instead}")
-            return Source(Path(options.save), own=True)
+            return ResumeSource(Path(options.save), own=True)
         if not options.load:
             return None
         root = Path(options.load)
         named = options.ckpt_step is not None and self._agree(sorted(suspects(root)))
         if self._loads_what_it_saves and not self._candidates(root)[0] and not named:
             return None  # the usual script names one folder for both; its first run starts from scratch
-        return Source(root, own=False)
+        return ResumeSource(root, own=False)
 
     def begin_anew(self) -> None:
         """There is nothing to go on from. Raises CheckpointError where the run would lose what lies in --save."""
@@ -161,7 +161,7 @@ class Checkpoints:
         options = self._options
         return bool(options.save and options.load) and Path(str(options.load)) == Path(str(options.save))
 
-    def saves_into(self, source: Source) -> bool:
+    def saves_into(self, source: ResumeSource) -> bool:
         """Whether the run saves where it goes on from."""
         return bool(self._options.save) and source.root == Path(str(self._options.save))
 
@@ -187,7 +187,7 @@ class Checkpoints:
 
         return bool(self._agree(look() if self._asks else None))
 
-    def load(self, read: Callable[[Path], state.Loaded], source: Source) -> state.Loaded:
+    def load(self, read: Callable[[Path], state.Loaded], source: ResumeSource) -> state.Loaded:
         """``read`` of the best checkpoint of a source; of an older one where that is damaged, which is told.
 
         Raises CheckpointError where none is sound, or --on-bad-checkpoint stop.
@@ -220,7 +220,7 @@ class Checkpoints:
             raise CheckpointError(problem)
         return root / str(name)
 
-    def load_newer(self, read: Callable[[Path], state.Loaded], source: Source, than: int) -> state.Loaded | None:
+    def load_newer(self, read: Callable[[Path], state.Loaded], source: ResumeSource, than: int) -> state.Loaded | None:
         """The same where something of this iteration or a later one is sound; None where it is not, which is told.
 
         Raises CheckpointError where something is damaged and --on-bad-checkpoint stop.

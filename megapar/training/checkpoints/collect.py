@@ -10,11 +10,13 @@ from torch import Tensor
 
 from megapar.core.comm.world import World
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
-from megapar.core.sharding.master_shard import Sharding, View
+from megapar.core.sharding.master_shard import ParameterView, Sharding
 from megapar.model.parameter import ParameterSpec
 
 
-def collect(world: World, spec: ParameterSpec, view: View | None, dtype: torch.dtype, *, full: bool) -> Tensor | None:
+def collect(
+    world: World, spec: ParameterSpec, view: ParameterView | None, dtype: torch.dtype, *, full: bool
+) -> Tensor | None:
     """The whole tensor on the CPU of rank 0, None elsewhere; every rank must call it with the same parameter.
 
     Each rank that answers for its piece sends it; which rank holds what is arithmetic over the grid. view: None on

@@ -23,7 +23,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
 from megapar.core.checkpoint.durable import put_new
-from megapar.core.checkpoint.layout import FILE_NAME, Layout, TensorEntry
+from megapar.core.checkpoint.layout import FILE_NAME, CheckpointLayout, TensorEntry
 from megapar.core.checkpoint.shard_file import (
     CODES,
     TensorPlan,
@@ -147,7 +147,7 @@ def _write_checkpoint(
         tensors[name] = TensorEntry(name, spec.shape, wide, cut)
     scalars = {**asdict(Progress()), "optimizer_steps": 0, "schedule": {}}
     text = json.dumps(scalars, indent=1, sort_keys=True).encode()
-    layout = Layout(sizes.facts(), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
+    layout = CheckpointLayout(sizes.facts(), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
     write_bytes(folder / FILE_NAME, layout.to_bytes())
     folders.publish(aside, 0)
     has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)

@@ -12,7 +12,7 @@ from megapar.arguments import Config
 from megapar.config.launched import launch_id
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
-from megapar.core.checkpoint.local import Found, Local
+from megapar.core.checkpoint.local import FoundLocal, LocalCheckpoints
 from megapar.core.checkpoint.local_owner import private_folder
 from megapar.core.comm.world import World
 from megapar.errors import TrainingError
@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 class LocalSaves:
     """Every rank has one and calls the same in the same step. say: where rank 0 reports."""
 
-    def __init__(self, local: Local, interval: int, job: Job, section: Section = unwatched) -> None:
+    def __init__(self, local: LocalCheckpoints, interval: int, job: Job, section: Section = unwatched) -> None:
         self._local = local
         self._interval = interval
         self._job = job
@@ -67,7 +67,7 @@ class LocalSaves:
         """Where this node keeps those of this job."""
         return self._local.folder
 
-    def find(self, limit: int | None = None) -> Found | None:
+    def find(self, limit: int | None = None) -> FoundLocal | None:
         """The newest one that is whole, of no later iteration than the limit."""
         return self._local.find(limit)
 
@@ -79,7 +79,7 @@ class LocalSaves:
         """What this node has recorded has been acted on."""
         (self.folder / RECORD).unlink(missing_ok=True)
 
-    def load(self, found: Found) -> dict[str, Any]:
+    def load(self, found: FoundLocal) -> dict[str, Any]:
         """Fill masters and moments; its scalars."""
         return self._local.load(found, {**state.weights(self._job), **state.moments(self._job)})
 
@@ -107,7 +107,7 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
     group = world.spare_group("local")
     size = world.grid.world_size
     private_folder(root, mine=not options.local_checkpoint_dir)
-    local = Local(root, job_name, world.rank, size, _neighbour(world), facts, group, launch_id(os.environ))
+    local = LocalCheckpoints(root, job_name, world.rank, size, _neighbour(world), facts, group, launch_id(os.environ))
     world.on_leave.append(local.release)
     return LocalSaves(local, options.local_checkpoint_interval, job, section)
 

@@ -12,7 +12,7 @@ from megapar.schema.published import PublishedArchitecture
 
 
 @dataclass(frozen=True)
-class Block:
+class OptionalBlock:
     """A part that a model may have beside what its checkpoint has. fact: what says so; prefixes: of its parameters."""
 
     name: str
@@ -20,29 +20,29 @@ class Block:
     prefixes: tuple[str, ...]
 
 
-SENTENCE_ORDER = Block("sentence-order head", "sop", SOP)
-MTP = Block("multi-token prediction block", "mtp_depth", ("mtp.",))
+SENTENCE_ORDER = OptionalBlock("sentence-order head", "sop", SOP)
+MTP = OptionalBlock("multi-token prediction block", "mtp_depth", ("mtp.",))
 BLOCKS = (SENTENCE_ORDER, MTP)
 
 
 @dataclass(frozen=True)
-class Fitted:
+class ModelMatch:
     """facts: to be compared with the checkpoint's. initial: blocks that it lacks; left: those that only it has."""
 
     facts: dict[str, Any]
-    initial: tuple[Block, ...]
-    left: tuple[Block, ...]
+    initial: tuple[OptionalBlock, ...]
+    left: tuple[OptionalBlock, ...]
 
 
-def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: bool) -> Fitted:
+def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: bool) -> ModelMatch:
     """What a checkpoint must say to be one of a model with ``expected`` facts, where ``stored`` may differ.
 
     Rotary positions have no tensor, and longer samples are no other model. alone: of the weights alone, as --finetune
     and a converted model are taken; then a head or block that is on one side only starts anew, or is left out.
     """
     facts = dict(expected)
-    initial: list[Block] = []
-    left: list[Block] = []
+    initial: list[OptionalBlock] = []
+    left: list[OptionalBlock] = []
     if facts.get("position_embedding_type") == "rope":
         facts["max_position_embeddings"] = stored.get("max_position_embeddings")
     for block in BLOCKS if alone else ():
@@ -50,12 +50,12 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
         if there is not None and here is not None and bool(there) != bool(here):
             (initial if here else left).append(block)
             facts[block.fact] = there
-    return Fitted(facts, tuple(initial), tuple(left))
+    return ModelMatch(facts, tuple(initial), tuple(left))
 
 
 def blocks_lacking(
     architecture: PublishedArchitecture, table: Iterable[ParameterSpec], names: Container[str]
-) -> tuple[Block, ...]:
+) -> tuple[OptionalBlock, ...]:
     """The blocks of the table that a published folder with tensors of these names does not have.
 
     Some classes never have a block. Others may have it, and their folders often leave all of its tensors out.

@@ -18,7 +18,7 @@ from megapar.errors import CheckpointError
 from megapar.model.architectures import own_architecture
 from megapar.model.hugging_face.save import some
 from megapar.model.initialize import piece_box
-from megapar.model.parameter import ParameterSpec, Piece
+from megapar.model.parameter import HfPiece, ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import STORED
 from megapar.rules.exports import not_exportable
@@ -68,7 +68,7 @@ class Saved:
         return out
 
 
-def _way(sizes: ModelSizes, pieces: Sequence[Piece]) -> str:
+def _way(sizes: ModelSizes, pieces: Sequence[HfPiece]) -> str:
     """The way out for a model with pieces that the class of its folder has no place for."""
     own = own_architecture(sizes)
     if own is not None and not_exportable(sizes) is None and all(own.hf_name(piece.hf_name) for piece in pieces):

@@ -16,7 +16,7 @@ from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
 from megapar.training.building.job import Job
-from megapar.training.checkpoints.model_match import Block, fitted
+from megapar.training.checkpoints.model_match import OptionalBlock, fitted
 from megapar.training.checkpoints.scalars import check_scalars
 from megapar.training.step.learning_rate import another_schedule
 
@@ -154,7 +154,7 @@ def load(
     return replace(loaded, initial=tuple(block.name for block in fit.initial))
 
 
-def _stored_names(blocks: Iterable[Block]) -> tuple[str, ...]:
+def _stored_names(blocks: Iterable[OptionalBlock]) -> tuple[str, ...]:
     return tuple(f"model/{prefix}" for block in blocks for prefix in block.prefixes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapar.config.run import Checkpoint
+from megapar.config.run import CheckpointOptions
 from megapar.config.suspects import NEVER, Fault, fault_of, read_fault, suspects
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.owner import Owner
@@ -49,7 +49,12 @@ class Aftermath:
     """Every rank has one, and calls ``clear_up`` once. notes: what people are to know."""
 
     def __init__(
-        self, options: Checkpoint, world: World, local_saves: LocalSaves | None, agree: Agree, owner: Owner | None
+        self,
+        options: CheckpointOptions,
+        world: World,
+        local_saves: LocalSaves | None,
+        agree: Agree,
+        owner: Owner | None,
     ) -> None:
         self._options = options
         self._world = world

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megapar.core.comm.agreement import numbers_of_all, texts_of_all
 from megapar.core.comm.world import World
-from megapar.core.health.trail import Place
+from megapar.core.health.trail import DigestPoint
 
 SHOWN = 4
 ADVICE = (
@@ -31,7 +31,7 @@ class Named(NamedTuple):
     places: tuple[str, ...]
 
 
-def first_over_ranks(place: Place | None, world: World) -> Named:
+def first_over_ranks(place: DigestPoint | None, world: World) -> Named:
     """The earliest place over all ranks, and who differs there; nobody where no rank has one. Every rank calls it."""
     everyone, device = world.axis("world"), world.device.torch_device
     rows = numbers_of_all([1, 0, 0] if place is None else [0, place.phase, place.order], everyone, device)

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from megapar.core.comm.agreement import numbers_of_all, texts_of_all
-from megapar.core.health.trail import Trace, Trail, first_difference
+from megapar.core.health.trail import DigestRecord, DigestTrail, first_difference
 from megapar.core.pipeline.schedule import GPIPE
 from megapar.data.batches import Loader
 from megapar.errors import CorruptionError
 from megapar.training.building.job import Job
 from megapar.training.health.difference import ADVICE, Named, first_over_ranks, listed, suspects, where
-from megapar.training.step.batches import Work
+from megapar.training.step.batches import StepBatches
 from megapar.training.step.gradients import Gradients
 
 SPREAD = ("pp", "mp", "cp", "ep", "emp")
@@ -63,7 +63,7 @@ class RecomputeGuard:
         self._job, self._gradients, self._loader, self._say = job, gradients, loader, say
         self._units = [spec.unit for spec in job.table]
         self._num = 1 if job.pipeline is None or schedule == GPIPE else job.world.grid.pp
-        self._changes_kernels = changes_kernels and job.world.device.runs_ahead
+        self._changes_kernels = changes_kernels and job.world.device.is_async
         self._known = False  # whether the device repeats
         world = job.world
         self._swaps = world.axis("data").size > 1 and all(world.axis(name).size == 1 for name in SPREAD)
@@ -92,8 +92,8 @@ class RecomputeGuard:
         if swapped is not None and self._swaps:
             self._compare(iteration, runs[0].local(), swapped.local())
 
-    def _run(self, work: Work) -> Trace:
-        job, trail = self._job, Trail(self._units)
+    def _run(self, work: StepBatches) -> DigestRecord:
+        job, trail = self._job, DigestTrail(self._units)
         job.sharding.watch(trail)
         if job.pipeline is not None:
             job.pipeline.trail = trail
@@ -113,7 +113,7 @@ class RecomputeGuard:
             trail.reduced(part.grad)
         return trail.end()
 
-    def _next_ones(self, work: Work) -> Work:
+    def _next_ones(self, work: StepBatches) -> StepBatches:
         """The next data rank's micro-batch, with its masks."""
         data = self._job.world.axis("data")
         other = (data.rank + 1) % data.size
@@ -157,7 +157,7 @@ class RecomputeGuard:
             torch.use_deterministic_algorithms(False)
             memory.fill_uninitialized_memory = filled
 
-    def _repeats(self, iteration: int, runs: list[Trace]) -> bool:
+    def _repeats(self, iteration: int, runs: list[DigestRecord]) -> bool:
         """Whether all runs gave the same on every rank. Turns the check off where the first three all differ."""
         world = self._job.world
         pairs = [(one, other) for number, one in enumerate(runs) for other in runs[number + 1 :]]
@@ -191,7 +191,7 @@ class RecomputeGuard:
             self._say("recompute check: micro-batches are not swapped between ranks, whose devices are not of one kind")
         return alike
 
-    def _compare(self, iteration: int, own: Trace, swapped: Trace) -> None:
+    def _compare(self, iteration: int, own: DigestRecord, swapped: DigestRecord) -> None:
         """This rank's micro-batch as another computed it, over the ring of data ranks."""
         world, data = self._job.world, self._job.world.axis("data")
         device = world.device.torch_device

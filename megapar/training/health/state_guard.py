@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapar.core.comm.agreement import TEXT_BYTES, reduce_numbers, texts_of_all
 from megapar.core.device.base import Device
-from megapar.core.health.digested import Digested, Resting, Visiting
+from megapar.core.health.digested import DigestedTensors, RestingTensors, VisitingTensors
 from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.errors import CorruptionError
@@ -53,9 +53,9 @@ class StateGuard:
         self._updates: list[float] = []
         self._steps = 0  # of a turn
         self._held_after: deque[int] = deque()  # iterations of the last turn's updates
-        self._digested: Digested | None = None
+        self._digested: DigestedTensors | None = None
         self.messages: list[str] = []
-        self.delay_steps = int(job.world.device.runs_ahead) + int(isinstance(job.optimizer, OffloadedOptimizer))
+        self.delay_steps = int(job.world.device.is_async) + int(isinstance(job.optimizer, OffloadedOptimizer))
         if steps == AUTO:
             self.messages.append(f"masters and moments: compared after a few steps, for at most {SHARE:.0%} of a step")
         else:
@@ -116,10 +116,10 @@ class StateGuard:
         masters = [part.master for part in job.sharding.parts]
         homes = list(zip(masters, *(job.optimizer.moments(name) for name in MOMENTS), strict=True))
         if isinstance(job.optimizer, OffloadedOptimizer):
-            visiting = Visiting(homes, steps, job.optimizer.visit)
+            visiting = VisitingTensors(homes, steps, job.optimizer.visit)
             self._digested = job.optimizer.seen_by = visiting
         else:
-            self._digested = Resting([tensor for home in homes for tensor in home], steps)
+            self._digested = RestingTensors([tensor for home in homes for tensor in home], steps)
         self.messages.append(coverage(steps))
 
     def _steps_for(self, updates: Sequence[float]) -> int:
@@ -169,7 +169,7 @@ def seconds_of_turn(sample: Sequence[Tensor], total_bytes: int, device: Device) 
     """How long it takes to digest so many bytes twice and compare, by trying it on tensors like them."""
     nbytes = sum(tensor.nbytes for tensor in sample)
     parts = max(1, nbytes // _SAMPLE_BYTES)
-    tried = Resting([tensor.detach() for tensor in sample], parts)
+    tried = RestingTensors([tensor.detach() for tensor in sample], parts)
     seconds = []
     for _ in range(3):
         device.synchronize()

@@ -111,7 +111,7 @@ class Monitor:
             return []
         values, pace = self._reduce(), None
         now = time.perf_counter()
-        if self._device.runs_ahead:
+        if self._device.is_async:
             # Such a host knows the interval, not the single step.
             share = (now - self._since) / len(self._steps)
             self._steps = [replace(step, seconds=share) for step in self._steps]
@@ -147,7 +147,7 @@ class Monitor:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What is done inside is no training (an evaluation, a checkpoint): its time is nobody's step's."""
-        if self._device.runs_ahead:
+        if self._device.is_async:
             self._device.synchronize()  # what still runs there is training
         start = time.perf_counter()
         try:

@@ -17,7 +17,7 @@ LEAST = 16
 
 
 @dataclass
-class Spikes:
+class SpikeDetector:
     """Losses and gradient norms of the last steps, and whether a new one stands out of them.
 
     sigmas: standard deviations above the mean that make a spike; 0: nothing is one. Source: OLMo 2's step skipping.
@@ -55,14 +55,14 @@ class Spikes:
         self.norms.extend(state["norms"])
 
 
-class Numbers:
+class BadStepPolicy:
     """Decides whether a step changes the model; the same on every rank, as its numbers are.
 
     limit: bad steps in a row that are skipped. folder: where the samples of the last one are noted; None: nowhere.
     messages: lines for the log, until they are popped.
     """
 
-    def __init__(self, limit: int, spikes: Spikes, folder: Path | None) -> None:
+    def __init__(self, limit: int, spikes: SpikeDetector, folder: Path | None) -> None:
         self._limit = limit
         self._folder = folder
         self.spikes = spikes

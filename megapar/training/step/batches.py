@@ -16,7 +16,7 @@ from megapar.training.step.denominators import Denominators
 
 
 @dataclass(frozen=True)
-class Work:
+class StepBatches:
     """Of one step: all that a second run of it needs to give the same.
 
     batches: this rank's. global_batch: samples on all ranks. first_sample, first_micro_batch: how many were read and
@@ -41,7 +41,7 @@ class Work:
         progress.micro_batches += self.denominators.num_micro_batches
 
 
-class Feed:
+class BatchFeed:
     """The global batches of a run, one after the other, as far as this rank has them.
 
     denominators: the class that counts what loss terms are divided by.
@@ -54,12 +54,12 @@ class Feed:
         self._progressive = make_progressive(config)
         self._micro_batch_size = config.training.micro_batch_size
 
-    def next(self, loader: Loader, progress: Progress) -> Work:
+    def next(self, loader: Loader, progress: Progress) -> StepBatches:
         """What follows after ``progress``; waits for no other rank."""
         global_batch, length = self._grow(progress)
         share = global_batch // (self._micro_batch_size * self._data.size)
         batches = loader.step(progress.consumed_samples, share, length)
-        return Work(
+        return StepBatches(
             iteration=progress.iteration + 1,
             batches=batches,
             denominators=self._denominators(batches, share * self._data.size, self._data, self._job.meter),

@@ -12,7 +12,7 @@ from megapar.training.building.job import Job
 from megapar.training.reports.profile import Profile
 
 
-class Companion(Protocol):
+class Callback(Protocol):
     """Sees every step begin and end, on every rank alike."""
 
     def before_step(self, iteration: int) -> None:
@@ -28,12 +28,12 @@ class Companion(Protocol):
         ...
 
 
-def make_companions(config: Config, job: Job, watch: Watchdog) -> list[Companion]:
+def make_companions(config: Config, job: Job, watch: Watchdog) -> list[Callback]:
     """The watchdog, and others as the flags say.
 
     The one that looks most closely at a step is the last to see it begin and the first to see it end.
     """
-    companions: list[Companion] = []
+    companions: list[Callback] = []
     if config.training.manual_gc == "on":
         collector = Collector(config.training.manual_gc_interval)
         collector.open()

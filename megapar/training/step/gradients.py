@@ -12,14 +12,14 @@ from torch.profiler import record_function
 
 from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.meter import WaitMeter
-from megapar.core.health.first_nonfinite import FirstBad, watch
+from megapar.core.health.first_nonfinite import FirstNonfinite, watch
 from megapar.core.optimizer.adamw import global_norm, scale_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
 from megapar.model.layers.terms import Terms
 from megapar.training.building.job import Job
-from megapar.training.step.batches import Work
+from megapar.training.step.batches import StepBatches
 from megapar.training.step.denominators import Denominators
 from megapar.training.step.objective import Objective
 from megapar.training.step.totals import Totals
@@ -54,11 +54,11 @@ class Gradients:
         self._loss_scale = loss_scale
         self._votes = votes
         self._data = job.world.axis("data")
-        self._watched: FirstBad | None = None
-        self.work: Work | None = None  # the step's, for whoever runs a part of it again
+        self._watched: FirstNonfinite | None = None
+        self.work: StepBatches | None = None  # the step's, for whoever runs a part of it again
         self.last_reduction = WaitMeter(job.world.device.timed_event())
 
-    def make(self, work: Work) -> Summed:
+    def make(self, work: StepBatches) -> Summed:
         """Forward and backward of a step, and the reduction."""
         self.work = work
         with record_function("megapar: forward and backward"):
@@ -67,14 +67,14 @@ class Gradients:
             norm, votes = self._reduce(self._loss_factor(work.denominators))
         return Summed(totals, norm, votes)
 
-    def again(self, work: Work) -> Totals:
+    def again(self, work: StepBatches) -> Totals:
         """Forward, backward and the sums over the data ranks, of which nobody hears; sharding then holds gradients."""
         totals = self._forward_backward(work)
         self._job.sharding.finish()
         self._job.comm.check_settled()
         return totals
 
-    def watched(self, work: Work) -> tuple[Summed, FirstBad]:
+    def watched(self, work: StepBatches) -> tuple[Summed, FirstNonfinite]:
         """The same, and where the first number that is not finite came from."""
         with watch(self._job.model, self._job.world.axis("pp").rank) as found:
             self._watched = found
@@ -92,7 +92,7 @@ class Gradients:
         all_reduce_(last, job.world.axis("world"), dist.ReduceOp.MAX)
         return job.table[int(last.item())].name
 
-    def _forward_backward(self, work: Work) -> Totals:
+    def _forward_backward(self, work: StepBatches) -> Totals:
         """Every micro-batch of this rank forward and backward; the sums of their terms."""
         job, totals = self._job, Totals()
         batches, denominators = work.batches, work.denominators

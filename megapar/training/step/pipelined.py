@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megapar.core.comm.meter import WaitMeter
-from megapar.core.device.dtypes import wide
-from megapar.core.health.trail import Trail
+from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.health.trail import DigestTrail
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
@@ -56,7 +56,7 @@ class PipelinedModel:
         self._reduce_every = reduce_every_micro_batch
         self._weight_gradients = weight_gradients
         self._meter = meter
-        self.trail: Trail | None = None
+        self.trail: DigestTrail | None = None
         mine = stages.on(queues.rank)
         both = any(chunk.first for chunk in mine) and any(chunk.last for chunk in mine)
         tied = model.tied_weight if both else None
@@ -91,14 +91,14 @@ class PipelinedModel:
             if self._reduce_every:
                 self._shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
 
-        work = _Work(self, batches, seed, add, differentiated, prepare)
+        work = _ChunkComputation(self, batches, seed, add, differentiated, prepare)
         Runner(schedule, self._queues, work, self._weight_gradients, self._meter).run()
 
     def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:
         """One micro-batch forward, without gradients; its terms, zero on ranks that do not have the head."""
         found: list[Terms] = []
         batch = MicroBatch(tensors, {}, valid_tokens, 0)
-        work = _Work(self, [batch], lambda *_: None, found.append, lambda _: None, lambda *_: None)
+        work = _ChunkComputation(self, [batch], lambda *_: None, found.append, lambda _: None, lambda *_: None)
         run_forward(self.stages, self._queues, work)
         return found[-1]
 
@@ -133,7 +133,7 @@ class PipelinedModel:
         return torch.empty(samples, length, width, dtype=model.dtype, device=self._device)
 
 
-class _Work:
+class _ChunkComputation:
     """What the runner computes: the chunks of a model on the micro-batches of one step."""
 
     def __init__(
@@ -192,7 +192,7 @@ class LocalTie:
         leaf.grad = None
 
     def _join(self, grad: Tensor) -> Tensor:
-        exact = wide(grad.dtype)
+        exact = at_least_fp32(grad.dtype)
         total = grad.to(exact)
         while self._pending:
             total = total + self._pending.pop().to(exact)

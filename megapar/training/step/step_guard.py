@@ -12,14 +12,14 @@ from megapar.data.sampling.skipping import Range, sample_at
 from megapar.errors import TrainingError
 from megapar.training.building.job import Job
 from megapar.training.checkpoints.state import Progress
-from megapar.training.step.bad_steps import Numbers
-from megapar.training.step.batches import Work
+from megapar.training.step.bad_steps import BadStepPolicy
+from megapar.training.step.batches import StepBatches
 from megapar.training.step.denominators import Denominators
 from megapar.training.step.gradients import Gradients, Summed
 from megapar.training.step.totals import Totals
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """What a step goes on with. loss_scale: its gradients were made with. skipped: nothing may change."""
 
     summed: Summed
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     skipped: bool
 
 
-class Judge:
+class StepGuard:
     """Decides the same on every rank, as the norm is the same.
 
     late: the device itself leaves the model alone where the norm is not finite, and the host hears of it a step later.
@@ -41,7 +41,7 @@ class Judge:
         progress: Progress,
         gradients: Gradients,
         loss_scale: LossScale | None,
-        numbers: Numbers,
+        numbers: BadStepPolicy,
         skipped: Sequence[Range],
         mean_loss: Callable[[Totals, Denominators], float],
     ) -> None:
@@ -59,18 +59,18 @@ class Judge:
         """Not where the next step's loss scale or length hangs on the verdict, or a spike is to be skipped."""
         hangs_on_it = self._loss_scale is not None or config.training.progressive_iters > 0 or self._skips_spikes
         device = self._world.device
-        return device.runs_ahead and device.skips_updates and not hangs_on_it
+        return device.is_async and device.skips_updates and not hangs_on_it
 
-    def of(self, work: Work, summed: Summed, norm: float) -> Verdict:
+    def of(self, work: StepBatches, summed: Summed, norm: float) -> StepVerdict:
         """norm: the global one, as the host knows it. Raises TrainingError where too many steps were bad."""
         found = ""
         if self._loss_scale is None and not math.isfinite(norm):
             summed, norm, found = self._repeat(work, summed, norm)
         scale, overflow = self._check_overflow(work, norm)
         skipped = overflow or self._is_bad(work, summed, norm, found)
-        return Verdict(summed, scale, skipped)
+        return StepVerdict(summed, scale, skipped)
 
-    def _repeat(self, work: Work, summed: Summed, norm: float) -> tuple[Summed, float, str]:
+    def _repeat(self, work: StepBatches, summed: Summed, norm: float) -> tuple[Summed, float, str]:
         """Run a step that was not finite again and watch where it goes bad: (a good second run or the same, its norm,
         what was found).
 
@@ -89,7 +89,7 @@ class Judge:
             found = f"the forward is finite, the gradient of {self._gradients.first_bad_parameter()} is not"
         return summed, norm, found
 
-    def _check_overflow(self, work: Work, norm: float) -> tuple[float, bool]:
+    def _check_overflow(self, work: StepBatches, norm: float) -> tuple[float, bool]:
         """The loss scale of this step, and whether its gradients overflowed.
 
         Raises TrainingError where no smaller scale is left, naming the first parameter that went bad.
@@ -107,7 +107,7 @@ class Judge:
         self._loss_scale.update(overflow=overflow)
         return scale, overflow
 
-    def _is_bad(self, work: Work, summed: Summed, norm: float, found: str) -> bool:
+    def _is_bad(self, work: StepBatches, summed: Summed, norm: float, found: str) -> bool:
         """Whether the numbers forbid the update. found: where one that is not finite came from."""
         first, last = work.first_sample, work.first_sample + work.global_batch - 1
         samples = f"{sample_at(first, self._skipped_ranges)}-{sample_at(last, self._skipped_ranges)}"

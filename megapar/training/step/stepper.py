@@ -22,11 +22,11 @@ from megapar.training.checkpoints.state import Progress
 from megapar.training.health.control import Control
 from megapar.training.health.guards import Guards
 from megapar.training.reports.monitor import Step
-from megapar.training.step.bad_steps import Numbers
-from megapar.training.step.batches import Feed, Work
+from megapar.training.step.bad_steps import BadStepPolicy
+from megapar.training.step.batches import BatchFeed, StepBatches
 from megapar.training.step.gradients import Gradients, Summed
 from megapar.training.step.schedules import LearningRate
-from megapar.training.step.step_guard import Judge, Verdict
+from megapar.training.step.step_guard import StepGuard, StepVerdict
 
 READ_VOTES = "Stepper._apply_votes"  # where the host waits for a step's norm
 
@@ -35,7 +35,7 @@ READ_VOTES = "Stepper._apply_votes"  # where the host waits for a step's norm
 class _Pending:
     """A step of which the host does not know yet what became of it. told: its norm and the votes, when it is there."""
 
-    work: Work
+    work: StepBatches
     summed: Summed
     step: Step
     told: Tensor
@@ -53,12 +53,12 @@ class Stepper:
         self,
         config: Config,
         job: Job,
-        feed: Feed,
+        feed: BatchFeed,
         progress: Progress,
         learning_rate: LearningRate,
         gradients: Gradients,
-        judge: Judge,
-        numbers: Numbers,
+        judge: StepGuard,
+        numbers: BadStepPolicy,
         guards: Guards,
         control: Control,
         before_update: Callable[[], None],
@@ -89,7 +89,7 @@ class Stepper:
         bad: Tensor | None = None
         if self.judge.late:
             bad = summed.norm.isfinite().logical_not().float()
-            verdict = Verdict(summed, loss_scale=1.0, skipped=False)
+            verdict = StepVerdict(summed, loss_scale=1.0, skipped=False)
         else:
             verdict = self.judge.of(work, summed, self._apply_votes(summed.told()))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
@@ -127,7 +127,7 @@ class Stepper:
         interval = self.config.logging.log_interval
         due = interval > 0 and (self.progress.iteration + 1) % interval == 0
         for meter in (self.job.meter, self.gradients.last_reduction):
-            meter.on = due or not self.device.runs_ahead
+            meter.on = due or not self.device.is_async
 
     def _apply_votes(self, told: Tensor) -> float:
         """Act on the votes of all ranks; returns the global norm. Waits for the device."""
@@ -165,7 +165,7 @@ class Stepper:
             rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
             model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
 
-    def _report(self, work: Work, verdict: Verdict, lr: float, seconds: float) -> Step:
+    def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> Step:
         progress, job = self.progress, self.job
         return Step(
             iteration=progress.iteration,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.checkpoint import local as local_module
-from megapar.core.checkpoint.local import Local
+from megapar.core.checkpoint.local import LocalCheckpoints
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.health.process import Process
 from tests.support.ranks import run_ranks
@@ -28,10 +28,10 @@ def state(rank: int, value: float) -> dict[str, Shard]:
     return {name: Shard.whole(name, tensor) for name, tensor in tensors.items()}
 
 
-def local_of(rank: int, world: int, root: Path, job: str = "job", facts: dict[str, Any] = FACTS) -> Local:
+def local_of(rank: int, world: int, root: Path, job: str = "job", facts: dict[str, Any] = FACTS) -> LocalCheckpoints:
     neighbour = None if world == 1 else ((rank + 1) % world, (rank - 1) % world)
     group = None if world == 1 else dist.group.WORLD
-    return Local(root / f"node{rank}", job, rank, world, neighbour, facts, group)
+    return LocalCheckpoints(root / f"node{rank}", job, rank, world, neighbour, facts, group)
 
 
 def save_and_lose_a_node(rank: int, world: int, root: Path, lost: int) -> tuple[Any, list[float]]:

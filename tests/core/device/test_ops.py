@@ -15,7 +15,7 @@ from megapar.core.device.attention_slice import (
     attention_slice_reference,
     packed_attention_slice_reference,
 )
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference
 from megapar.core.device.packed_attention import (
     PackedDocuments,
@@ -159,8 +159,10 @@ def test_fp64_and_unknown_devices_take_the_reference():
 
 
 def test_wide_is_at_least_fp32():
-    assert wide(torch.bfloat16) == wide(torch.float16) == wide(torch.float32) == torch.float32
-    assert wide(torch.float64) == torch.float64
+    assert (
+        at_least_fp32(torch.bfloat16) == at_least_fp32(torch.float16) == at_least_fp32(torch.float32) == torch.float32
+    )
+    assert at_least_fp32(torch.float64) == torch.float64
 
 
 def test_attention_reference_by_hand():

@@ -17,8 +17,8 @@ from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice
 from megapar.core.optimizer.adamw import AdamW
 from megapar.core.optimizer.offload import OffloadedOptimizer
-from megapar.core.recompute.saved_inputs import Keeper
-from megapar.core.sharding.master_shard import Part
+from megapar.core.recompute.saved_inputs import SavedInputs
+from megapar.core.sharding.master_shard import MasterShard
 from tests.support.lazy import LazyDevice
 
 
@@ -45,8 +45,8 @@ def test_what_feeds_messages_is_urgent() -> None:
 def test_copies_to_and_from_the_host_are_not() -> None:
     """Of kept inputs, of masters and moments, and of saves."""
     with LazyDevice() as device:
-        Keeper(device, Axis.single("mp"), CommContext(device=device), offload=True)
-        OffloadedOptimizer([Part(torch.zeros(4), None, False, True)], device, AdamW((0.9, 0.95), 1e-8, 0.1))
+        SavedInputs(device, Axis.single("mp"), CommContext(device=device), offload=True)
+        OffloadedOptimizer([MasterShard(torch.zeros(4), None, False, True)], device, AdamW((0.9, 0.95), 1e-8, 0.1))
         saving, seen = Background(device), []
         state = {"x": Shard("x", (3,), Box((0,), (3,)), torch.arange(3.0))}
         saving.begin(state, lambda copies: seen.append(copies["x"].tensor.tolist()))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megapar.core.device.base import Device
-from megapar.core.health.digested import Resting, Visiting
+from megapar.core.health.digested import RestingTensors, VisitingTensors
 from megapar.core.health.state_digest import BLOCK, digest, places, rotation
 from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
-from megapar.core.sharding.master_shard import Part
+from megapar.core.sharding.master_shard import MasterShard
 
 # Without a whole block, of whole blocks alone, of both, and odd ones.
 SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 13)
@@ -86,7 +86,7 @@ def test_parts_of_large_tensors_are_even() -> None:
 
 def test_a_change_is_seen_when_its_part_has_its_turn() -> None:
     tensors = [torch.randn(2 * BLOCK) for _ in range(3)]
-    resting = Resting(tensors, 3)
+    resting = RestingTensors(tensors, 3)
     assert resting.compare() is None
     heard = []
     for _ in range(6):
@@ -100,11 +100,11 @@ def test_a_change_is_seen_when_its_part_has_its_turn() -> None:
     assert place == (tensors[1].data_ptr(), tensors[1].data_ptr() + 4 * BLOCK)
 
 
-def make_parts(sizes: Sequence[int]) -> list[Part]:
+def make_parts(sizes: Sequence[int]) -> list[MasterShard]:
     torch.manual_seed(2)
     # Pieces of one storage, of which some begin at an odd place.
     master = torch.randn(sum(sizes))
-    return [Part(flat, torch.randn(flat.numel()), True, True) for flat in master.split(list(sizes))]
+    return [MasterShard(flat, torch.randn(flat.numel()), True, True) for flat in master.split(list(sizes))]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -113,7 +113,7 @@ def test_what_lies_in_host_memory_is_compared_as_it_comes(steps: int, name: str)
     parts = make_parts((7, 3 * BLOCK + 5, BLOCK, 9))
     optimizer = OffloadedOptimizer(parts, Device(), AdamW((0.9, 0.95), 1e-8, 0.1))
     homes = list(zip([part.master for part in parts], *map(optimizer.moments, ("exp_avg", "exp_avg_sq")), strict=True))
-    visiting = optimizer.seen_by = Visiting(homes, steps, optimizer.visit)
+    visiting = optimizer.seen_by = VisitingTensors(homes, steps, optimizer.visit)
     for _ in range(3):
         optimizer.step(1e-3)
         visiting.hold()
@@ -142,7 +142,7 @@ def test_looking_changes_nothing() -> None:
     numbers = AdamW((0.9, 0.95), 1e-8, 0.1)
     optimizer, other = OffloadedOptimizer(offloaded, Device(), numbers), Optimizer(plain, numbers)
     homes = [(part.master,) for part in offloaded]
-    optimizer.seen_by = Visiting(homes, 1, optimizer.visit)
+    optimizer.seen_by = VisitingTensors(homes, 1, optimizer.visit)
     for _ in range(3):
         optimizer.step(1e-2)
         optimizer.seen_by.hold()

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from megapar.core.health.trail import BACKWARD, FORWARD, REDUCED, Place, Trace, Trail, digest, first_difference
+from megapar.core.health.trail import (
+    BACKWARD,
+    FORWARD,
+    REDUCED,
+    DigestPoint,
+    DigestRecord,
+    DigestTrail,
+    digest,
+    first_difference,
+)
 
 SIZES = (0, 1, 3, 4, 7, 8, 9, 100)
 
@@ -38,7 +47,7 @@ def test_equal_bits_give_equal_digests_wherever_they_lie(start: int) -> None:
 
 
 def test_the_earliest_place_is_the_forward_s_first_unit_or_the_backward_s_last() -> None:
-    trail = Trail(["embedding", "layers.0", "layers.0", "layers.1"])
+    trail = DigestTrail(["embedding", "layers.0", "layers.0", "layers.1"])
     one = torch.ones(2)
     for unit in ("embedding", "layers.0", "layers.1"):
         trail.output(unit, (one, "no tensor"))
@@ -50,7 +59,7 @@ def test_the_earliest_place_is_the_forward_s_first_unit_or_the_backward_s_last()
     assert len(trace.places) == 7
     assert [place.phase for place in trace.places] == [FORWARD] * 4 + [BACKWARD] * 2 + [REDUCED]
 
-    def changed(*numbers: int) -> Place | None:
+    def changed(*numbers: int) -> DigestPoint | None:
         digests = [value + (number in numbers) for number, value in enumerate(trace.digests)]
         return first_difference(trace, trace._replace(digests=tuple(digests)))
 
@@ -63,14 +72,14 @@ def test_the_earliest_place_is_the_forward_s_first_unit_or_the_backward_s_last()
 
 
 def test_runs_that_do_not_do_the_same_differ() -> None:
-    places = Place(FORWARD, 0, "a"), Place(FORWARD, 1, "b")
-    found = first_difference(Trace(places, (1, 2)), Trace(places[:1], (1,)))
+    places = DigestPoint(FORWARD, 0, "a"), DigestPoint(FORWARD, 1, "b")
+    found = first_difference(DigestRecord(places, (1, 2)), DigestRecord(places[:1], (1,)))
     assert found is not None
     assert found.name == "the order of work at a"
 
 
 def test_outputs_of_units_are_noted_while_they_are_watched() -> None:
-    layer, trail = nn.Linear(2, 2), Trail(["layers.0"])
+    layer, trail = nn.Linear(2, 2), DigestTrail(["layers.0"])
     with trail.watching({"layers.0": (layer,)}):
         layer(torch.ones(1, 2))
     layer(torch.ones(1, 2))
@@ -80,7 +89,7 @@ def test_outputs_of_units_are_noted_while_they_are_watched() -> None:
 def test_a_head_beside_the_copy_of_an_embedding_is_the_head() -> None:
     """The last stage of a pipeline has the tied weight, and names it by the unit that runs first on another stage."""
     layer, head = nn.Linear(2, 2), nn.Linear(2, 2)
-    trail = Trail(["embedding", "layers.0", "head"])
+    trail = DigestTrail(["embedding", "layers.0", "head"])
     with trail.watching({"embedding": (head,), "layers.0": (layer,), "head": (head,)}):
         head(layer(torch.ones(1, 2)))
     assert [place.name for place in trail.end().places] == ["the output of layers.0", "the output of head"]

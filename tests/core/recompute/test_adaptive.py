@@ -7,7 +7,7 @@ import torch
 
 from megapar.core.comm.axis import Axis
 from megapar.core.recompute.adaptive import Adaptive, choose
-from megapar.core.recompute.choice import Span
+from megapar.core.recompute.choice import LayerSpan
 from megapar.errors import TrainingError
 
 
@@ -31,7 +31,7 @@ def test_it_measures_two_steps_and_then_chooses_once() -> None:
     adaptive = Adaptive(20, 6)
     alone, cpu = Axis.single("world"), torch.device("cpu")
     assert adaptive.measuring
-    assert adaptive.spans(2) == [Span(0, 1, True), Span(1, 2, True)]
+    assert adaptive.spans(2) == [LayerSpan(0, 1, True), LayerSpan(1, 2, True)]
     for layer, kept in ((1, 3), (0, 8), (1, 4)):
         adaptive.note(layer, kept)
     assert adaptive.end_step(1000, 1, alone, cpu) is None
@@ -40,5 +40,5 @@ def test_it_measures_two_steps_and_then_chooses_once() -> None:
     assert chosen is not None
     assert chosen.layers == (0,)
     assert str(chosen).startswith("adaptive recompute: 1 of 2 layers (0)")
-    assert adaptive.spans(2) == [Span(0, 1, True), Span(1, 2, False)]
+    assert adaptive.spans(2) == [LayerSpan(0, 1, True), LayerSpan(1, 2, False)]
     assert adaptive.end_step(2000, 1, alone, cpu) is None

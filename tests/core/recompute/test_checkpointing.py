@@ -16,15 +16,20 @@ from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.exchange import Reduce
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.checkpointing import Recompute
-from megapar.core.recompute.choice import Block, Interval, Span
+from megapar.core.recompute.choice import FirstLayers, Interval, LayerSpan
 from tests.support.ranks import run_ranks
 
 
 def test_spans() -> None:
     """The drawings of uniform and block, over five layers."""
-    assert Interval(2).spans(5) == [Span(0, 2, True), Span(2, 4, True), Span(4, 5, True)]
-    assert Interval(9).spans(5) == [Span(0, 5, True)]
-    assert Block(2).spans(4) == [Span(0, 1, True), Span(1, 2, True), Span(2, 3, False), Span(3, 4, False)]
+    assert Interval(2).spans(5) == [LayerSpan(0, 2, True), LayerSpan(2, 4, True), LayerSpan(4, 5, True)]
+    assert Interval(9).spans(5) == [LayerSpan(0, 5, True)]
+    assert FirstLayers(2).spans(4) == [
+        LayerSpan(0, 1, True),
+        LayerSpan(1, 2, True),
+        LayerSpan(2, 3, False),
+        LayerSpan(3, 4, False),
+    ]
 
 
 def test_a_unit_runs_again_and_keeps_its_inputs_only() -> None:

@@ -16,7 +16,7 @@ from megapar.core.device.base import Device
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import Interval
-from megapar.core.recompute.saved_inputs import Keeper
+from megapar.core.recompute.saved_inputs import SavedInputs
 from tests.support.lazy import LazyDevice
 from tests.support.ranks import run_ranks
 
@@ -60,7 +60,7 @@ def kept(device: Device, rank: int, world_size: int, partition: bool, offload: b
     """On a device."""
     comm = CommContext(device=device)
     mp = make_axis(rank, world_size) if partition else Axis.single("mp")
-    keeper = Keeper(device, mp, comm, offload=offload, newest=newest)
+    keeper = SavedInputs(device, mp, comm, offload=offload, newest=newest)
     recompute = Recompute(Interval(1), comm, CommBytes(), keeper)
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(5, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
@@ -120,7 +120,7 @@ def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[i
         device.pinned_zeros = on_host  # type: ignore[method-assign]
         if partition or offload:
             mp = make_axis(rank, world_size) if partition else Axis.single("mp")
-            keeper = Keeper(device, mp, comm, offload=offload)
+            keeper = SavedInputs(device, mp, comm, offload=offload)
         forward = Recompute(Interval(1), comm, CommBytes(), keeper).begin()
         x: Tensor = torch.ones(size, dtype=torch.uint8).to(torch.float32).requires_grad_()
         start = x

@@ -34,22 +34,22 @@ def train(
     """(most reductions in flight at once, the parameters after two steps)."""
     flying: set[int] = set()
     most = 0
-    launch, settle = segment.Segment.launch, segment.Segment.settle
+    launch, settle = segment.Bucket.launch, segment.Bucket.settle
 
-    def launched(self: segment.Segment, **options: bool) -> None:
+    def launched(self: segment.Bucket, **options: bool) -> None:
         nonlocal most
         launch(self, **options)
         flying.add(id(self))
         most = max(most, len(flying))
 
-    def settled(self: segment.Segment, **options: bool) -> None:
+    def settled(self: segment.Bucket, **options: bool) -> None:
         settle(self, **options)
         flying.discard(id(self))
 
     with (
         patch.object(zero, "IN_FLIGHT_BYTES", most_bytes),
-        patch.object(segment.Segment, "launch", launched),
-        patch.object(segment.Segment, "settle", settled),
+        patch.object(segment.Bucket, "launch", launched),
+        patch.object(segment.Bucket, "settle", settled),
     ):
         found = trace(rank, world_size, rendezvous, *row, 2, backend="late")
     return most, None if found is None else found.parameters

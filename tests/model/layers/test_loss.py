@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.comm.axis import Axis
-from megapar.core.device.dtypes import wide
+from megapar.core.device.dtypes import at_least_fp32
 from megapar.model.layers.loss import IGNORED, linear_cross_entropy
 
 SINGLE = Axis.single("mp")
@@ -16,7 +16,7 @@ SINGLE = Axis.single("mp")
 
 def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
     """``linear_cross_entropy`` on one rank, written plainly: all logits at once, gradients by autograd."""
-    logits = F.linear(hidden, weight, bias).to(wide(hidden.dtype))
+    logits = F.linear(hidden, weight, bias).to(at_least_fp32(hidden.dtype))
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 

@@ -14,7 +14,13 @@ from megapar.tools.launcher.warm import Warm
 from tests.support.process import finish, start
 
 PATIENCE_SECONDS = 120.0
-LAUNCHER = "from megapar.tools.launcher.warm import Warm\nw = Warm(())\nw.ready()\nprint(w._process.pid, flush=True)\ninput()\n"
+LAUNCHER = """
+from megapar.tools.launcher.warm import Warm
+w = Warm(())
+w.ready()
+print(w._process.pid, flush=True)
+input()
+"""
 FORK = """
 import os, signal
 from megapar.core.health.parent import die_with_parent

@@ -452,7 +452,7 @@ def test_a_node_that_stood_by_until_the_end_ends_well(
     endpoint = ("--rdzv-endpoint", "127.0.0.1:1")
     launch, _ = read(["--nnodes", "2", *endpoint, "--rdzv-id", "job", str(tmp_path / "job.py")])
     store = HashStore()
-    assert run(launch, agent.Place(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
+    assert run(launch, agent.MeetingPlace(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
     assert "the other nodes, which did not need this one" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megapar.arguments import parse
-from megapar.core.sharding.master_shard import Part
+from megapar.core.sharding.master_shard import MasterShard
 from megapar.planning.devices import device_kind
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.traffic import stage_traffic
@@ -49,7 +49,7 @@ def step_as(rank: int, world_size: int, rendezvous: str, name: str, stage: int) 
         config = parse("ernie", flags, {"WORLD_SIZE": "32", "RANK": str(pretended)})
         with pretend(config, pretended) as trainer:
             step = trainer.step()
-            parts: list[Part] = trainer.job.sharding.parts
+            parts: list[MasterShard] = trainer.job.sharding.parts
             axes = {axis: trainer.world.axis(axis).ranks for axis in ("sharding", "mp", "dp")}
             seen.append(
                 {

@@ -21,7 +21,7 @@ from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.tools.main import main
 from megapar.tools.tracing.pretend import pretend
-from megapar.tools.tracing.trace import Trace, measure, trace, traceable
+from megapar.tools.tracing.trace import TracedStep, measure, trace, traceable
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from tests.support.ranks import run_ranks
@@ -113,7 +113,7 @@ def traced(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
     return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.comm[seen.stage]
 
 
-def figures(found: Trace) -> dict[str, Any]:
+def figures(found: TracedStep) -> dict[str, Any]:
     """What is compared of a trace; its configuration does not travel between processes."""
     return {name: getattr(found, name) for name in ("peak", "resting", "parameters", "optimizer", "sent_bytes")}
 

@@ -14,7 +14,7 @@ import pytest
 
 from megapar import trainer
 from megapar.arguments import parse
-from megapar.core.health.trail import Trace, Trail
+from megapar.core.health.trail import DigestRecord, DigestTrail
 from megapar.errors import CorruptionError
 from megapar.training.health.difference import suspects
 from megapar.training.health.guards import Guards
@@ -85,9 +85,9 @@ def disturbed(
     rank: int, world_size: int, rendezvous: str, flags: Sequence[str], runs: Sequence[int], where: Sequence[int]
 ) -> tuple[str, str, dict[str, int]]:
     """(the error, what was printed, what was verified) where some runs of some ranks give a digest of their own."""
-    count, kept = [0], Trail.end
+    count, kept = [0], DigestTrail.end
 
-    def end(self: Trail) -> Trace:
+    def end(self: DigestTrail) -> DigestRecord:
         count[0] += 1
         trace = kept(self)
         digests = list(trace.digests)
@@ -96,7 +96,7 @@ def disturbed(
         return trace._replace(digests=tuple(digests))
 
     said = io.StringIO()
-    with patch.object(Trail, "end", end), contextlib.redirect_stdout(said):
+    with patch.object(DigestTrail, "end", end), contextlib.redirect_stdout(said):
         try:
             found = seen(rank, world_size, rendezvous, "moe", flags)
         except CorruptionError as error:

@@ -21,7 +21,7 @@ from megapar.trainer import Trainer, train
 from megapar.training.building import build
 from megapar.training.health import state_guard
 from megapar.training.reports.loggers import PlainTerminal
-from megapar.training.step.step_guard import Judge
+from megapar.training.step.step_guard import StepGuard
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
 
@@ -57,7 +57,7 @@ def faulty(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
         patch.object(Trainer, "step", flipping(kind, at)),
-        patch.object(Judge, "_may_be_late", lambda self, config: late),
+        patch.object(StepGuard, "_may_be_late", lambda self, config: late),
     ):
         try:
             outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True)

@@ -24,8 +24,8 @@ from megapar.trainer import Trainer, train
 from megapar.training.building import build
 from megapar.training.reports.loggers import PlainTerminal
 from megapar.training.reports.record import Record
-from megapar.training.step.bad_steps import Numbers, Spikes
-from megapar.training.step.step_guard import Judge
+from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
+from megapar.training.step.step_guard import StepGuard
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.training import COMMON, SMALL, last_wins, run
 
@@ -61,7 +61,7 @@ def spoiled(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
         patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
-        patch.object(Judge, "_may_be_late", lambda self, config: late),
+        patch.object(StepGuard, "_may_be_late", lambda self, config: late),
     ):
         return list(
             train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records
@@ -147,21 +147,21 @@ def test_too_many_bad_steps_stop_the_run_and_note_the_samples(tmp_path: Path) ->
 
 
 def test_a_spike_stands_out_of_what_was_before() -> None:
-    spikes = Spikes(6.0)
+    spikes = SpikeDetector(6.0)
     for step in range(40):
         assert spikes.judge(3.0 + 0.01 * (step % 3), 1.0) == ""
         spikes.add(3.0 + 0.01 * (step % 3), 1.0)
     assert spikes.judge(3.02, 1.0) == ""
     assert "loss 4" in spikes.judge(4.0, 1.0)
     assert "gradient norm 9" in spikes.judge(3.0, 9.0)
-    assert Spikes(0.0, spikes.losses, spikes.norms).judge(1e9, 1e9) == ""
-    again = Spikes(6.0)
+    assert SpikeDetector(0.0, spikes.losses, spikes.norms).judge(1e9, 1e9) == ""
+    again = SpikeDetector(6.0)
     again.restore(json.loads(json.dumps(spikes.state())))
     assert again.judge(4.0, 1.0) == spikes.judge(4.0, 1.0)
 
 
 def test_spikes_in_a_row_become_ordinary_at_the_limit() -> None:
-    numbers = Numbers(2, Spikes(6.0), None)
+    numbers = BadStepPolicy(2, SpikeDetector(6.0), None)
     for _ in range(20):
         assert not numbers.is_spike(1, 3.0, 1.0, "0-7")
         numbers.end_streak()
@@ -268,7 +268,7 @@ def test_a_replica_that_diverges_is_named(flags: tuple[str, ...], name: str, tol
 
 
 def test_limits_are_counted_over_a_restart() -> None:
-    before, after = Numbers(1, Spikes(0.0), None), Numbers(1, Spikes(0.0), None)
+    before, after = BadStepPolicy(1, SpikeDetector(0.0), None), BadStepPolicy(1, SpikeDetector(0.0), None)
     before.not_finite(5, float("inf"), "0-7", "first bad: x")
     after.restore(json.loads(json.dumps(before.state())))
     with pytest.raises(TrainingError, match="2 steps in a row were bad"):
@@ -276,7 +276,7 @@ def test_limits_are_counted_over_a_restart() -> None:
 
 
 def test_limits_are_counted_in_a_row() -> None:
-    numbers = Numbers(1, Spikes(0.0), None)
+    numbers = BadStepPolicy(1, SpikeDetector(0.0), None)
     for step in range(4):
         numbers.not_finite(step, float("nan"), "0-7", "first bad: x")
         numbers.end_streak()
