@@ -18,7 +18,10 @@ EXPERT_AXES = ("pp", "edp", "ep", "emp")
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of all axes. ``ep`` and ``emp`` factor the ranks of one pipeline stage; ``edp`` is what remains.
+    """Sizes of all axes of the device mesh: data, pipeline, hybrid sharding, context, tensor and expert parallelism.
+
+    ``dp`` outside ``sharding`` is hybrid sharding (HSDP). ``ep`` and ``emp`` factor the ranks of one pipeline
+    stage; ``edp`` is what remains.
 
     Raises ValueError where ``order`` is no permutation of the dense axes, where emp does not divide mp, and where ep
     neither divides sharding * cp * mp / emp nor is a multiple of it that divides a stage's ranks / emp.

@@ -1,5 +1,10 @@
-"""Units of bytes."""
+"""Units of bytes, and the type of a value that came from JSON."""
 
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+Json: TypeAlias = Any
 MEGABYTE = 2**20
 GIBIBYTE = 2**30
 

@@ -24,7 +24,8 @@ import torch
 
 from megapar.config.regular_file import read_regular
 from megapar.core.checkpoint import tiling
-from megapar.core.checkpoint.tiling import Json, Tiling
+from megapar.core.checkpoint.tiling import Tiling
+from megapar.core.units import Json
 from megapar.errors import CheckpointError
 
 FILE_NAME = "layout.json"

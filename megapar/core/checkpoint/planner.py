@@ -34,7 +34,8 @@ from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.facts import differences
 from megapar.core.checkpoint.layout import DTYPE_NAMES, CheckpointLayout, FileEntry, TensorEntry
 from megapar.core.checkpoint.shard import Shard
-from megapar.core.checkpoint.tiling import BoxList, Json
+from megapar.core.checkpoint.tiling import BoxList
+from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError
 
 SHOWN = 12  # names in one message

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megapar.core.box import Box
 from megapar.core.checkpoint.layout import FileEntry
-from megapar.core.checkpoint.tiling import Json, is_number
+from megapar.core.checkpoint.tiling import is_number
+from megapar.core.units import Json
 from megapar.errors import CheckpointError
 
 BLOCK_BYTES = 16 << 20  # at most this much is hashed, written or read at a time

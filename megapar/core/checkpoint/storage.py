@@ -34,7 +34,8 @@ from megapar.core.checkpoint.shard_file import (
     write_bytes,
     write_shards,
 )
-from megapar.core.checkpoint.tiling import Json, tile
+from megapar.core.checkpoint.tiling import tile
+from megapar.core.units import Json
 from megapar.errors import CheckpointError
 
 SCALARS_NAME = "scalars.json"

@@ -16,8 +16,8 @@ from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
-from megapar.core.checkpoint.tiling import Json
 from megapar.core.comm import json_messages as messages
+from megapar.core.units import Json
 from megapar.errors import CheckpointError
 
 __all__ = [

@@ -15,16 +15,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapar.core.box import Box
+from megapar.core.units import Json
 from megapar.errors import CheckpointError
 
 Numbers: TypeAlias = NDArray[np.int64]
-Json: TypeAlias = Any
 
 MAX_PIECES = 1 << 22  # per tensor; what a layout file claims is checked before memory is taken for it
 MAX_NUMBER = 1 << 60

@@ -21,8 +21,8 @@ from megapar.core.checkpoint.layout import DTYPE_NAMES, DTYPES, FileEntry
 from megapar.core.checkpoint.planner import Declared, ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, WriterInfo, WrittenPiece
-from megapar.core.checkpoint.tiling import Json
 from megapar.core.comm import json_messages as messages
+from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, DistributedError, FolderLostError
 
 

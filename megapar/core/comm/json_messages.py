@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.checkpoint.tiling import Json
+from megapar.core.units import Json
 from megapar.errors import DistributedError
 
 

@@ -34,7 +34,7 @@ GRACE = timedelta(seconds=3)
 
 
 class World:
-    """This rank among the ranks of a grid: ``axis(name)`` gives its place on any axis.
+    """This rank among the ranks of a grid: ``axis(name)`` is its place on any axis, as ``"dp"``, data parallel.
 
     rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
     sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must be in the order of

@@ -1,4 +1,4 @@
-"""Linear layers of many experts at once, over rows that are sorted by expert, and the ways of rows to and from them.
+"""Grouped GEMM: linear layers of many experts at once, over rows that are sorted by expert, and the moves of rows.
 
 ``torch.nn.functional.grouped_mm`` is the faster form of the first on CPU (measured at 8 to 64 experts, forward and
 backward: 0.9 to 2.3 times the loop's speed, never far behind it) and on the GPUs that have a kernel for it, where it

@@ -45,7 +45,7 @@ def global_norm(
 
 
 def clip(parts: Sequence[MasterShard], norm: Tensor, limit: float) -> None:
-    """Scale all gradients by min(1, limit / (norm + 1e-6)), without a look at the values from the host."""
+    """Gradient clipping: scale all gradients by min(1, limit / (norm + 1e-6)), without a host wait."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     grads = [part.grad for part in parts if part.grad is not None]
     torch._foreach_mul_(grads, factor)

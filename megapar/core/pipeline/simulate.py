@@ -1,4 +1,4 @@
-"""Runs a schedule without processes: whether it can hang, when everything happens, how much of the time is bubble.
+"""Runs a schedule without processes: deadlocks, the time of every action, and the pipeline bubble.
 
 Standard library only. Two questions, two models of a message:
 

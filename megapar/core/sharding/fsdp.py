@@ -25,7 +25,9 @@ _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 
 
 class FullSharding:
-    """Parameters, gradients and optimizer state cut over the shard axis, replicated over dp.
+    """Parameters, gradients and optimizer state sharded over the shard axis, replicated over dp (hybrid sharding).
+
+    FSDP2 unshards a unit before its forward and backward and reshards it after each.
 
     model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
     here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share

@@ -38,7 +38,9 @@ LEAST_IN_FLIGHT = 2  # segments
 
 
 class ZeroSharding:
-    """Optimizer-state sharding (stage 1), and gradient sharding (stage 2: reduced in every micro-batch).
+    """The distributed optimizer: optimizer state is sharded (ZeRO stage 1), and gradients too (stage 2).
+
+    Stage 2 reduces gradients in every micro-batch, stage 1 once per step.
 
     units: the model's units in forward order, each the modules whose forward needs its parameters.
     parameters: (description, local parameter) of every trainable parameter.

@@ -244,7 +244,7 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding whose rows are cut over mp in chunks of ceil(V / mp), the last ones shorter.
+    """A vocab parallel embedding: its rows are sharded over mp in chunks of ceil(V / mp), the last ones shorter.
 
     Forward: tokens [B, S] -> rows of w [V/mp, H], zeros for tokens of other ranks -> all-reduce (sequence parallel:
              reduce-scatter) -> x [B, S, H] ([B, S/mp, H])

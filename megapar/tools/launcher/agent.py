@@ -60,7 +60,7 @@ NO_PORT = "none: --rdzv-endpoint localhost:0 of megapar launch makes one"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Address of nodes. store: that of a ``MeetingPlace``; None for backends of their own. address: this node's, for the
+    """Address of nodes. store: that of a ``MeetingPlace``; None for another backend. address: this node's, for the
     others. endpoint: of those backends. settings: further ones of the backend. files, secret: of a ``MeetingPlace``.
     """
 

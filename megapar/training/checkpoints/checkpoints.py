@@ -19,8 +19,8 @@ from megapar.config.suspects import suspects
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.background import Background, Section, State, Written, no_copy, unwatched
-from megapar.core.checkpoint.tiling import Json
 from megapar.core.comm import json_messages as messages
+from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
 from megapar.training.building.job import Job
 from megapar.training.checkpoints import ownership, state

@@ -40,7 +40,7 @@ class Summed(NamedTuple):
 
 
 class Gradients:
-    """Makes them, on every rank alike.
+    """Computes the gradients of a step by gradient accumulation over its micro-batches, alike on every rank.
 
     votes: this rank's, which travel with the norm. last_reduction: times the wait for the other ranks there, which
     is nobody's communication: what made them late is.

@@ -1,0 +1,93 @@
+"""The house rules that no linter knows: one meaning for each name, the field's words, and a test for each module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megapar"
+MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+
+WORDS = """
+activation checkpointing | all-gather | all-to-all | bucket | callback | capacity factor | column parallel
+context parallel | data parallel | device mesh | distributed optimizer | elastic | expert parallel | flight recorder
+found_inf | fsdp | fused | gradient accumulation | gradient clipping | grouped gemm | grouped-query attention
+hybrid sharding | in flight | interleaved | load balancing loss | loss scaling | master weights | micro-batch
+mixture of experts | multi-token prediction | optimizer state | pipeline bubble | prefetch | reduce-scatter | reshard
+ring attention | rotary | row parallel | sequence parallel | shard | straggler | token dispatcher | top-k
+unshard | vocab parallel | warmup | zero bubble | zero
+"""
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def documented(path: Path) -> Iterator[Documented]:
+    """The module itself, and each class and function in it."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, Documented):
+            yield node
+
+
+def plain(text: str) -> str:
+    """Lower case, with camel case, hyphens, underscores and line ends as single spaces."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)
+    return " ".join(re.sub(r"[-_\s]+", " ", apart).lower().split())
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_a_file_name_occurs_at_most_twice() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        model = path.parent.parent == PACKAGE / "model" and path.parent.name not in ("layers", "hugging_face")
+        if path.name != "__init__.py" and not model:
+            places[path.name].append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 2} == {}
+
+
+@cache
+def defined() -> tuple[str, ...]:
+    """The name and the docstring of each definition, in plain form."""
+    found = []
+    for path in MODULES:
+        for node in documented(path):
+            name = path.stem if isinstance(node, ast.Module) else node.name
+            found.append(f"{plain(name)}\n{plain(ast.get_docstring(node) or '')}")
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    "word", [word.strip() for line in WORDS.split("\n") for word in line.split("|") if word.strip()]
+)
+def test_the_fields_words_are_found(word: str) -> None:
+    wanted = re.compile(rf"\b{re.escape(plain(word))}(s|ed|es)?\b")
+    assert any(wanted.search(text) for text in defined())
+
+
+def test_nothing_in_the_package_mocks() -> None:
+    assert [path for path in MODULES if "unittest.mock" in path.read_text(encoding="utf-8")] == []
+
+
+def test_models_are_told_apart_in_few_places() -> None:
+    models = re.compile(r"isinstance\([^\n]*\b(Decoder|Ernie|Ernie3|DecoderSizes|ErnieSizes|Ernie3Sizes)\b")
+    found = [path for path in MODULES for line in path.read_text(encoding="utf-8").splitlines() if models.search(line)]
+    assert len(found) <= 6, found
