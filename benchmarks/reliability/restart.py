@@ -64,7 +64,7 @@ def _kills(job: subprocess.Popen[str], kills: int, draw: random.Random) -> Itera
         begun = time.perf_counter()
         os.kill(draw.choice(ranks), signal.SIGKILL)
         for line in job.stdout:
-            if "starting again" in line:
+            if "; restarting, " in line:
                 break
         _read_to_step(job.stdout)
         yield time.perf_counter() - begun

@@ -1,4 +1,7 @@
-"""Drawings for a page that needs nothing but itself: SVG as text."""
+"""SVG charts as text, for self-contained HTML pages.
+
+Tested in ``tests/tools/test_report.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ Points = Sequence[tuple[float, float]]
 
 
 def smooth(points: Points, keep: float = 0.9) -> list[tuple[float, float]]:
-    """An exponential mean whose start is not drawn to zero."""
+    """Return the exponential moving average of points, corrected for the bias towards zero at the start."""
     total = weight = 0.0
-    found = []
+    means = []
     for x, y in points:
         total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
-        found.append((x, total / weight))
-    return found
+        means.append((x, total / weight))
+    return means
 
 
 def lines(
@@ -29,7 +32,15 @@ def lines(
     *,
     smoothed: bool = True,
 ) -> str:
-    """Curves over iterations, each faint with its smoothed form on top; marks: named horizontal lines."""
+    """Return a figure of curves over iterations; "" without points.
+
+    Args:
+        title: Caption of the figure.
+        series: Name -> points of a curve.
+        unit: Unit of the y axis.
+        marks: Name -> value of a horizontal line.
+        smoothed: Draw curves of more than 8 points faintly, with their moving average on top.
+    """
     marks = marks or {}
     drawn = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
     drawn = {name: points for name, points in drawn.items() if points}
@@ -53,7 +64,14 @@ def lines(
 
 
 def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], columns: Sequence[str]) -> str:
-    """A grid of values, 1 is fair, darker is more. rows: one per name, with one value per column."""
+    """Return a heat map of loads, darker for larger values; "" without values.
+
+    Args:
+        title: Caption of the figure.
+        rows: For each name, one value per column; 1 is a balanced load.
+        names: Labels of the rows.
+        columns: Labels of the columns; only the first and the last are drawn.
+    """
     if not rows or not rows[0]:
         return ""
     height = max(6.0, min(18.0, 300 / len(rows)))
@@ -67,7 +85,7 @@ def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], colu
             place = (
                 f'x="{LEFT + c * width:.2f}" y="{r * height:.1f}" width="{width + 0.3:.2f}" height="{height - 1:.1f}"'
             )
-            hint = f"<title>{value:.2f} of a fair share</title>"
+            hint = f"<title>{value:.2f} of a balanced load</title>"
             cells.append(f'<rect {place} fill="rgb(255,{shade},{shade})">{hint}</rect>')
     bottom = len(rows) * height + 14
     cells.append(f'<text x="{LEFT}" y="{bottom:.0f}">{escape(columns[0])}</text>')
@@ -76,7 +94,12 @@ def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], colu
 
 
 def spans(title: str, rows: Mapping[str, Sequence[tuple[float, float, str]]]) -> str:
-    """Bars (start, length, name) in seconds, a row for each kind."""
+    """Return a figure of bars on a time axis, with a row per kind; "" without bars.
+
+    Args:
+        title: Caption of the figure.
+        rows: Kind -> bars of (start, length, name), in seconds.
+    """
     ends = [start + length for bars in rows.values() for start, length, _ in bars]
     if not ends:
         return ""

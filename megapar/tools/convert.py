@@ -1,4 +1,4 @@
-"""``megapar convert``: models between Hugging Face folders and checkpoints."""
+"""``megapar convert``: converts models between Hugging Face folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from megapar.tools.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of hf-to-megapar, megapar-to-hf; the exit status: 0 done, 1 or 2 failed."""
-    parser = Parser(prog="megapar convert", description="Models in and out, tensor by tensor.")
+    """Run hf-to-megapar or megapar-to-hf. Return the exit status: 0 done, 1 or 2 failed."""
+    parser = Parser(prog="megapar convert", description="Convert models, one tensor at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    inward = commands.add_parser("hf-to-megapar", help="a Hugging Face folder to a checkpoint")
-    outward = commands.add_parser("megapar-to-hf", help="a checkpoint of any layout to a Hugging Face folder")
-    for command in (inward, outward):
+    importer = commands.add_parser("hf-to-megapar", help="a Hugging Face folder to a checkpoint")
+    exporter = commands.add_parser("megapar-to-hf", help="a checkpoint of any layout to a Hugging Face folder")
+    for command in (importer, exporter):
         command.add_argument("input", metavar="IN")
         command.add_argument("output", metavar="OUT")
-    outward.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="of the files (default: each tensor as it came, else fp32)"
+    exporter.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="data type of the files (default: the type of the imported tensor, else fp32)",
     )
-    outward.add_argument(
+    exporter.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="goes with the model (default: what the run kept, or the published folder's)",
+        help="tokenizer to write with the model (default: the tokenizer of the run or of the imported folder)",
     )
-    outward.add_argument("--shard-mb", type=int, default=2048, help="largest file in MiB (default 2048)")
+    exporter.add_argument("--shard-mb", type=int, default=2048, help="maximum size of a file in MiB (default: 2048)")
     args = parser.parse_args(argv)
     try:
         return _run(args)
@@ -48,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)
-        hint = f"; train from it with --load {done.folder}"
+        hint = f"; to train from it, use --load {done.folder}"
     else:
         tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -59,9 +61,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "hf-to-megapar" and done.architecture.trained_as:
         print(f"a run writes it as {done.architecture.trained_as}: {done.architecture.remark}")
     if args.command == "megapar-to-hf" and not done.tokenizer:
-        print("no tokenizer is written: none lies beside the checkpoint; give it with --tokenizer-model PATH")
+        print("no tokenizer was written: none is stored with the checkpoint. Pass one with --tokenizer-model PATH.")
     if done.drops_tokens:
         print(UNDROPPED)
     if done.carried:
-        print(f"carried along, as the model has no place for them: {', '.join(done.carried)}")
+        print(f"kept with the checkpoint, because the model does not use them: {', '.join(done.carried)}")
     return 0

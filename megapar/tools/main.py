@@ -1,4 +1,4 @@
-"""The ``megapar`` command."""
+"""The ``megapar`` command: its subcommands, each imported only when it runs."""
 
 from __future__ import annotations
 
@@ -64,12 +64,15 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
         "launch": (_launch, "check the configuration once, then start the ranks of this node"),
         "plan": (
             _plan,
-            "say what a configuration will take: memory, traffic, time; --show-schedule draws its pipeline",
+            "estimate memory, traffic and time of a configuration; --show-schedule draws its pipeline",
         ),
-        "report": (_report, "one HTML page that shows a run"),
-        "translate": (_translate, "the command for a script of Megatron-LM, MindSpeed, Megatron-DeepSpeed or Paddle"),
-        "data": (_data, "make and check files of tokens, train tokenizers"),
-        "convert": (_convert, "Hugging Face models in and out"),
+        "report": (_report, "write one HTML page about a run"),
+        "translate": (
+            _translate,
+            "translate a launch script of Megatron-LM, MindSpeed, Megatron-DeepSpeed or Paddle into a command",
+        ),
+        "data": (_data, "make and check token files, train tokenizers"),
+        "convert": (_convert, "convert between Hugging Face models and checkpoints"),
         "rules": (_rules, "print the compatibility matrix"),
         "docs": (_docs, "write docs/compatibility.md and docs/flags.md"),
     }
@@ -77,13 +80,13 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
 
 
 def usage() -> str:
-    """The page of ``megapar --help``."""
+    """Return the text of ``megapar --help``."""
     lines = [f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join([f"megapar {__version__}", "usage: megapar COMMAND ...", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0 done, 2 refused, 1 anything else."""
+    """Run one subcommand and return its exit status: 0 done, 2 refused, 1 anything else."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -94,14 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         near = get_close_matches(argv[0], list(COMMANDS), 1)
         hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
-        print(f"megapar: {argv[0]} is no command. {hint}", file=sys.stderr)
+        print(f"megapar: {argv[0]} is not a command. {hint}", file=sys.stderr)
         return 2
     try:
         return COMMANDS[argv[0]][0](argv[1:])
     except KeyboardInterrupt:
         print(f"megapar {argv[0]}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader of the output (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

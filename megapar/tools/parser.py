@@ -1,4 +1,7 @@
-"""argparse with short answers: what is wrong and what is near it, not the whole usage."""
+"""An argparse parser with short errors: the mistake and the nearest option, without the usage.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, with the near name of an option that is not known."""
+    """A parser that reports errors in one line, with the nearest name for an unknown option."""
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2."""
+        """Print the error and exit with status 2."""
         unknown = message.partition("unrecognized arguments: ")[2].split()
         near = [name for word in unknown for name in self._near(word.partition("=")[0])]
         hint = f" Did you mean {' '.join(near)}?" if near else ""
@@ -22,33 +25,33 @@ class Parser(argparse.ArgumentParser):
     def _near(self, word: str) -> list[str]:
         if not word.startswith("-"):
             return []
-        below = (action.choices.values() for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        parsers = [self, *(parser for parsers in below for parser in parsers)]
+        groups = (action.choices.values() for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        parsers = [self, *(parser for group in groups for parser in group)]
         known = sorted({name for parser in parsers for name in parser._option_string_actions if name.startswith("--")})
         longer = [name for name in known if name.startswith(word)][:1]
         return longer or get_close_matches(word, known, 1, 0.6)
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on, as argparse wants it said."""
+    """Parse a whole number >= 1. Raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """A whole number from 0 on, as argparse wants it said."""
+    """Parse a whole number >= 0. Raises ArgumentTypeError for anything else."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A time from 0 on, as argparse wants it said."""
+    """Parse a finite number of seconds >= 0. Raises ArgumentTypeError for anything else."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
     return value

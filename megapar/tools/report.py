@@ -1,7 +1,7 @@
-"""``megapar report RUN_DIR``: one HTML page that shows a run, with nothing loaded from anywhere.
+"""``megapar report RUN_DIR``: writes one self-contained HTML page about a run.
 
-It reads what a run wrote with ``--metrics-jsonl RUN_DIR/metrics.jsonl``: the metrics, ``run.json``, the experts' load,
-and ``trace.json`` where ``--profile`` was given.
+It reads the files that a run writes with ``--metrics-jsonl RUN_DIR/metrics.jsonl``: the metrics, ``run.json``, the
+experts' load, and ``trace.json`` if ``--profile`` was set.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megapar.tools import chart
 from megapar.tools.parser import Parser
 
 COLUMNS = 80
-_MOST_BYTES = 1 << 30  # of a trace
-_SAID = '<tr class="flag">'
+_MAX_JSON_BYTES = 1 << 30  # enough for a trace
+_FLAG_ROW = '<tr class="flag">'
 SHOWN_RANKS = 512
 STYLE = """body{font:14px system-ui,sans-serif;margin:24px auto;max-width:1180px;color:#111}h1{font-size:22px}
 h2{font-size:17px;border-bottom:1px solid #ddd;margin-top:28px}
@@ -40,32 +40,32 @@ table{border-collapse:collapse;font-size:12px}td,th{border:1px solid #ddd;paddin
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 written, 2 where the folder holds no run."""
-    parser = Parser(prog="megapar report", description="Write one HTML page that shows a run.")
+    """Write the page. Return 0, or 2 if the folder does not contain a run."""
+    parser = Parser(prog="megapar report", description="Write one HTML page about a run.")
     parser.add_argument("run", type=Path, help="folder of --metrics-jsonl FOLDER/metrics.jsonl")
-    parser.add_argument("--output", type=Path, help="where to (default: RUN/report.html)")
-    asked = parser.parse_args(list(argv))
+    parser.add_argument("--output", type=Path, help="file to write (default: RUN/report.html)")
+    options = parser.parse_args(list(argv))
     try:
-        page = report(asked.run)
+        page = report(options.run)
     except ConfigError as error:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
-    output = asked.output or asked.run / "report.html"
+    output = options.output or options.run / "report.html"
     output.write_text(page, encoding="utf-8")
     print(f"wrote {output}")
     return 0
 
 
 def report(folder: Path) -> str:
-    """The page. Raises ConfigError where there are no metrics, or files that no run has written."""
+    """Return the page. Raises ConfigError if the folder has no metrics or contains files that no run has written."""
     try:
         return _page(folder)
     except OSError as error:
         raise ConfigError([Complaint("run-folder", f"{folder} cannot be read: {error}.")]) from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        # The page looks at hundreds of values; that one of them is of another kind says all that there is to say.
-        message = f"{folder} holds what no run has written: {type(error).__name__}, {str(error)[:200]}."
-        raise ConfigError([Complaint("run-folder", message, "Give a folder as a run has left it.")]) from error
+        # The page reads hundreds of values. If one has the wrong type, the files were not written by a run.
+        message = f"{folder} contains data that no run has written: {type(error).__name__}, {str(error)[:200]}."
+        raise ConfigError([Complaint("run-folder", message, "Give the unchanged folder of a run.")]) from error
 
 
 def _page(folder: Path) -> str:
@@ -94,46 +94,46 @@ def _page(folder: Path) -> str:
 
 def _metrics(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     if not folder.is_dir():
-        raise ConfigError([Complaint("run-folder", f"{folder} is no folder.")])
+        raise ConfigError([Complaint("run-folder", f"{folder} is not a folder.")])
     named = folder / "metrics.jsonl"
     files = [named] if named.is_file() else sorted(p for p in folder.glob("*.jsonl") if ".experts." not in p.name)
     for path in files:
         records = [record for record in _lines(path) if "iteration" in record]
         if records:
             return path, records
-    message = f"{folder} holds no metrics: no .jsonl file with iterations."
+    message = f"{folder} contains no metrics: it has no .jsonl file with iterations."
     raise ConfigError([Complaint("run-folder", message, "Train with --metrics-jsonl FOLDER/metrics.jsonl.")])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    found = []
+    records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # the last line of a run that was killed
+        except (ValueError, RecursionError):  # the incomplete last line of a killed run
             continue
         if isinstance(record, dict):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(path, _MOST_BYTES))
+        value = json.loads(read_regular(path, _MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _series(records: Sequence[Mapping[str, Any]], *names: str) -> dict[str, chart.Points]:
-    found: dict[str, chart.Points] = {}
+    series: dict[str, chart.Points] = {}
     for name in names:
         points = [(r["iteration"], float(r[name])) for r in records if r.get(name) is not None]
         if any(y for _, y in points):
-            found[name.replace("_", " ")] = points
-    return found
+            series[name.replace("_", " ")] = points
+    return series
 
 
 def _curves(figures: Sequence[str]) -> str:
@@ -158,8 +158,8 @@ def _losses(records: list[dict[str, Any]]) -> list[str]:
 def _speed(records: list[dict[str, Any]]) -> list[str]:
     return [
         chart.lines("Throughput", _series(records, "tokens_per_second"), "tokens per second"),
-        chart.lines("Model FLOPs utilisation", _series(records, "mfu"), "share of the peak"),
-        chart.lines("Time of a step", _series(records, "iteration_seconds"), "seconds"),
+        chart.lines("Model FLOPs utilization", _series(records, "mfu"), "fraction of the peak"),
+        chart.lines("Time per step", _series(records, "iteration_seconds"), "seconds"),
     ]
 
 
@@ -175,13 +175,13 @@ def _memory(records: list[dict[str, Any]], facts: Mapping[str, Any]) -> str:
         head = "".join(f"<th>{part}</th>" for part in parts)
         what = f"the formulas of {plan.kind.name}"
         if plan.kind.kernels == "cpu":
-            what += "; on a CPU the curve is the whole process, interpreter and libraries included"
-        note = f"<p>GiB of tensors on stage 0 by {escape(what)}:</p><table><tr>{head}</tr><tr>{cells}</tr></table>"
-    return _curves([chart.lines("Highest memory so far", {"measured": points}, "GiB", marks)]) + note
+            what += "; on a CPU, the curve is the memory of the whole process with the interpreter and its libraries"
+        note = f"<p>GiB of tensors on stage 0, by {escape(what)}:</p><table><tr>{head}</tr><tr>{cells}</tr></table>"
+    return _curves([chart.lines("Peak memory so far", {"measured": points}, "GiB", marks)]) + note
 
 
 def _plan(facts: Mapping[str, Any]) -> Any:
-    """What ``megapar plan`` says of the run; None where it cannot say."""
+    """Return the plan of ``megapar plan`` for the run; None if the device or the configuration is unknown to it."""
     if not facts:
         return None
     from megapar.arguments import parse
@@ -189,12 +189,12 @@ def _plan(facts: Mapping[str, Any]) -> Any:
     from megapar.planning.devices import device_kind
     from megapar.planning.plan import Plan
 
-    asked = {
+    given = {
         name: tuple(entry["value"]) if isinstance(entry["value"], list) else entry["value"]
         for name, entry in facts["configuration"].items()
         if is_given(entry["origin"]) and name not in ("load", "load_hf", "profile", "world_size")
     }
-    line = [*line_of(asked), "--rules-only", "--world-size", str(facts["world_size"])]
+    line = [*line_of(given), "--rules-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]
     kind = device_kind("cpu") if device["type"] == "cpu" else kind_called(device["name"])
     try:
@@ -212,11 +212,11 @@ def _communication(records: list[dict[str, Any]]) -> list[str]:
     for record in records:
         for name, size in (record.get("sent_bytes") or {}).items():
             sent[name].append((record["iteration"], size))
-    whole = _series(records, "exposed_communication_seconds")
+    total = _series(records, "exposed_communication_seconds")
     return [
-        chart.lines("Waiting for communication", whole, "seconds of a step"),
-        chart.lines("The same by axis and collective", exposed, "seconds of a step"),
-        chart.lines("Sent by the reporting rank", sent, "bytes of a step"),
+        chart.lines("Exposed communication", total, "seconds per step"),
+        chart.lines("Exposed communication by axis and collective", exposed, "seconds per step"),
+        chart.lines("Bytes sent by the reporting rank", sent, "bytes per step"),
     ]
 
 
@@ -229,14 +229,14 @@ def _experts(load: list[dict[str, Any]]) -> str:
     layers = len(shown[0]["layers"])
     names = [f"layer {n}" for n in range(layers)]
     figures = []
-    for which, title in (("max", "Busiest expert of each layer"), ("min", "Idlest expert of each layer")):
+    for which, title in (("max", "Most loaded expert of each layer"), ("min", "Least loaded expert of each layer")):
         rows = [[record["layers"][layer][which] for record in shown] for layer in range(layers)]
-        figures.append(chart.heat(f"{title}, over a fair share", rows, names, columns))
+        figures.append(chart.heat(f"{title}, relative to a balanced load", rows, names, columns))
     return _curves(figures)
 
 
 def _ranks(facts: Mapping[str, Any]) -> str:
-    """Every rank in a table: pipeline stages and replicas down, the axes inside a stage across."""
+    """Return a table of all ranks: rows are replicas and pipeline stages, columns the axes within a stage."""
     if not facts or facts["world_size"] == 1:
         return ""
     sizes = {axis: facts["grid"][axis] for axis in (*DENSE_AXES, "ep", "emp")}
@@ -256,7 +256,7 @@ def _ranks(facts: Mapping[str, Any]) -> str:
                 color = chart.COLORS[at["ep"] % len(chart.COLORS)]
                 cells.append(f'<td style="background:{color}22" title="ep {at["ep"]}, edp {at["edp"]}">{rank}</td>')
             rows.append(f"<tr><th>dp {dp}, pp {pp}</th>{''.join(cells)}</tr>")
-    legend = "" if grid.ep == 1 else " Colours: place on ep."
+    legend = "" if grid.ep == 1 else " Colors: index on the ep axis."
     table = f'<table class="ranks"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
     return f"<p>{escape(grid.describe())}.{legend}</p>{table}"
 
@@ -279,9 +279,9 @@ def _timeline(trace: Mapping[str, Any]) -> str:
             kinds[name] += length
     longest = sorted(kinds.items(), key=lambda item: -item[1])[:12]
     rows = "".join(f"<tr><td>{escape(name[:90])}</td><td>{1e3 * seconds:.2f}</td></tr>" for name, seconds in longest)
-    head = "<p>Longest operators (an operator's time contains those that it calls)</p>"
+    head = "<p>Slowest operators (the time of an operator includes the operators that it calls)</p>"
     table = f"{head}<table><tr><th>operator</th><th>ms</th></tr>{rows}</table>"
-    return _curves([chart.spans("Phases", phases)]) + table + "<p>Open trace.json in Perfetto for all of it.</p>"
+    return _curves([chart.spans("Phases", phases)]) + table + "<p>Open trace.json in Perfetto for the full trace.</p>"
 
 
 def _configuration(facts: Mapping[str, Any]) -> str:
@@ -295,7 +295,7 @@ def _configuration(facts: Mapping[str, Any]) -> str:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in (entry["flag"], text, origin))
         groups[entry["group"]].append(f'<tr class="{escape(origin)}">{cells}</tr>')
     return "".join(
-        f"<details{' open' if any(_SAID in row for row in rows) else ''}><summary>{escape(group)}</summary>"
+        f"<details{' open' if any(_FLAG_ROW in row for row in rows) else ''}><summary>{escape(group)}</summary>"
         f"<table>{''.join(rows)}</table></details>"
         for group, rows in groups.items()
     )

@@ -52,7 +52,7 @@ def node_lost(another: bool) -> Callable[[Path], Outcome]:
         flags = ("--mp-degree", "2", "--sharding-degree", "-1")
         ended = run_nodes(folder, 2, 4, *flags, another=another)
         outcome = compared(ended, uninterrupted(4, *flags), 0.0 if another else 1e-10)
-        if not another and "2 of 4 ranks are there: sharding 2 -> 1" not in ended.output.partition("resumed")[2]:
+        if not another and "2 of 4 ranks are present: sharding 2 -> 1" not in ended.output.partition("resumed")[2]:
             outcome.survived, outcome.note = 0, "the layout was not told: " + ended.output[-2000:]
         return outcome
 

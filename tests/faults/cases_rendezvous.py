@@ -171,7 +171,7 @@ def no_secret(folder: Path) -> Outcome:
     """--require-secret refuses before any rank."""
     launcher = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", "--require-secret")
     ended = run_job(folder, 1, NONE, launcher=launcher)
-    good = ended.status == 2 and "--require-secret, but there is none" in ended.output and not ended.losses
+    good = ended.status == 2 and "--require-secret is set, but there is no secret" in ended.output and not ended.losses
     return Outcome(1, int(good), [0], note="" if good else ended.output[-2000:])
 
 
@@ -205,7 +205,7 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
     yield "another user in the store, two nodes", attacked(overwritten, failed)
     both = (FIRST_SECRET, FIRST_SECRET)
     yield "another user in the store, two nodes with a secret", attacked(overwritten, failed, secrets=both)
-    yield "rendezvous state that is none, no JSON", attacked(garbage("unsigned {"), f"{failed} is none")
+    yield "rendezvous state that is none, no JSON", attacked(garbage("unsigned {"), f"{failed} is invalid")
     yield "rendezvous state that is none, unsigned", attacked(garbage("unsigned {}"), f"{failed} is not", secrets=both)
     yield "rendezvous state that is old", attacked(replayed, f"{failed} is number", secrets=both)
     yield "a node with another secret", wrong_secret

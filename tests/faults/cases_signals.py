@@ -104,7 +104,7 @@ def nobody_comes(name: str) -> Callable[[Path], Outcome]:
                 job.kill()
                 job.wait()
             output = _all(said.fileno())
-        told = f"{name} while waiting for nodes: ends" in output and "Traceback" not in output
+        told = f"{name} while waiting for nodes; exiting" in output and "Traceback" not in output
         good = status == 1 and told and time.monotonic() - begun < GONE_SECONDS
         return Outcome(1, int(good), [0], note="" if good else f"status {status}: {output[-2000:]}")
 

@@ -168,9 +168,9 @@ def fails_at_every_start(kind: str, told: str, offered: bool) -> Callable[[Path]
     def case(folder: Path) -> Outcome:
         fault = Fault(kind, 1, 4, attempts=(0, 1, 2, 3, 4))
         ended = run_job(folder, 2, fault, *SHARDING, restarts=4)
-        once = ended.output.count("with no checkpoint in between: not started once more") == 1
+        once = ended.output.count("with no checkpoint in between; the job is not restarted") == 1
         good = ended.status == 1 and told in ended.output and once and len(ended.strikes) <= 3
-        good = good and ("--skip-samples 24-31 steps over" in ended.output) is offered
+        good = good and ("add --skip-samples 24-31 to the same command" in ended.output) is offered
         return Outcome(1, int(good), [0], note="" if good else f"{len(ended.strikes)} {ended.output[-2500:]}")
 
     return case

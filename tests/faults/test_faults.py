@@ -61,5 +61,5 @@ def test_a_node_that_is_lost_is_done_without_or_replaced(tmp_path: Path, another
     assert ended.status == 0, ended.output
     assert ended.losses == pytest.approx(whole, rel=1e-10)
     assert max(ended.lost_steps) <= 2
-    assert "on 1 nodes: 2 of 4 ranks are there: sharding 2 -> 1; the global batch stays" in ended.output
-    assert ("launch: 2 of 4 ranks are there: sharding 2 -> 1" in ended.output) is not another
+    assert "on 1 nodes: 2 of 4 ranks are present: sharding 2 -> 1; the global batch is unchanged" in ended.output
+    assert ("launch: 2 of 4 ranks are present: sharding 2 -> 1" in ended.output) is not another

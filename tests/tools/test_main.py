@@ -52,7 +52,7 @@ def test_one_row_is_shown_as_a_refusal_names_it(argv: list[str], capsys: pytest.
     assert main(["rules", *argv]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("  mp-heads\n      --mp-degree must divide")
-    assert "Kept by: --world-size 2" in printed
+    assert "Satisfied by: --world-size 2" in printed
     assert "the run does not start" in printed
     assert "mp-groups" not in printed
 

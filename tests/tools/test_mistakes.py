@@ -125,18 +125,18 @@ MISTAKES = [
 ]
 
 TOOLS = [
-    (["lunch"], "lunch is no command", "Did you mean launch?"),
+    (["lunch"], "lunch is not a command", "Did you mean launch?"),
     (["launch", "--nproc", "2", "pretrain_moe.py"], "--nproc.", "Did you mean --nproc-per-node?"),
-    (["launch", "--nproc-per-node", "two", "pretrain_moe.py"], "'two' is not a whole number above 0"),
+    (["launch", "--nproc-per-node", "two", "pretrain_moe.py"], "'two' is not a whole number >= 1"),
     (["launch", "corpus.json"], "script corpus.json does not exist", "Did you mean corpus.jsonl?"),
     (["data", "prepare", "--inputs", "a", "--output", "b", "--tokenizer-model", "c"], "Did you mean --input?"),
     (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "give --input or --hf-dataset"),
     (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
-    (["report", "run"], "run holds no metrics", "--metrics-jsonl"),
-    (["plan", "--world-size", "-1"], "'-1' is not a whole number above 0"),
+    (["report", "run"], "run contains no metrics", "--metrics-jsonl"),
+    (["plan", "--world-size", "-1"], "'-1' is not a whole number >= 1"),
     (["plan", "typo.yaml"], "Did you mean --config typo.yaml?"),
-    (["rules", "show", "mp-head"], "mp-head is no row. Did you mean mp-heads", "or"),
-    (["rules", "show"], "show takes the name of a row"),
+    (["rules", "show", "mp-head"], "mp-head is not a row. Did you mean mp-heads", "or"),
+    (["rules", "show"], "show needs the name of a row"),
     (["convert", "hf-to-megapar", "run", "out"], "run holds no config.json"),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "corpus.jsonl"],

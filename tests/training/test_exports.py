@@ -197,7 +197,7 @@ def test_a_run_keeps_its_tokenizer_and_convert_writes_it(
     capsys.readouterr()
     (runs / "tokenizer").rename(tmp_path / "away")
     assert main(["convert", "megapar-to-hf", str(runs), str(tmp_path / "without")]) == 0
-    assert "no tokenizer is written" in capsys.readouterr().out
+    assert "no tokenizer was written" in capsys.readouterr().out
 
 
 def test_another_tokenizer_in_the_same_folder_is_said_and_neither_is_lost(

@@ -1,9 +1,10 @@
-"""Times that nodes tell each other, where their clocks differ.
+"""Rendezvous times of nodes whose clocks differ.
 
-torch writes each node's time of day into the state of a rendezvous and compares it with the reader's: a node whose
-clock is more than 15 s (three times ``keep_alive_interval``) behind is taken for dead by the others, one that is ahead
-takes the others for dead, and nodes throw each other out, go on by halves or wait for ever. Here a time of another node
-means the moment at which this node first saw it, by this node's clock; it travels on unchanged.
+torch writes each node's time of day into the state of a rendezvous and compares it with the reader's clock. Nodes
+consider a node dead if its clock is more than 15 s (three times ``keep_alive_interval``) slow; a node whose clock is
+fast considers the other nodes dead. The nodes then remove each other, continue in two halves, or wait forever. Here, a
+time of another node is replaced by the moment at which this node first saw it, on this node's clock. In the shared
+state it stays unchanged.
 """
 
 from __future__ import annotations
@@ -17,33 +18,39 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from megapar.core.health.signal_listener import write_stderr
 
 LAST_CALL_SECONDS = 30.0  # torch's default
-APART_SECONDS = 10.0  # a state is looked at every second or so
+APART_SECONDS = 10.0  # well above the interval between two reads of the state, about 1 s
 
 
 @dataclass(frozen=True)
 class _Time:
-    """As its node wrote it, and as this node's clock has it."""
+    """A time of a node.
+
+    Attributes:
+        theirs: As its node wrote it.
+        ours: On this node's clock.
+    """
 
     theirs: datetime
     ours: datetime
 
 
 class Clocks:
-    """Of the nodes of a job, as one of them sees them.
+    """Converts the times in a rendezvous state between the clocks of the nodes, for one node.
 
-    last_call_seconds: that more nodes may come in after enough are there. say: tells of nodes whose clock is another
-    one, once of each.
+    Args:
+        last_call_seconds: Time in which more nodes may join after the minimum is present.
+        log: Called once for each node whose clock differs, with a message.
     """
 
-    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS, say: Callable[[str], None] = write_stderr) -> None:
+    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS, log: Callable[[str], None] = write_stderr) -> None:
         self._last_call = timedelta(seconds=last_call_seconds)
-        self._say = say
+        self._log = log
         self._beats: dict[_NodeDesc, _Time] = {}
         self._deadline: _Time | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def ours(self, state: _RendezvousState, now: datetime | None = None) -> _RendezvousState:
-        """A state that another node may have written, with times of this node's clock."""
+        """Convert a state that any node may have written to this node's clock."""
         now = now or datetime.now(timezone.utc)
         beats = {}
         for node, theirs in state.last_heartbeats.items():
@@ -61,7 +68,7 @@ class Clocks:
         return state
 
     def theirs(self, state: _RendezvousState) -> _RendezvousState:
-        """A state that torch wants to write, with what came from other nodes as they wrote it."""
+        """Convert a state that torch writes: restore the times of other nodes as they wrote them."""
         for node, ours in state.last_heartbeats.items():
             known = self._beats.get(node)
             if known is not None and known.ours == ours:
@@ -76,10 +83,10 @@ class Clocks:
 
     def _compare(self, address: str, theirs: datetime, now: datetime) -> None:
         seconds = (theirs - now).total_seconds()
-        if abs(seconds) > APART_SECONDS and address not in self._told:
-            self._told.add(address)
+        if abs(seconds) > APART_SECONDS and address not in self._logged:
+            self._logged.add(address)
             side = "ahead of" if seconds > 0 else "behind"
-            self._say(
-                f"megapar launch: the clock of node {address} is about {abs(seconds):.0f} s {side} this node's: times "
-                "in logs and metrics differ by that; nothing else goes by it"
+            self._log(
+                f"megapar launch: the clock of node {address} is about {abs(seconds):.0f} s {side} this node's. Times "
+                "in logs and metrics differ by that; nothing else depends on it"
             )

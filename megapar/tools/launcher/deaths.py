@@ -1,4 +1,4 @@
-"""What a launcher says when ranks have failed: which of them by themselves, and what comes now."""
+"""The launcher's messages about failed ranks: which ranks failed first, and what happens next."""
 
 from __future__ import annotations
 
@@ -14,33 +14,43 @@ SHOWN = 4
 
 
 def describe(statuses: Mapping[int, int], notes: Mapping[int, str | None], then: str) -> str:
-    """One sentence; "" for a refusal that ends the job, which the rank has explained.
+    """Return a sentence about the failed ranks; "" for a refusal that ends the job, because the rank explained it.
 
-    statuses: of the ranks of this node that failed, by global rank, negative for signals. notes: by rank, the file in
-    which one notes what ended it. then: what comes now, "" for the end.
+    Ranks that failed only because they lost another rank, or that the agent ended, are left out.
+
+    Args:
+        statuses: Global rank -> exit status of the failed ranks of this node; negative for signals.
+        notes: Global rank -> file in which the rank recorded the reason, or None.
+        then: The next action; "" if the job ends.
     """
-    followed = {rank for rank, status in statuses.items() if status == -signal.SIGTERM or _lost_another(notes[rank])}
-    own = sorted(statuses.keys() - followed)
-    if not then and any(statuses[rank] == REFUSED for rank in own):
+    secondary = {rank for rank, status in statuses.items() if status == -signal.SIGTERM or _lost_peer(notes[rank])}
+    primary = sorted(statuses.keys() - secondary)
+    if not then and any(statuses[rank] == REFUSED for rank in primary):
         return ""
-    if not own:
-        first = f"ranks {sorted(followed)} of this node lost ranks of other nodes, or were stopped from outside"
-        return first + (then and f"; {then}")
-    said = [f"rank {rank} {ending(statuses[rank])}" for rank in own[:SHOWN]]
-    if len(own) > SHOWN:
-        said.append(f"{len(own) - SHOWN} more failed")
-    return ", ".join(said) + (then and f"; {then}")
+    if not primary:
+        message = f"ranks {sorted(secondary)} of this node lost ranks of other nodes, or were stopped from outside"
+        return message + (then and f"; {then}")
+    parts = [f"rank {rank} {ending(statuses[rank])}" for rank in primary[:SHOWN]]
+    if len(primary) > SHOWN:
+        parts.append(f"{len(primary) - SHOWN} more failed")
+    return ", ".join(parts) + (then and f"; {then}")
 
 
-def following(most: int, left: int, *, over: bool) -> str:
-    """What comes after a failure. most, left: restarts. over: the job ends anyway."""
+def next_action(maximum: int, left: int, *, job_ends: bool) -> str:
+    """Return the action after a failure; "" if there is nothing to add.
+
+    Args:
+        maximum: Restarts that the job may have.
+        left: Restarts that are left, including the one that starts now.
+        job_ends: The job ends for another reason.
+    """
     if left:
-        return f"starting again, {most - left + 1} of {most}"
-    return f"no restart is left of {most}" if most and not over else ""
+        return f"restarting, {maximum - left + 1} of {maximum}"
+    return f"no restarts left of {maximum}" if maximum and not job_ends else ""
 
 
-def _lost_another(note: str | None) -> bool:
-    """Whether the rank noted that it failed for want of another one."""
+def _lost_peer(note: str | None) -> bool:
+    """Return True if the rank recorded that it failed because it lost another rank."""
     try:
         with open(note or "", "rb") as opened:
             return bool(json.loads(opened.read(MOST_BYTES))["lost"])

@@ -1,6 +1,6 @@
-"""What an elastic job starts on every rank: the script, with the layout for the ranks that are really there.
+"""Rank entry point of an elastic job: runs the script with a layout for the ranks that are present.
 
-python .../own.py megapar.tools.launcher.elastic ASKED_RANKS SCRIPT FLAGS...
+python .../own.py megapar.tools.launcher.elastic REQUESTED_RANKS SCRIPT FLAGS...
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ from megapar.training.reports.streams import make_patient
 
 
 def command(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:
-    """(script and flags for so many ranks, what there is to say). Raises LookupError where no layout is legal."""
-    asked, script, *flags = argv
+    """Return (script and flags for ``ranks`` ranks, a message about what changed or "").
+
+    Raises LookupError if no layout for that number of ranks is legal.
+    """
+    requested, script, *flags = argv
     kinds = [kind for kind, name in SCRIPTS.items() if name == Path(script).name]
-    if not kinds or ranks == int(asked):
+    if not kinds or ranks == int(requested):
         return [script, *flags], ""
-    found = nearest(kinds[0], flags, int(asked), ranks)
-    if found is None:
-        raise LookupError(f"no layout of {ranks} ranks is legal for this run, which asks for {asked}")
-    return [script, *found.flags], f"{ranks} of {asked} ranks are there: {found.changes}; the global batch stays"
+    layout = nearest(kinds[0], flags, int(requested), ranks)
+    if layout is None:
+        raise LookupError(f"no layout of {ranks} ranks is legal for this run, which requests {requested}")
+    message = f"{ranks} of {requested} ranks are present: {layout.changes}; the global batch is unchanged"
+    return [script, *layout.flags], message
 
 
 def main(argv: Sequence[str]) -> int:
-    """Become the script; 2 where no layout is legal."""
+    """Turn this process into the script. Return 2 if no layout is legal."""
     make_patient()
-    speaks = os.environ.get("RANK", "0") == "0"
+    is_first_rank = os.environ.get("RANK", "0") == "0"
     try:
-        line, told = command(argv, int(os.environ["WORLD_SIZE"]))
+        script_and_flags, message = command(argv, int(os.environ["WORLD_SIZE"]))
     except LookupError as error:
-        if speaks:
+        if is_first_rank:
             print(f"megapar launch: {error}", file=sys.stderr)
         return 2
-    if told and speaks:
-        print(f"megapar launch: {told}", file=sys.stderr, flush=True)
-    become(["-u", *line])
+    if message and is_first_rank:
+        print(f"megapar launch: {message}", file=sys.stderr, flush=True)
+    become(["-u", *script_and_flags])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What ranks should find in their environment, by the devices of this machine and by what the run hides under what."""
+"""Default environment variables of the ranks, chosen by device type and by the overlap of the run's streams."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ MOST_CONNECTIONS = "32"
 
 
 def environment(ranks: int, config: Config | None, cuda: bool | None = None, npu: bool | None = None) -> dict[str, str]:
-    """Names and values for ``ranks`` ranks of this node; what is set already wins over them.
+    """Return default variables for the ranks of this node. Variables that are set already take precedence.
 
-    config: of the run; None where another script speaks for itself. cuda, npu: whether this machine has such devices;
-    None: look.
+    Args:
+        ranks: Ranks of this node.
+        config: Configuration of the run; None for scripts that are not megapar's.
+        cuda: This machine has NVIDIA devices; None to detect them.
+        npu: This machine has Ascend devices; None to detect them.
     """
-    found = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
+    variables = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
     if Path("/dev/nvidia0").exists() if cuda is None else cuda:
-        # Segments that grow leave fewer holes between activations of unlike sizes.
-        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = _connections(config)
+        # Expandable segments reduce fragmentation by activations of different sizes.
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = _connections(config)
         if config is not None and config.grid.world_size > 1:
-            # A collective under a product gets its few blocks before those of the product that is waiting.
-            found["TORCH_NCCL_HIGH_PRIORITY"] = "1"
+            # The few blocks of a collective are scheduled before the waiting blocks of the matrix product it overlaps.
+            variables["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     if Path("/dev/davinci0").exists() if npu is None else npu:
-        found |= {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "TASK_QUEUE_ENABLE": "1"}
-        found |= {"HCCL_CONNECT_TIMEOUT": "1200"}
-    return found
+        variables |= {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "TASK_QUEUE_ENABLE": "1"}
+        variables |= {"HCCL_CONNECT_TIMEOUT": "1200"}
+    return variables
 
 
 def _connections(config: Config | None) -> str:
-    """Hardware queues between host and device.
+    """Return CUDA_DEVICE_MAX_CONNECTIONS, the number of hardware queues between host and device.
 
-    With one, kernels of all streams start in the order of the program: a collective of the mp axis before the product
-    that is to hide it. With more, what does not wait overtakes: gathered parameters, experts' rows and messages between
-    stages, which have streams of their own, would stand behind products otherwise, and products behind the receipt of
-    a message that has not been sent. As many as there can be then: streams beyond their number share one, and a run
-    has about a dozen.
+    With 1, the kernels of all streams start in program order, so that a collective of the mp axis starts before the
+    matrix product that hides it. With more, kernels that are ready overtake waiting ones. Parameter gathers, expert
+    rows and messages between stages run on separate streams and need this: in program order they would wait for matrix
+    products, and matrix products would wait for messages that have not been sent. The maximum is used then, because
+    streams share a queue if there are more streams than queues, and a run has about a dozen streams.
     """
     if config is None or config.parallel.mp_degree == 1:
         return MOST_CONNECTIONS

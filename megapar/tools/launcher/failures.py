@@ -1,4 +1,4 @@
-"""Failures that no restart goes past: refusals, and what comes again at the same step."""
+"""Failures that a restart does not cure: refusals, and errors that repeat at the same step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ REFUSED = 2
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank, by its own exception. step: 0 before the first one. saved: whether the start that failed had
-    brought a checkpoint to disk. samples: that can be stepped over, A-B, or "". at: seconds since the epoch.
+    """The exception that ended a rank.
+
+    Attributes:
+        type: Name of the exception's class.
+        where: File and line that raised it.
+        step: Training step; 0 before the first one.
+        saved: The failed start had written a checkpoint to disk.
+        samples: Samples that --skip-samples can skip, as A-B; "" for none.
+        at: Time of the failure in seconds since the epoch.
     """
 
     type: str
@@ -27,15 +34,18 @@ class Failure:
 
 
 def first_failure(files: Iterable[str]) -> Failure | None:
-    """The earliest that ranks noted; None where none failed by itself, but by a signal or for want of another rank."""
-    found = [failure for file in files if (failure := _read(file)) is not None]
-    return min(found, key=lambda failure: failure.at, default=None)
+    """Return the earliest failure that ranks recorded; None if all were ended by signals or by the loss of a rank."""
+    failures = [failure for file in files if (failure := _read(file)) is not None]
+    return min(failures, key=lambda failure: failure.at, default=None)
 
 
 def is_refusal(failures: Mapping[int, Any]) -> bool:
-    """Whether ranks were refused: the earliest has that status, or was ended by the agent where another one has it.
+    """Return True if the run was refused.
 
-    failures: torch's, by rank.
+    A rank must have the status of a refusal, and the earliest failure must be a refusal or the agent's SIGTERM.
+
+    Args:
+        failures: Rank -> torch's ProcessFailure.
     """
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     refused = any(failure.exitcode == REFUSED for failure in failures.values())
@@ -45,23 +55,26 @@ def is_refusal(failures: Mapping[int, Any]) -> bool:
 def _read(file: str) -> Failure | None:
     try:
         with open(file, "rb") as opened:
-            told = json.loads(opened.read(MOST_BYTES))
-        if not told["own"]:
+            note = json.loads(opened.read(MOST_BYTES))
+        if not note["own"]:
             return None
-        name, where, samples = (str(told[key]) for key in ("type", "where", "samples"))
-        return Failure(name, where, int(told["step"]), bool(told["saved"]), samples, float(told["at"]))
+        name, where, samples = (str(note[key]) for key in ("type", "where", "samples"))
+        return Failure(name, where, int(note["step"]), bool(note["saved"]), samples, float(note["at"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def again(before: Failure | None, now: Failure | None) -> str:
-    """Why another start would fail as these two did, or ""."""
-    if before is None or now is None or now.saved:
+def repeated(previous: Failure | None, current: Failure | None) -> str:
+    """Return why another restart would fail in the same way; "" if the two failures differ or progress was saved."""
+    if previous is None or current is None or current.saved:
         return ""
-    if (before.type, before.where, before.step) != (now.type, now.where, now.step):
+    if (previous.type, previous.where, previous.step) != (current.type, current.where, current.step):
         return ""
-    when = f"at step {now.step}" if now.step else "before the first step"
-    more = ""
-    if now.samples:
-        more = f" The same command with --skip-samples {now.samples} steps over the samples of that step."
-    return f"{now.type} {when} again, at {now.where}, with no checkpoint in between: not started once more.{more}"
+    when = f"at step {current.step}" if current.step else "before the first step"
+    hint = ""
+    if current.samples:
+        hint = f" To skip the samples of that step, add --skip-samples {current.samples} to the same command."
+    return (
+        f"{current.type} {when} again, at {current.where}, with no checkpoint in between; the job is not restarted."
+        f"{hint}"
+    )

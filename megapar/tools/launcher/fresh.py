@@ -1,11 +1,14 @@
-"""The clean process of a node, of which its ranks are forks.
+"""The clean process of a node, from which its ranks are forked.
 
     python -u .../own.py megapar.tools.launcher.fresh SOCKET LAUNCHER MODULES...
 
-It has imported what ranks need, and nothing else has happened in it: no thread, no device, no group. A rank is forked
-from its main thread, over a process between that ends at once, so that the kernel gives the rank to the launcher, which
-asks for such orphans while it starts ranks: signals, statuses and the end with the launcher are those of a rank that
-the launcher has started itself.
+It has imported the modules that ranks need and done nothing else: it has no threads, open devices or process groups.
+A rank is forked twice:
+
+    clean process -> intermediate process, exits at once -> rank
+
+The launcher adopts orphans while it starts ranks, so the kernel makes it the parent of the rank. The rank therefore
+gets its signals, reports its status and ends with the launcher as if the launcher had started it directly.
 """
 
 from __future__ import annotations
@@ -28,23 +31,23 @@ from megapar.core.health.signal_listener import write_stderr
 
 MODULES = ("megapar.trainer", "megapar.planning.held", "numpy.ma", "yaml")
 DEVICES = ("/dev/nvidia", "/dev/davinci")
-ONE_THREAD = "OPENBLAS_NUM_THREADS"  # NumPy's library starts its threads when it is imported
-_MOST_MESSAGE = 1 << 24
+ONE_THREAD = "OPENBLAS_NUM_THREADS"  # NumPy's OpenBLAS starts its threads at import
+_MAX_MESSAGE_BYTES = 1 << 24
 
 
-def send(to: socket.socket, told: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """A message with open files. Raises OSError."""
-    body = json.dumps(told).encode()
+def send(to: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+    """Send a message and open file descriptors. Raises OSError."""
+    body = json.dumps(message).encode()
     head = len(body).to_bytes(8, "big")
     socket.send_fds(to, [head], list(files)) if files else to.sendall(head)
     to.sendall(body)
 
 
-def receive(source: socket.socket, most_files: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """A message and its files. Raises EOFError where the other end is gone, and OSError."""
-    head, files, _, _ = socket.recv_fds(source, 8, most_files)
+def receive(source: socket.socket, max_files: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive a message and its file descriptors. Raises EOFError if the other end is closed, and OSError."""
+    head, files, _, _ = socket.recv_fds(source, 8, max_files)
     size = int.from_bytes(head, "big")
-    if len(head) < 8 or size > _MOST_MESSAGE:
+    if len(head) < 8 or size > _MAX_MESSAGE_BYTES:
         raise EOFError
     body = bytearray()
     while len(body) < size:
@@ -56,22 +59,23 @@ def receive(source: socket.socket, most_files: int = 0) -> tuple[dict[str, Any],
 
 
 def unclean() -> str:
-    """What a fork of this process would spoil, or ""."""
+    """Return why this process is not safe to fork (threads, open devices); "" if it is."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"{threads} threads after the imports"
-    opened = []
+    paths = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            opened.append(os.readlink(link))
-    devices = [name for name in opened if name.startswith(DEVICES)]
+            paths.append(os.readlink(link))
+    devices = [path for path in paths if path.startswith(DEVICES)]
     return f"{devices[0]} open after the imports" if devices else ""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Import, and fork ranks until the launcher is gone; comes back in ranks alone, once their script has ended."""
-    # Not of a terminal's foreground: Ctrl-C is the launcher's to hear. Not of a session of its own: ranks are.
-    with contextlib.suppress(PermissionError):  # it leads a session, and so a group
+    """Import the modules and fork ranks until the launcher is gone. Returns only in ranks, after their script."""
+    # A separate process group, so that a terminal's Ctrl-C reaches only the launcher. Not a separate session: leading
+    # a session is how the launcher recognizes ranks (stopper.py).
+    with contextlib.suppress(PermissionError):  # it leads a session, and therefore a group
         os.setpgid(0, 0)
     die_with_parent()
     wire, launcher = socket.socket(fileno=int(argv[0])), int(argv[1])
@@ -81,16 +85,16 @@ def main(argv: Sequence[str]) -> None:
     for name in argv[2:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a rank would copy the pages of all that is imported
+    gc.freeze()  # otherwise a garbage collection in a rank copies the pages of all imported objects
     request, files = _serve(wire, launcher)
     wire.close()
     signal.signal(signal.SIGINT, interrupts)
-    _be_rank(request["environ"], files)
+    _become_rank(request["environ"], files)
     run(request["arguments"])
 
 
 def _serve(wire: socket.socket, launcher: int) -> tuple[dict[str, Any], list[int]]:
-    """Fork a rank for every request; comes back in the ranks alone, with theirs."""
+    """Fork a rank for each request. Returns only in the ranks, with their request and its descriptors."""
     with contextlib.suppress(EOFError, OSError):
         send(wire, {"unclean": unclean()})
         while True:
@@ -105,39 +109,40 @@ def _serve(wire: socket.socket, launcher: int) -> tuple[dict[str, Any], list[int
 
 
 def _fork(launcher: int) -> int | None:
-    """The number of a new process, a child of the launcher with a session of its own; None in that process."""
-    told, tells = os.pipe()
-    waits, go = os.pipe()
-    between = os.fork()
-    if not between:
+    """Fork a child of the launcher that leads a session. Return its process number, and None in that process."""
+    pid_reader, pid_writer = os.pipe()
+    go_reader, go_writer = os.pipe()
+    intermediate = os.fork()
+    if not intermediate:
         if os.fork():
             os._exit(0)
-        os.setsid()  # before its number is known: who leads no session is no rank, and hears no signal (stopper.py)
-        os.write(tells, str(os.getpid()).encode())
-        for end in (told, tells, go):
+        # Before sending the process number: the launcher forwards signals only to children that lead a session.
+        os.setsid()
+        os.write(pid_writer, str(os.getpid()).encode())
+        for end in (pid_reader, pid_writer, go_writer):
             os.close(end)
-        started = os.read(waits, 1)
-        os.close(waits)
+        started = os.read(go_reader, 1)
+        os.close(go_reader)
         if not started or os.getppid() != launcher:
             write_stderr(
-                f"process {os.getpid()} ends: it was to be a rank of process {launcher}, which is not its parent"
+                f"process {os.getpid()} exits: it should be a rank of process {launcher}, which is not its parent"
             )
             os._exit(1)
         return None
-    os.close(tells)
-    os.close(waits)
+    os.close(pid_writer)
+    os.close(go_reader)
     try:
-        pid = int(os.read(told, 32))
-        os.waitpid(between, 0)  # from here on the rank is the launcher's
-        os.write(go, b"!")
+        pid = int(os.read(pid_reader, 32))
+        os.waitpid(intermediate, 0)  # from now on, the launcher is the rank's parent
+        os.write(go_writer, b"!")
     finally:
-        os.close(told)
-        os.close(go)
+        os.close(pid_reader)
+        os.close(go_writer)
     return pid
 
 
-def _be_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
-    """Output, environment and random numbers of a process of its own."""
+def _become_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
+    """Give this process its own output, environment and NumPy seed."""
     for descriptor, file in enumerate(files, 1):
         os.dup2(file, descriptor)
         os.close(file)
@@ -149,19 +154,23 @@ def _be_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """What ``python ARGUMENTS`` does, in this process, which has no folder of its own first on sys.path (own.py);
-    arguments: [-u] SCRIPT FLAGS...
+    """Run ``python ARGUMENTS`` in this process.
+
+    This process was started without a script folder on sys.path (own.py), so the script's folder is added.
+
+    Args:
+        arguments: [-u] SCRIPT FLAGS...
     """
-    line = [*arguments[1:]] if arguments[0] == "-u" else [*arguments]
+    command = [*arguments[1:]] if arguments[0] == "-u" else [*arguments]
     sys.orig_argv = [sys.executable, *arguments]
-    sys.argv = line
-    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
-        sys.path.insert(0, os.path.dirname(os.path.realpath(line[0])))
-    runpy.run_path(line[0], run_name="__main__")
+    sys.argv = command
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def become(arguments: Sequence[str]) -> None:
-    """Go on as ``python ARGUMENTS``: in this process where it was forked with the imports done, else in a new image."""
+    """Continue as ``python ARGUMENTS``: in this process if it was forked with the imports done, else by exec."""
     if all(name in sys.modules for name in MODULES):
         run(arguments)
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""Which network interface of this machine gloo and NCCL are to listen on, where they would choose a wrong one."""
+"""The network interface for gloo and NCCL, set if their default would be wrong."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ _SIOCGIFADDR = 0x8915
 
 
 def interfaces(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables for ranks on a node that the others reach by ``address``; what is set already wins over them.
+    """Return environment variables for the ranks of this node, except those that are set already.
 
-    A job on loopback listens there alone. gloo takes the address of the machine's name, which on many machines is a
-    loopback address to themselves (Debian: 127.0.1.1): then it is told the interface of ``address``.
+    A job on a loopback address uses only the loopback interface. Otherwise, gloo by default uses the address of the
+    host name, which many machines resolve to a loopback address (Debian: 127.0.1.1). In that case gloo gets the
+    interface of ``address``.
+
+    Args:
+        address: Address of this node for the other nodes.
+        environ: Variables that are set already; None for this process's environment.
     """
     if sys.platform != "linux":
         return {}
-    found = {}
+    variables = {}
     if address.startswith("127.") or address == "::1":
-        found = {GLOO: "lo", NCCL: "lo"}
-    elif own_name_is_loopback() and (name := interface_of(address)):
-        found = {GLOO: name}
-    return {name: value for name, value in found.items() if name not in (os.environ if environ is None else environ)}
+        variables = {GLOO: "lo", NCCL: "lo"}
+    elif host_name_is_loopback() and (interface := interface_of(address)):
+        variables = {GLOO: interface}
+    present = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if name not in present}
 
 
-def own_name_is_loopback() -> bool:
-    """Whether this machine's name is a loopback address to itself, or none at all."""
+def host_name_is_loopback() -> bool:
+    """Return True if this machine resolves its host name to a loopback address or cannot resolve it."""
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
@@ -38,13 +44,13 @@ def own_name_is_loopback() -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an IPv4 address; "" where none has it."""
+    """Return the network interface with this IPv4 address; "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # it has no IPv4 address
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""

@@ -1,4 +1,4 @@
-"""The name of a job that was given none: random, and the same on all of its nodes."""
+"""The random name of a launch, agreed on by all nodes of the job."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ _KEY = "megapar/launch/"
 
 
 def launch_name(nodes: int, job: str, store: Store | None, secret: bytes | None = None) -> str:
-    """A name that no other launch has; "" where several nodes have no store to agree by.
+    """Return a name that no other launch has; "" if several nodes have no store to agree on one.
 
-    job: the name that was given, for one store may serve several jobs. store: where the nodes meet. A node that comes
-    later, or again, hears the same. secret: by which nodes know each other, if they do. Raises DistributedError where
-    the store does not answer, and for what no launcher has written there: the name becomes a folder's.
+    Nodes that join later, or again, get the same name. Raises DistributedError if the store does not answer or
+    contains something else than a name: the name is used as a folder name.
+
+    Args:
+        nodes: Nodes of the job.
+        job: The name from --rdzv-id, because one store may serve several jobs; "" for none.
+        store: Store where the nodes meet, or None.
+        secret: Secret of the job, or None.
     """
-    fresh = uuid.uuid4().hex
+    new_name = uuid.uuid4().hex
     if nodes == 1:
-        return fresh
+        return new_name
     if store is None:
         return ""
     from megapar.tools.launcher.rendezvous import Signer
 
     signer, what = Signer(secret), f"the name of the launch of job {job or 'without a name'}"
     try:
-        told: bytes = store.compare_set(_KEY + job, "", signer.sign(what, fresh.encode()).decode())
-    except RuntimeError as error:  # torch's own are RuntimeErrors
+        message: bytes = store.compare_set(_KEY + job, "", signer.sign(what, new_name.encode()).decode())
+    except RuntimeError as error:  # torch's store errors are RuntimeErrors
         raise DistributedError(f"the store of {what} does not answer: {error}") from error
-    found = signer.open(what, told)
-    if not re.fullmatch(rb"[0-9a-f]{32}", found):
-        raise DistributedError(f"{what} is {found[:100]!r}, which no launcher has written")
-    return found.decode()
+    name = signer.open(what, message)
+    if not re.fullmatch(rb"[0-9a-f]{32}", name):
+        raise DistributedError(f"{what} is {name[:100]!r}, which no launcher has written")
+    return name.decode()

@@ -1,6 +1,6 @@
-"""``megapar launch``: one validation, one report, then torch's elastic agent in this process.
+"""``megapar launch``: validates once, prints one report, then runs torch's elastic agent in this process.
 
-torchrun turns every failure into status 1. Here a refusal stays 2, and a run that was asked to stop and saved is 0.
+torchrun turns every failure into status 1. Here a refusal stays 2, and a run that was stopped and saved ends with 0.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megapar.training.reports.streams import make_patient
 if TYPE_CHECKING:
     from megapar.tools.launcher.agent import MeetingPlace
 
-MOST_GRACE_SECONDS = 10  # for ranks whose job has failed: to say what they saw, not to finish anything
+MAX_GRACE_SECONDS = 10  # for ranks of a failed job to report their errors, not to finish their work
 
 
 def main(argv: Sequence[str]) -> int:
-    """Validate, run, and give the job's status: 0 done, 2 refused, 1 anything else."""
-    # Who starts this may ignore the ends of children, and that outlives exec: the kernel keeps no status then, which
-    # subprocess takes for 0. Ranks get the usual effect with it.
+    """Validate the command, run the job and return its status: 0 done, 2 refused, 1 anything else."""
+    # The parent may ignore SIGCHLD, and exec keeps that. The kernel would then discard the exit status of the ranks,
+    # which subprocess reads as 0. The ranks inherit the default as well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     launch, options = read(argv)
     script = Path(options.script)
     config = _validate(script, launch, options.node_rank)
-    wanted = environment(launch.nproc_per_node, config)
-    launch = replace(launch, environment={name: value for name, value in wanted.items() if name not in os.environ})
+    defaults = environment(launch.nproc_per_node, config)
+    launch = replace(launch, environment={name: value for name, value in defaults.items() if name not in os.environ})
     make_patient()
     for line in _fewer_nodes(launch):
         print(f"megapar launch: {line}", file=sys.stderr)
@@ -63,10 +63,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
-    """Meet the other nodes and run; the job's status. Raises MegaparError, and Stopped where no ranks were there."""
+    """Meet the other nodes, run the job and return its status.
+
+    Raises MegaparError, and Stopped if a signal arrives while no ranks are running.
+    """
     if launch.log_dir:
         _make_log_folder(launch.log_dir)
-    with stopper.idle("meeting the other nodes"), Waiting(lambda: _first_of(launch)):
+    with stopper.idle("meeting the other nodes"), Waiting(lambda: _first_wait(launch)):
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
     launch = _named(launch, place)
@@ -80,65 +83,66 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
 
 
 def _preflight(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
-    """Its status; 0 for a node that comes when it is over, to a job that runs."""
+    """Run the preflight and return its status; 0 if it is already over, for a node that joins a running job."""
     from megapar.tools.launcher.agent import ClosedError
 
-    name, measure = f"{launch.rdzv_id}-preflight", own.line("megapar.tools.launcher.preflight")
-    before = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0, warm_start=False)
+    name, measure = f"{launch.rdzv_id}-preflight", own.module_command("megapar.tools.launcher.preflight")
+    first = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0, warm_start=False)
     try:
-        return run(before, place, stopper)
+        return run(first, place, stopper)
     except ClosedError:
-        print("megapar launch: the preflight of this job is over: joining it without one", file=sys.stderr, flush=True)
+        message = "the preflight of this job is already over; joining the job without one"
+        print(f"megapar launch: {message}", file=sys.stderr, flush=True)
         return 0
 
 
 def _make_log_folder(path: str) -> None:
-    """Raises ConfigError where there can be none; what cannot be written there later ends no run."""
+    """Create the folder. Raises ConfigError if that fails; later write errors in it do not end the run."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        message = f"--log-dir {path} is no folder and cannot be made: {error.strerror}."
+        message = f"--log-dir {path} is not a folder and cannot be created: {error.strerror}."
         raise ConfigError([Complaint("log-dir", message)]) from error
 
 
-def _first_of(launch: Launch) -> str:
-    """What a launcher waits for before any node is there."""
-    return f"{launch.rdzv_endpoint} to answer" if launch.rdzv_endpoint else "torch to be imported"
+def _first_wait(launch: Launch) -> str:
+    """Return what the launcher waits for before the first rendezvous."""
+    return f"{launch.rdzv_endpoint} to answer" if launch.rdzv_endpoint else "the import of torch"
 
 
 def _meet(launch: Launch) -> MeetingPlace | None:
-    """Where the nodes meet, and what this one listens on; None where a backend of torch's own decides that.
+    """Return the store where the nodes meet; None if one of torch's own backends provides it.
 
-    Raises DistributedError, and ConfigError for a secret that is none or is missing.
+    Raises DistributedError, and ConfigError if the secret is invalid or is required and missing.
     """
     from megapar.tools.launcher import agent, secret
 
-    alone = launch.nnodes == 1
-    known = secret.take(launch.secret_file, os.environ)
-    kind = launch.rdzv_conf.get("store_type", "tcp") if launch.rdzv_backend == "c10d" else "its own"
-    if launch.require_secret and not alone:
-        secret.require(known, launch.rdzv_backend)
-    ours = kind in ("tcp", "file")
-    if not alone and not (known and ours):
+    single_node = launch.nnodes == 1
+    job_secret = secret.take(launch.secret_file, os.environ)
+    store_type = launch.rdzv_conf.get("store_type", "tcp") if launch.rdzv_backend == "c10d" else "other"
+    if launch.require_secret and not single_node:
+        secret.require(job_secret, launch.rdzv_backend)
+    is_our_store = store_type in ("tcp", "file")
+    if not single_node and not (job_secret and is_our_store):
         print(f"megapar launch: {secret.NONE}", file=sys.stderr, flush=True)
-    if not ours:
+    if not is_our_store:
         return None
     if not launch.rdzv_endpoint:
         return agent.meet_here()
-    if kind == "file":
-        place = agent.meet_by_file(launch.rdzv_endpoint, launch.local_addr or (agent.LOOPBACK if alone else ""))
+    if store_type == "file":
+        place = agent.meet_by_file(launch.rdzv_endpoint, launch.local_addr or (agent.LOOPBACK if single_node else ""))
     else:
-        said = launch.rdzv_conf.get("is_host", "").lower()
-        hosts = None if not said else said in ("1", "true", "yes", "t", "y")
+        is_host = launch.rdzv_conf.get("is_host", "").lower()
+        hosts = None if not is_host else is_host in ("1", "true", "yes", "t", "y")
         place = agent.meet_at(launch.rdzv_endpoint, launch.local_addr, hosts)
     if place.hosted:
         print(f"megapar launch: nodes meet at {place.endpoint}", file=sys.stderr, flush=True)
-    # Nobody else needs to know that of a node alone.
-    return replace(place, secret=os.urandom(32) if alone else known)
+    # The secret of a single node is shared with no other launcher, so a random one is enough.
+    return replace(place, secret=os.urandom(32) if single_node else job_secret)
 
 
 def _named(launch: Launch, place: MeetingPlace | None) -> Launch:
-    """With a name that all nodes have heard, and with another one that no launch before it had."""
+    """Return the launch with a job name that all nodes agree on. Sets ``LAUNCH`` to the unique name of this launch."""
     store, secret = (place.store, place.secret) if place else (None, None)
     name = launch_name(launch.nnodes, launch.rdzv_id, store, secret)
     os.environ[LAUNCH] = name
@@ -146,14 +150,17 @@ def _named(launch: Launch, place: MeetingPlace | None) -> Launch:
 
 
 def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | None:
-    """Refuse, help or validate once for all ranks of this node; None for scripts that speak for themselves."""
+    """Validate the configuration once for all ranks of this node; return None for scripts that are not megapar's.
+
+    Exits after a refusal, ``--help`` or ``--validate-only``.
+    """
     kinds = [kind for kind, name in SCRIPTS.items() if name == script.name]
     if not kinds:
         return None
     from megapar.arguments import parse_or_exit
     from megapar.training.building.outline import outline
 
-    # As the ranks will find it. Where they meet is not known yet; that they will is the agent's part.
+    # The environment that the ranks will have. The address of their store is not known yet, but it will be set.
     environ = {
         "WORLD_SIZE": str(launch.world_size),
         "RANK": str(node_rank or 0),
@@ -161,12 +168,12 @@ def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | N
         "MASTER_PORT": "?",
         "TORCHELASTIC_RUN_ID": launch.rdzv_id,
     }
-    # Rank 0 will print the warnings.
+    # warn=False: rank 0 prints the warnings.
     return parse_or_exit(kinds[0], launch.command[1:], environ, outline=outline, warn=False, starting=True)
 
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:
-    """What the run would do on fewer nodes, where that is allowed."""
+    """Yield a line on the layout for each smaller number of nodes that is allowed."""
     from megapar.tools.launcher.elastic import command
 
     for nodes in range(launch.min_nodes, launch.nnodes):
@@ -178,12 +185,12 @@ def _fewer_nodes(launch: Launch) -> Iterator[str]:
 
 
 def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
-    """Start the ranks and wait. The status is the first failed rank's 2, else 1; 0 when all ended well."""
+    """Start the ranks, wait for them and return the status: 0 success, 2 if the first failure is a refusal, else 1."""
     from megapar.tools.launcher.agent import Meeting, make_agent, no_more_restarts
 
     command = ["-u", *launch.command]
     if launch.min_nodes < launch.nnodes:
-        command = ["-u", *own.line("megapar.tools.launcher.elastic"), str(launch.world_size), *launch.command]
+        command = ["-u", *own.module_command("megapar.tools.launcher.elastic"), str(launch.world_size), *launch.command]
     meeting = Meeting(
         backend=launch.rdzv_backend,
         id=launch.rdzv_id,
@@ -196,7 +203,7 @@ def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
         files=place.files if place else None,
         secret=place.secret if place else None,
     )
-    grace = math.ceil(min(launch.stop_timeout, MOST_GRACE_SECONDS))
+    grace = math.ceil(min(launch.stop_timeout, MAX_GRACE_SECONDS))
     agent = make_agent(
         meeting=meeting,
         arguments=command,
@@ -207,22 +214,22 @@ def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
         stopper=stopper,
         warm=launch.warm_start,
     )
-    stopper.when_asked = lambda: no_more_restarts(agent)
-    alone = False
+    stopper.on_stop = lambda: no_more_restarts(agent)
+    leave_open = False
     try:
         result = agent.run()
     except Stopped:
-        alone = launch.min_nodes < launch.nnodes  # others go on, or wait for one another, without this node
+        leave_open = launch.min_nodes < launch.nnodes  # the other nodes continue, or keep waiting, without this one
         raise
     finally:
-        if not alone:
+        if not leave_open:
             agent._worker_group.spec.rdzv_handler.shutdown()
-    if result is None:  # torch's word for a node that stood by and was never needed
+    if result is None:  # torch returns None to a spare node that was never needed
         print("megapar launch: the job has ended on the other nodes, which did not need this one", file=sys.stderr)
         return 0
     return _status(result.failures) if result.is_failed() else 0
 
 
 def _status(failures: Mapping[int, Any]) -> int:
-    """2 where the earliest failure is a refusal (the agent kills the ranks that are left), else 1."""
+    """Return 2 if the earliest failure is a refusal (the agent then kills the remaining ranks), else 1."""
     return REFUSED if is_refusal(failures) else 1

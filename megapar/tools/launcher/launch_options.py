@@ -1,4 +1,4 @@
-"""What ``megapar launch`` is asked for: its options, and what of them is refused before anything starts."""
+"""The options of ``megapar launch`` and their checks, which run before anything starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from megapar.config.hints import near_path
-from megapar.tools.launcher.warm import wanted
+from megapar.tools.launcher.warm import wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 
 BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
@@ -19,15 +19,34 @@ WHOLE = (
     *("timeout", "read_timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
-"""Settings of a rendezvous that torch reads as whole numbers. With 0 it refuses times, gives up before it has begun, or
-takes every node for dead; only etcd's last call may be over at once.
+"""Rendezvous settings that torch parses as whole numbers. With 0 it rejects time limits, gives up immediately, or
+declares every node dead; only etcd's ``last_call_timeout`` may be 0.
 """
 PORTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start. environment: variables for the workers beside this process' own."""
+    """A checked ``megapar launch`` command.
+
+    Attributes:
+        nproc_per_node: Ranks per node.
+        min_nodes: Nodes that the job needs to start.
+        nnodes: Nodes of the complete job.
+        max_restarts: Restarts of all ranks after failures.
+        rdzv_backend: Name of torch's rendezvous backend.
+        rdzv_endpoint: HOST:PORT, or a path for a file store; "" for a single node without a port.
+        rdzv_id: Name of the job; "" for a random one.
+        rdzv_conf: Further settings of the rendezvous.
+        stop_timeout: Seconds that ranks have to save and exit after a signal.
+        command: The script and its flags.
+        environment: Variables for the ranks in addition to this process's environment.
+        local_addr: Address of this node for the other nodes; "" to detect it.
+        log_dir: Folder of the per-rank log files; "" for none.
+        secret_file: File with the job's secret; "" to read the variable.
+        require_secret: Several nodes do not start without a secret.
+        warm_start: Ranks are forked from a process that has imported torch.
+    """
 
     nproc_per_node: int
     min_nodes: int
@@ -48,12 +67,15 @@ class Launch:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes when all are there."""
+        """Number of ranks of the complete job."""
         return self.nproc_per_node * self.nnodes
 
 
 def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
-    """What to start, and the options as they were given; ends the process with status 2 and all complaints at once."""
+    """Parse and check the command line. Return the launch and the parsed options.
+
+    Invalid options end the process with status 2 and one message that lists all complaints.
+    """
     parser = make_parser()
     options = parser.parse_args(argv)
     complaints = list(_complaints(options))
@@ -65,32 +87,32 @@ def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
 def _complaints(options: argparse.Namespace) -> Iterator[str]:
     if not Path(options.script).is_file():
         yield f"script {options.script} does not exist. {near_path(options.script)}".rstrip(" .")
-    many, backend = options.nnodes[1] > 1, options.rdzv_backend
-    if many and not options.rdzv_endpoint:
+    several_nodes, backend = options.nnodes[1] > 1, options.rdzv_backend
+    if several_nodes and not options.rdzv_endpoint:
         yield "several nodes need --rdzv-endpoint HOST:PORT of one of them"
-    if many and options.max_restarts and not options.rdzv_id and backend not in ("c10d", "static"):
+    if several_nodes and options.max_restarts and not options.rdzv_id and backend not in ("c10d", "static"):
         yield (
-            "--max-restarts on several nodes needs a --rdzv-id of this job alone, the same on every node, or "
-            "--rdzv-backend c10d"
+            "--max-restarts on several nodes needs a --rdzv-id that is unique to this job and the same on every node, "
+            "or --rdzv-backend c10d"
         )
     if options.max_restarts and backend == "static":
-        yield "--max-restarts needs --rdzv-backend c10d: static nodes meet once"
+        yield "--max-restarts needs --rdzv-backend c10d: a static rendezvous happens only once"
     if backend == "static":
         yield from _static_complaints(options)
     if backend not in BACKENDS:
         installed = {found.name for found in entry_points(group="torchrun.handlers")}
         if backend not in installed:
-            yield f"--rdzv-backend {backend} is none of {', '.join(sorted({*BACKENDS, *installed}))}"
+            yield f"--rdzv-backend {backend} is not one of {', '.join(sorted({*BACKENDS, *installed}))}"
     yield from _settings_complaints(options.rdzv_conf, backend)
 
 
 def _static_complaints(options: argparse.Namespace) -> Iterator[str]:
-    """What torch's static nodes cannot find out from one another."""
+    """Yield complaints about a static rendezvous, whose nodes cannot agree on ranks or on an address."""
     nodes, rank, (_, colon, port) = options.nnodes[1], options.node_rank, options.rdzv_endpoint.rpartition(":")
     if rank is None:
-        yield "--rdzv-backend static needs --node-rank, this node's number from 0 on"
+        yield f"--rdzv-backend static needs --node-rank, this node's number from 0 to {nodes - 1}"
     elif not 0 <= rank < nodes:
-        yield f"--node-rank {rank} is none of {nodes} static nodes, which count from 0 on"
+        yield f"--node-rank {rank} is outside 0 to {nodes - 1}, the numbers of {nodes} static nodes"
     if not (colon and port.isdecimal() and int(port) < PORTS) and (options.rdzv_endpoint or nodes == 1):
         yield "--rdzv-backend static needs --rdzv-endpoint HOST:PORT, where node 0 listens"
 
@@ -100,83 +122,92 @@ def _settings_complaints(text: str, backend: str) -> Iterator[str]:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             yield f"--rdzv-conf {pair} is not NAME=VALUE"
-        elif name in WHOLE and (not value.isdecimal() or int(value) < _least(name, backend)):
-            yield f"--rdzv-conf {pair}: {value!r} is not a whole number from {_least(name, backend)} on"
+        elif name in WHOLE and (not value.isdecimal() or int(value) < _minimum(name, backend)):
+            yield f"--rdzv-conf {pair}: {value!r} is not a whole number >= {_minimum(name, backend)}"
         elif name == "is_host" and value.lower() not in BOOLEANS:
             yield f"--rdzv-conf {pair}: {value!r} is neither true nor false"
         elif name == "store_type" and backend == "c10d" and value not in STORES:
             yield f"--rdzv-conf {pair}: {value!r} is neither {' nor '.join(STORES)}"
 
 
-def _least(name: str, backend: str) -> int:
-    """Of a setting in ``WHOLE``. Backends that others have made take what they like."""
+def _minimum(name: str, backend: str) -> int:
+    """Return the minimum of a setting in ``WHOLE``; 0 for third-party backends, which check their own settings."""
     return int(backend in BACKENDS and (name, backend) != ("last_call_timeout", "etcd"))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the launcher's own options; the script's flags are left as they are."""
+    """Return the parser of the launcher's own options. It leaves the script's flags unparsed."""
     parser = Parser(
         prog="megapar launch",
         description="Check the configuration once, then start the ranks of this node.",
-        epilog="Exit status: 0 done (also after a signal, once the checkpoint is safe), 2 refused, 1 anything else.",
+        epilog="Exit status: 0 done (also after a signal, if the checkpoint was saved), 2 refused, 1 anything else.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this node (default: 1)")
-    add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="nodes (default: 1), or MIN:MAX of them")
+    add("--nnodes", type=_nodes, default=(1, 1), metavar="N", help="number of nodes, or MIN:MAX (default: 1)")
     add(
         "--max-restarts",
         type=whole,
         default=0,
         metavar="N",
-        help="how often all ranks are started again after one failed, from the newest sound checkpoint (default: 0)",
+        help="restarts of all ranks after one failed, each from the newest valid checkpoint (default: 0)",
     )
-    add("--node-rank", type=int, metavar="N", help="this node's number; only node 0 prints the report")
+    add("--node-rank", type=int, metavar="N", help="this node's number, from 0; only node 0 prints the report")
     _add_meeting(parser)
     add(
         "--log-dir",
         default="",
         metavar="DIR",
-        help="write every rank's output to a file there, too: DIR/JOB/attempt-K/rank-N.log",
+        help="also write each rank's output to its own file, DIR/JOB/attempt-K/rank-N.log",
     )
     add(
         "--warm-start",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="fork ranks from one process per node that has imported torch: a restart takes a second then (default: "
-        "for megapar's own scripts, unless torch_npu is installed)",
+        help="fork ranks from one process per node that has imported torch, so that a restart takes about a second "
+        "(default: on for megapar's own scripts, unless torch_npu is installed)",
     )
-    add("--preflight", action="store_true", help="first time every node's products and every group's bandwidth")
+    add(
+        "--preflight",
+        action="store_true",
+        help="before the job, measure each rank's matrix products and the bandwidth of all ranks, nodes and pairs",
+    )
     add(
         "--stop-timeout",
         type=seconds,
         default=300.0,
         metavar="SECONDS",
-        help="time the ranks get to save after a signal before they are killed (default: 300)",
+        help="time that ranks have to save after a signal before they are killed (default: 300)",
     )
-    add("script", help="pretrain_moe.py, pretrain_ernie.py, or a script of your own")
+    add("script", help="pretrain_moe.py, pretrain_ernie.py, or your own script")
     add("flags", nargs=argparse.REMAINDER, help="the script's flags")
     return parser
 
 
 def _add_meeting(parser: argparse.ArgumentParser) -> None:
-    """How the nodes of a job find each other, and know that they are its nodes."""
+    """Add the options by which the nodes of a job find and authenticate each other."""
     add = parser.add_argument
     add("--rdzv-backend", default="c10d", help="rendezvous backend of torch's elastic agent (default: c10d)")
     add(
         "--rdzv-endpoint",
         default="",
         metavar="HOST:PORT",
-        help="where nodes meet, an address of one of them; on one node, localhost:0 gives scripts of your own the "
-        "MASTER_ADDR and MASTER_PORT that torchrun sets (default: one node meets by files, and nothing listens)",
+        help="address and port of one node, where all nodes meet; on one node, localhost:0 sets MASTER_ADDR and "
+        "MASTER_PORT for your own scripts, as torchrun does (default: a single node uses files and opens no port)",
     )
-    add("--rdzv-id", default="", help="name of the job, the same on every node (default: a random one)")
-    add("--local-addr", default="", metavar="HOST", help="this node's address (default: as it reaches the endpoint)")
+    add("--rdzv-id", default="", help="name of the job, the same on every node (default: a random name)")
+    add(
+        "--local-addr",
+        default="",
+        metavar="HOST",
+        help="this node's address for the other nodes (default: the address from which it reaches the endpoint)",
+    )
     add(
         "--secret-file",
         default="",
         metavar="FILE",
-        help="the job's secret, by which its nodes know each other: a file of mode 0600, the same on every node "
+        help="file of mode 0600 with the secret that authenticates the job's nodes, the same on every node "
         "(default: the variable MEGAPAR_SECRET)",
     )
     add("--require-secret", action="store_true", help="refuse to start several nodes without a secret")
@@ -184,23 +215,23 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    low, high = count(least), count(most or least)
+    minimum, _, maximum = text.partition(":")
+    low, high = count(minimum), count(maximum or minimum)
     if low > high:
         raise argparse.ArgumentTypeError(f"MIN:MAX with MIN <= MAX, got {text}")
     return low, high
 
 
 def make_launch(options: argparse.Namespace) -> Launch:
-    """What was asked for, with nothing looked up yet."""
+    """Return the launch that the parsed options describe. Reads no file and resolves no address."""
     settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
     if options.rdzv_backend == "static" and options.node_rank is not None:
         settings["rank"] = options.node_rank
-    least, most = options.nnodes
+    min_nodes, max_nodes = options.nnodes
     return Launch(
         nproc_per_node=options.nproc_per_node,
-        min_nodes=least,
-        nnodes=most,
+        min_nodes=min_nodes,
+        nnodes=max_nodes,
         max_restarts=options.max_restarts,
         rdzv_backend=options.rdzv_backend,
         rdzv_endpoint=options.rdzv_endpoint,
@@ -213,5 +244,5 @@ def make_launch(options: argparse.Namespace) -> Launch:
         log_dir=options.log_dir,
         secret_file=options.secret_file,
         require_secret=options.require_secret,
-        warm_start=wanted(options.warm_start, options.script),
+        warm_start=wants_warm_start(options.warm_start, options.script),
     )

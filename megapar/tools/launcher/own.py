@@ -1,11 +1,13 @@
-"""Starts a module of megapar in a process of its own, as ``python -m`` does, but not from the working directory.
+"""A safe ``python -m`` for modules of megapar: it does not import from the working directory.
 
     python .../megapar/tools/launcher/own.py MODULE ARGUMENTS...
 
-``python -m`` puts the working directory first on sys.path, in front of the standard library: whoever may write there
-would have a yaml.py of his run by everybody who starts a job there. (``-P`` exists from Python 3.11 on.) Here sys.path
-has what every script finds there, without a folder of its own in front, and the package is the one that this file
-belongs to, wherever the launcher found it.
+``python -m`` puts the working directory first on sys.path, before the standard library. Any user with write access to
+that directory could place a yaml.py there, which every job started from it would run. (``-P`` needs Python 3.11.) This
+script runs the module with the sys.path of an ordinary script, minus the script's folder, and from the package that
+this file belongs to, regardless of how the launcher found it.
+
+Tested in ``tests/tools/launcher/test_launch.py``.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ import os
 import sys
 
 
-def line(module: str) -> tuple[str, ...]:
-    """What follows ``python`` in a command that runs a module, in front of its arguments."""
+def module_command(module: str) -> tuple[str, ...]:
+    """Return the arguments of ``python`` that run a module. Append the module's own arguments."""
     return os.path.abspath(__file__), module
 
 
 def main() -> None:
-    """Run the module that the command names."""
-    if sys.path[0] == os.path.dirname(os.path.realpath(__file__)):  # not so with PYTHONSAFEPATH
+    """Run the module that the command line names."""
+    if sys.path[0] == os.path.dirname(os.path.realpath(__file__)):  # false with PYTHONSAFEPATH
         del sys.path[0]
-    import importlib  # with this folder gone from sys.path, which has names of the standard library's
+    import importlib  # imported after the removal: this folder has modules with names of the standard library
     import runpy
 
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     sys.path.insert(0, os.path.dirname(package))
-    importlib.import_module("megapar")  # imports nothing else, and its modules are found by it
+    importlib.import_module("megapar")  # imports no submodules; they are found through the package from now on
     del sys.path[0]
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Folders of one's own on a disk of this machine, where processes meet by files and nobody else can."""
+"""Private folders on a local disk, where the processes of a node meet through files that no other user can open."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from megapar.errors import DistributedError
 
 PREFIX = "megapar-launch-"
-# Shared memory comes last: some systems empty a user's when he logs out, with his jobs still running.
+# Shared memory is last: some systems delete a user's files there at logout, while jobs are still running.
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
-# File systems that other machines see, whose locks are slow, or local to each machine, or missing.
+# File systems that several machines share. Their locks are slow, local to each machine, or missing.
 SHARED = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "pvfs2"),
     *("orangefs", "ocfs2", "gfs2", "wekafs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse"),
@@ -29,19 +29,23 @@ OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
 class RankFiles:
-    """A folder of mode 0700 with a file for every time that the ranks of this node meet.
+    """A folder of mode 0700 with a new file for each start of the ranks of this node.
 
-    Goes with this object, or with the process; what a killed process left goes when another one makes its own.
+    The folder is removed with this object or at process exit. Folders of killed processes are removed when the next
+    one is created.
+
+    Attributes:
+        folder: The folder.
     """
 
     def __init__(self, parents: Iterable[str] | None = None) -> None:
-        """parents: where it may lie, the first that is fit. Raises DistributedError where none is."""
+        """Create the folder in the first suitable parent. Raises DistributedError if there is none."""
         self.folder, self._lock = _make(tuple(_parents() if parents is None else parents))
         self._number = 0
         self._close = weakref.finalize(self, _remove, self.folder, self._lock, os.getpid())
 
     def next(self) -> Path:
-        """A file that nobody has met by; the one before it goes."""
+        """Remove the previous file and return the path of a new one."""
         self._path().unlink(missing_ok=True)
         self._number += 1
         return self._path()
@@ -60,10 +64,10 @@ def _parents() -> Iterator[str]:
 
 
 def _make(parents: tuple[str, ...]) -> tuple[Path, int]:
-    """A new folder and a descriptor that keeps it locked for as long as its owner lives."""
+    """Create a folder. Return it and a descriptor that holds its lock for as long as the owner lives."""
     problems = []
     for parent in dict.fromkeys(parents):
-        if problem := _unfit(Path(parent)):
+        if problem := _unsuitable(Path(parent)):
             problems.append(problem)
             continue
         _remove_left_over(Path(parent))
@@ -72,33 +76,33 @@ def _make(parents: tuple[str, ...]) -> tuple[Path, int]:
                 folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if folder.exists():  # else somebody took it for left over before it was locked
+                if folder.exists():  # otherwise another process removed it as left over before it was locked
                     return folder, lock
                 os.close(lock)
         except OSError as error:
             problems.append(f"{parent}: {error.strerror}")
     raise DistributedError(
-        f"the ranks of a node meet by files on a disk of its own, and there is none: {'; '.join(problems)}. "
-        "Let TMPDIR name a folder on a local disk."
+        "the ranks of a node meet through files on a local disk, and no folder is suitable: "
+        f"{'; '.join(problems)}. Set TMPDIR to a folder on a local disk."
     )
 
 
-def _unfit(parent: Path) -> str:
-    """Why no folder may be made there; "" where one may."""
+def _unsuitable(parent: Path) -> str:
+    """Return why the folder must not be created there; "" if it may be."""
     try:
-        found = parent.stat()
+        status = parent.stat()
     except OSError as error:
         return f"{parent}: {error.strerror}"
-    if found.st_uid not in (0, os.geteuid()) and not (str(parent) in PLACES and _is_unknown(found.st_uid)):
-        return f"{parent} belongs to user {found.st_uid}"
-    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-        return f"{parent} lets others rename what lies in it (mode {stat.S_IMODE(found.st_mode):04o})"
+    if status.st_uid not in (0, os.geteuid()) and not (str(parent) in PLACES and _is_unmapped(status.st_uid)):
+        return f"{parent} belongs to user {status.st_uid}"
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        return f"{parent} lets other users rename its contents (mode {stat.S_IMODE(status.st_mode):04o})"
     kind = file_system(parent)
-    return f"{parent} is on {kind}, which other machines see" if kind in SHARED else ""
+    return f"{parent} is on {kind}, which is shared with other machines" if kind in SHARED else ""
 
 
-def _is_unknown(user: int) -> bool:
-    """Whether that number stands for users outside of this container, root among them, of which it says nothing."""
+def _is_unmapped(user: int) -> bool:
+    """Return True if the number represents users outside this container's user namespace, which may include root."""
     try:
         known = [[int(number) for number in line.split()] for line in USERS.read_text().splitlines()]
         overflow = int(OVERFLOW.read_text())
@@ -108,7 +112,7 @@ def _is_unknown(user: int) -> bool:
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system that holds a path; "" where the system does not say."""
+    """Return the type of the file system that holds a path; "" if unknown."""
     try:
         lines = [line.split() for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
@@ -119,16 +123,16 @@ def file_system(path: Path) -> str:
         if len(fields) < 3:
             continue
         mounted = Path(fields[1].encode().decode("unicode_escape"))
-        # Of mounts at one place the last one is seen.
+        # Later mounts hide earlier ones at the same place.
         if real.is_relative_to(mounted) and len(mounted.parts) >= longest:
             kind, longest = fields[2], len(mounted.parts)
     return kind
 
 
 def _remove_left_over(parent: Path) -> None:
-    """Remove folders of this user whose owners are gone, which their locks tell."""
+    """Remove folders of this user that are not locked, because their owners are gone."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is gone, or somebody else's
+        with suppress(OSError):  # it is gone or belongs to another user
             if folder.lstat().st_uid != os.geteuid():
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -140,6 +144,6 @@ def _remove_left_over(parent: Path) -> None:
 
 
 def _remove(folder: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # a process that was forked from it leaves it alone
+    if os.getpid() == owner:  # forked children must not remove it
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)

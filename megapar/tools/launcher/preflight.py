@@ -1,8 +1,10 @@
-"""What ``megapar launch --preflight`` starts in front of a job: is every device and every link as fast as its peers?
+"""The measurement of ``megapar launch --preflight``, which finds slow devices and links before a job starts.
 
-Each rank times matrix products; then all ranks, the ranks of each node, and pairs of ranks across nodes (or within one)
-exchange a buffer. The first rank prints the figures of every node and names what is slower than the median by more than
-a fifth. Nothing is refused: a slow node is still a node.
+Each rank times matrix products. Then all ranks, the ranks of each node, and pairs of ranks across nodes (or within a
+single node) exchange a buffer. Rank 0 prints the slowest rates of every node and each rank that is more than a fifth
+below the median. A slow rank does not stop the job.
+
+Tested in ``tests/tools/launcher/test_launch.py``.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ BUFFER = {"cpu": 1 << 20}
 
 
 def main() -> int:
-    """0 measured."""
+    """Measure this rank and its links; rank 0 prints the result. Returns 0."""
     end_with_launcher()
     device = pick("auto", int(os.environ.get("LOCAL_RANK", "0")))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    found = {"gemm TFLOP/s": _gemm(device)}
+    rates = {"gemm TFLOP/s": _gemm(device)}
     if world > 1:
         store = meet(None, rank, world, TIMEOUT)
         dist.init_process_group(device.backend, store=store, rank=rank, world_size=world, device_id=device.device_id)
@@ -44,12 +46,12 @@ def main() -> int:
             handles = [(ranks, dist.new_group(ranks)) for ranks in groups]
             for ranks, handle in handles:
                 if rank in ranks:
-                    found[name] = _bandwidth(device, handle, len(ranks), numel)
+                    rates[name] = _bandwidth(device, handle, len(ranks), numel)
             dist.barrier()
         assert dist.group.WORLD is not None
-        everyone = messages.all_gather(found, dist.group.WORLD)
+        everyone = messages.all_gather(rates, dist.group.WORLD)
     else:
-        everyone = [found]
+        everyone = [rates]
     if rank == 0:
         print(describe(everyone, local), end="", flush=True)
     if world > 1:
@@ -59,65 +61,70 @@ def main() -> int:
 
 
 def describe(everyone: list[dict[str, float]], local: int) -> str:
-    """A line per node and the outliers. everyone: measurement -> rate, by rank. local: ranks per node."""
-    names = list(dict.fromkeys(name for found in everyone for name in found))
+    """Return a line per node and a line per outlier.
+
+    Args:
+        everyone: For each rank, measurement -> rate.
+        local: Ranks per node.
+    """
+    names = list(dict.fromkeys(name for rates in everyone for name in rates))
     lines = []
     for node in range(0, len(everyone), local):
-        mine = everyone[node : node + local]
+        ranks = everyone[node : node + local]
         cells = [
-            f"{name} {min(f[name] for f in mine if name in f):.3g}" for name in names if any(name in f for f in mine)
+            f"{name} {min(r[name] for r in ranks if name in r):.3g}" for name in names if any(name in r for r in ranks)
         ]
         lines.append(f"preflight: node {node // local}: slowest rank: {', '.join(cells)}")
     slow = []
     for name in names:
-        of_rank = {rank: found[name] for rank, found in enumerate(everyone) if name in found}
-        median = statistics.median(of_rank.values())
+        rate_of = {rank: rates[name] for rank, rates in enumerate(everyone) if name in rates}
+        median = statistics.median(rate_of.values())
         slow += [
             f"preflight: SLOW: rank {rank} (node {rank // local}): {name} {rate:.3g}, median {median:.3g}"
-            for rank, rate in of_rank.items()
+            for rank, rate in rate_of.items()
             if rate < TOLERANCE * median
         ]
     return "\n".join([*lines, *(slow or ["preflight: no outlier"])]) + "\n"
 
 
 def _groups(world: int, local: int) -> dict[str, list[list[int]]]:
-    """Measurement -> groups of ranks; together they use every rank once."""
-    found = {"all ranks GB/s": [list(range(world))]}
+    """Return measurement -> disjoint groups of ranks that measure at the same time."""
+    groups = {"all ranks GB/s": [list(range(world))]}
     if 1 < local < world:
-        found["node GB/s"] = [list(range(start, start + local)) for start in range(0, world, local)]
+        groups["node GB/s"] = [list(range(start, start + local)) for start in range(0, world, local)]
     if world > local:
         nodes = range(0, world, 2 * local)
-        found["pair across nodes GB/s"] = [
+        groups["pair across nodes GB/s"] = [
             [start + i, start + local + i] for start in nodes for i in range(local) if start + local + i < world
         ]
     else:
-        found["pair GB/s"] = [[rank, rank + 1] for rank in range(0, world - 1, 2)]
-    return found
+        groups["pair GB/s"] = [[rank, rank + 1] for rank in range(0, world - 1, 2)]
+    return groups
 
 
 def _gemm(device: Device) -> float:
     size = GEMM.get(device.type, 8192)
     a = torch.ones(size, size, dtype=device.default_dtype, device=device.torch_device)
-    seconds = _best(device, lambda: torch.mm(a, a))
+    seconds = _fastest(device, lambda: torch.mm(a, a))
     return 2 * size**3 / seconds / 1e12
 
 
 def _bandwidth(device: Device, group: dist.ProcessGroup, ranks: int, numel: int) -> float:
-    """GB/s that one rank sends in an all-reduce."""
+    """Return the rate at which one rank sends in an all-reduce, in GB/s."""
     x = torch.ones(numel, dtype=torch.float32, device=device.torch_device)
-    seconds = _best(device, lambda: dist.all_reduce(x, group=group))
+    seconds = _fastest(device, lambda: dist.all_reduce(x, group=group))
     return 2 * x.nbytes * (ranks - 1) / ranks / seconds / 1e9
 
 
-def _best(device: Device, act: Callable[[], object], times: int = 5) -> float:
-    best = float("inf")
+def _fastest(device: Device, function: Callable[[], object], times: int = 5) -> float:
+    fastest = float("inf")
     for _ in range(times):
         device.synchronize()
         start = time.perf_counter()
-        act()
+        function()
         device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Where ranks' output goes with ``--log-dir DIR``: DIR/JOB/attempt-K/rank-N.log, by the job's name and global ranks.
+"""Per-rank log files of ``--log-dir DIR``: DIR/JOB/attempt-K/rank-N.log, with the job's name and global ranks.
 
-Nodes that share the folder write beside one another. A file of an earlier launch by the same name is kept as
-rank-N.log.1, .2 and so on, the newest last. A rank whose file cannot be opened has none: logs end no run.
+Nodes may share the folder. A file from an earlier launch with the same name is kept as rank-N.log.1, .2 and so on, the
+newest last. If a file cannot be opened, its rank runs without one: log files never end a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from megapar.core.health.signal_listener import write_stderr
 
 
 class RankLogs(LogsSpecs):
-    """For torch's agent. log_dir: "" leaves ranks the launcher's own output."""
+    """torch's specification of log files.
+
+    Args:
+        log_dir: Folder of the log files; "" if ranks share the launcher's output.
+    """
 
     def __init__(self, log_dir: str = "") -> None:
         super().__init__(log_dir or None)
@@ -28,13 +32,17 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """As torch has it."""
+        """The folder, as torch's interface requires it."""
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Files of the next start, by local rank. envs: of the ranks; each hears where it is to tell what ended it."""
+        """Create the files of the next start.
+
+        Args:
+            envs: Local rank -> environment. Each gets the path of the file in which its rank records its failure.
+        """
         errors = Path(self._errors.name) / str(self._starts)
-        with contextlib.suppress(OSError):  # ranks that cannot write there either say what ended them, and no more
+        with contextlib.suppress(OSError):  # ranks that cannot write their error file still print the error
             errors.mkdir()
         self._starts += 1
         logs = dict.fromkeys(envs, "")
@@ -43,28 +51,28 @@ class RankLogs(LogsSpecs):
             files[rank] = environ["TORCHELASTIC_ERROR_FILE"] = str(errors / f"{rank}.json")
             if self._root_log_dir:
                 try:
-                    logs[rank] = str(_made(log_file(self._root_log_dir, {**os.environ, **environ})))
+                    logs[rank] = str(_created(log_file(self._root_log_dir, {**os.environ, **environ})))
                 except OSError as error:
                     without[environ["RANK"]] = error
         if without:
-            say_without(", ".join(without), next(iter(without.values())))
-        shown = {rank: log for rank, log in logs.items() if log}
-        return LogsDest(logs, dict(logs), shown, {}, files, "", "")
+            report_missing_logs(", ".join(without), next(iter(without.values())))
+        tailed = {rank: log for rank, log in logs.items() if log}
+        return LogsDest(logs, dict(logs), tailed, {}, files, "", "")
 
 
 def log_file(folder: str, environ: dict[str, str]) -> Path:
-    """The file of the rank that has this environment."""
+    """Return the log file of the rank with this environment."""
     job = re.sub(r"[^\w.-]", "_", environ.get("TORCHELASTIC_RUN_ID", "")).lstrip(".") or "job"
     return Path(folder) / job / f"attempt-{starts_before(environ)}" / f"rank-{environ['RANK']}.log"
 
 
-def say_without(ranks: str, error: OSError) -> None:
-    """That ranks have no file, and where they write instead."""
-    write_stderr(f"megapar launch: no log file for ranks {ranks}: {error}; their output goes where the launcher's goes")
+def report_missing_logs(ranks: str, error: OSError) -> None:
+    """Report that ranks have no log file, and that they share the launcher's output instead."""
+    write_stderr(f"megapar launch: no log file for ranks {ranks}: {error}; they write to the launcher's output instead")
 
 
-def _made(path: Path) -> Path:
-    """The path, with what was there renamed and an empty file. Raises OSError."""
+def _created(path: Path) -> Path:
+    """Create an empty file at the path and return the path. Renames an existing file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         numbers = [

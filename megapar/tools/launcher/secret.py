@@ -1,6 +1,6 @@
-"""A job's secret, which its launchers share and nobody else has: in MEGAPAR_SECRET, or in a file of one's own.
+"""The secret that the launchers of a job share, from MEGAPAR_SECRET or from a private file.
 
-Nodes prove by it that what they say in the rendezvous is theirs (tools/launcher/rendezvous.py).
+Nodes sign their rendezvous messages with it (tools/launcher/rendezvous.py).
 """
 
 from __future__ import annotations
@@ -12,59 +12,61 @@ from collections.abc import MutableMapping
 from megapar.errors import Complaint, ConfigError
 
 VARIABLE = "MEGAPAR_SECRET"
-LEAST_BYTES = 16
-MOST_BYTES = 4096
+MIN_BYTES = 16
+MAX_BYTES = 4096
 NONE = (
-    "the nodes' rendezvous is not authenticated: who reaches its port can end the job. Give every node the same "
-    f"secret by {VARIABLE} or --secret-file; --require-secret refuses to go without"
+    "the nodes' rendezvous is not authenticated: anyone who can reach its port can end the job. Give every node the "
+    f"same secret with {VARIABLE} or --secret-file; with --require-secret, the job does not start without one"
 )
-_MAKE = "Make one by: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
+_CREATE = "Create one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 
 
 def take(file: str, environ: MutableMapping[str, str]) -> bytes | None:
-    """The secret of ``--secret-file``, else of MEGAPAR_SECRET; None where there is neither.
+    """Return the secret of ``--secret-file``, or of MEGAPAR_SECRET, or None.
 
-    The variable is removed from ``environ``: ranks, and what they start, need not know it. Raises ConfigError for a
-    file that others may read or write, and for a secret that could be guessed.
+    Removes the variable from ``environ``, because ranks and their child processes do not need it. Raises ConfigError
+    if other users may read or write the file, or if the secret is too short or too long.
     """
     variable = environ.pop(VARIABLE, None)
     if file:
-        return _long_enough(_read(file), f"--secret-file {file}")
-    return None if variable is None else _long_enough(variable.encode().strip(), VARIABLE)
+        return _checked(_read(file), f"--secret-file {file}")
+    return None if variable is None else _checked(variable.encode().strip(), VARIABLE)
 
 
 def require(secret: bytes | None, backend: str) -> None:
-    """Refuse, for --require-secret, what would not be authenticated. Raises ConfigError."""
+    """Raise ConfigError if, under --require-secret, the rendezvous would not be authenticated."""
     if backend != "c10d":
-        message = f"--require-secret, but the rendezvous is torch's {backend}, which knows no secret."
-        raise _refused(message, "Leave out --rdzv-backend.")
+        message = f"--require-secret is set, but the rendezvous is torch's {backend}, which does not support a secret."
+        raise _refused(message, "Remove --rdzv-backend.")
     if secret is None:
-        raise _refused("--require-secret, but there is none.", f"Give it by --secret-file FILE or {VARIABLE}. {_MAKE}")
+        fix = f"Pass one with --secret-file FILE or {VARIABLE}. {_CREATE}"
+        raise _refused("--require-secret is set, but there is no secret.", fix)
 
 
 def _read(file: str) -> bytes:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+        # Non-blocking, because opening a pipe would wait for its writer.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise _refused(f"--secret-file {file} cannot be read: {error.strerror}.", _MAKE) from error
+        raise _refused(f"--secret-file {file} cannot be read: {error.strerror}.", _CREATE) from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise _refused(f"--secret-file {file} is no file.", _MAKE)
-        if found.st_uid != os.geteuid():
-            raise _refused(f"--secret-file {file} belongs to user {found.st_uid}, not to {os.geteuid()}.", _MAKE)
-        if found.st_mode & 0o077:
-            mode = stat.S_IMODE(found.st_mode)
-            raise _refused(f"--secret-file {file} is open to others (mode {mode:04o}).", f"chmod 600 {file}")
-        return os.read(descriptor, MOST_BYTES + 1).strip()
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(f"--secret-file {file} is not a regular file.", _CREATE)
+        if status.st_uid != os.geteuid():
+            raise _refused(f"--secret-file {file} belongs to user {status.st_uid}, not to {os.geteuid()}.", _CREATE)
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise _refused(f"--secret-file {file} is open to other users (mode {mode:04o}).", f"Run chmod 600 {file}.")
+        return os.read(descriptor, MAX_BYTES + 1).strip()
     finally:
         os.close(descriptor)
 
 
-def _long_enough(secret: bytes, name: str) -> bytes:
-    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
-        allowed = f"a secret has {LEAST_BYTES} to {MOST_BYTES}"
-        raise _refused(f"{name} holds {len(secret)} bytes, {allowed}.", _MAKE.replace("FILE", "secret"))
+def _checked(secret: bytes, name: str) -> bytes:
+    if not MIN_BYTES <= len(secret) <= MAX_BYTES:
+        message = f"{name} contains {len(secret)} bytes; a secret has {MIN_BYTES} to {MAX_BYTES}."
+        raise _refused(message, _CREATE.replace("FILE", "secret"))
     return secret
 
 

@@ -1,6 +1,6 @@
-"""How ``megapar launch`` stops: it tells its ranks once, waits for them, and kills those that do not end.
+"""Stopping of ``megapar launch``: forwards one signal to the ranks, waits for them, and kills those that do not exit.
 
-Torch's agent has no part in that: it would end at once on a signal and forget how its ranks ended.
+torch's agent takes no part in this: on a signal it would exit immediately and lose the statuses of its ranks.
 """
 
 from __future__ import annotations
@@ -16,121 +16,140 @@ from pathlib import Path
 from megapar.core.health.process import fields_of
 from megapar.core.health.signal_listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, write_stderr
 
-LEAVE_SECONDS = 3.0  # for a launcher without ranks to end by itself, before it is made to
-KILL_SECONDS = 30.0  # for ranks that were killed to be gone
-MOST_KILLS = 3
+EXIT_SECONDS = 3.0  # for a launcher without ranks to exit by itself, before it is forced to
+KILL_SECONDS = 30.0  # for killed ranks to disappear
+MAX_KILLS = 3
 
 
 class Stopped(BaseException):
-    """A launcher without ranks was asked to stop. No Exception, which torch's loops of waiting might keep."""
+    """A signal that stopped a launcher without ranks. Not an Exception, which torch's wait loops might catch."""
 
 
 class Stopper:
-    """Passes the first of SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGQUIT on to the ranks as SIGTERM: they save and end.
+    """Forwards the first of SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGQUIT to the ranks as SIGTERM: they save and exit.
 
-    The time-out kills them, and so does a second SIGINT or SIGQUIT, 5 s or more after the first; other signals change
-    nothing more. when_asked: called at the first signal, before it is passed on. end: ends a launcher without ranks
-    that does not come back from C code.
+    It kills the ranks when the timeout expires, or at a second SIGINT or SIGQUIT 5 s or more after the first. Other
+    repeated signals have no effect.
+
+    Attributes:
+        timeout_seconds: Time that ranks have to save and exit.
+        on_stop: Called at the first signal, before it is forwarded.
+        signal: Number of the first signal; 0 before it.
     """
 
     def __init__(self, timeout_seconds: float, end: Callable[[int], object] = os._exit) -> None:
+        """Create a stopper.
+
+        Args:
+            timeout_seconds: Time that ranks have to save and exit.
+            end: Ends, with a status, a launcher without ranks that does not return from C code.
+        """
         self.timeout_seconds = timeout_seconds
-        self.when_asked: Callable[[], None] = lambda: None
-        self.asked = 0
+        self.on_stop: Callable[[], None] = lambda: None
+        self.signal = 0
         self._end = end
-        self._told = False
-        self._idle = self._left = ""
+        self._is_stopping = False
+        self._idle_phase = self._stopped_phase = ""
         self._status = 1
         self._starting = threading.Lock()
         self._insistence = Insistence()
         self._due: float | None = None
         self._kills = 0
-        self._listener = Listener(self._on_signal, self._on_main_thread, lambda: self._due)
+        self._listener = Listener(self._handle, self._handle_on_main_thread, lambda: self._due)
 
     @property
     def ranks_seconds(self) -> float:
-        """What is left to ranks: those that hang say where, a little before they are killed."""
+        """Timeout for the ranks. It is a little shorter than the launcher's, so that a hanging rank can report where
+        it hangs before it is killed.
+        """
         return max(0.9 * self.timeout_seconds, self.timeout_seconds - 5.0)
 
     def install(self) -> None:
-        """Hear the signals of this process from now on, from its main thread."""
+        """Start to handle the signals of this process. Call it on the main thread."""
         self._listener.install(STOPS)
 
     def close(self) -> None:
-        """Hear no more: the ranks have ended."""
+        """Stop handling signals, after the ranks have exited."""
         self._listener.close()
 
     @contextmanager
-    def idle(self, doing: str) -> Iterator[None]:
-        """While there are no ranks: a signal ends the launcher at once. Raises Stopped, which tells of ``doing``."""
-        self._idle = doing
+    def idle(self, phase: str) -> Iterator[None]:
+        """Mark a phase without ranks, in which a signal ends the launcher at once. Raises Stopped, naming the phase."""
+        self._idle_phase = phase
         try:
-            self._leave_if_asked()
+            self._raise_if_stopped()
             yield
         finally:
-            self._idle = ""
+            self._idle_phase = ""
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """While ranks are started: a signal waits for all of them to be there. Raises Stopped where one came before."""
+        """Delay signals until all ranks have started. Raises Stopped if a signal arrived earlier."""
         with self._starting:
-            self._idle = "ranks were started"
-            self._leave_if_asked()
-            self._idle = ""
+            self._idle_phase = "starting the ranks"
+            self._raise_if_stopped()
+            self._idle_phase = ""
             yield
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """While the ranks of this node have ended well and others have not: the time-out ends the launcher by 0."""
+        """Mark the phase in which this node's ranks have succeeded and other nodes' still run.
+
+        If the timeout expires in it, the launcher exits with 0.
+        """
         self._status = 0
         yield
         self._status = 1
 
-    def _on_main_thread(self, number: int) -> None:
-        self.asked = self.asked or number
-        self._leave_if_asked()
+    def _handle_on_main_thread(self, number: int) -> None:
+        self.signal = self.signal or number
+        self._raise_if_stopped()
 
-    def _leave_if_asked(self) -> None:
-        if self.asked and self._idle:
-            self._left, self._idle = self._idle, ""
-            raise Stopped(f"{name_of(self.asked)} while {self._left}: ends; no ranks were there")
+    def _raise_if_stopped(self) -> None:
+        if self.signal and self._idle_phase:
+            self._stopped_phase, self._idle_phase = self._idle_phase, ""
+            raise Stopped(f"{name_of(self.signal)} while {self._stopped_phase}; exiting, no ranks were running")
 
-    def _on_signal(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         now = time.monotonic()
         if not number:
-            self._kill(now, f"--stop-timeout {self.timeout_seconds:g} is over")
+            self._kill(now, f"--stop-timeout {self.timeout_seconds:g} has expired")
         elif self._insistence.add(number, now):
             self._kill(now, f"{name_of(number)} again")
-        elif not self._told:
-            self._told = True
-            self.asked = self.asked or number
-            self._pass_on(number, now)
+        elif not self._is_stopping:
+            self._is_stopping = True
+            self.signal = self.signal or number
+            self._forward(number, now)
         elif number in TYPED:
-            write_stderr(f"megapar launch: stopping already; again in {AGAIN_SECONDS:g} s ends it at once, unsaved")
+            write_stderr(
+                f"megapar launch: already stopping; repeat the signal after {AGAIN_SECONDS:g} s to end at once without "
+                "saving"
+            )
 
-    def _pass_on(self, number: int, now: float) -> None:
-        if self._idle or self._left:
-            self._due = now + LEAVE_SECONDS
+    def _forward(self, number: int, now: float) -> None:
+        if self._idle_phase or self._stopped_phase:
+            self._due = now + EXIT_SECONDS
             return
-        self.when_asked()
+        self.on_stop()
         self._due = now + self.timeout_seconds
         write_stderr(
-            f"megapar launch: {name_of(number)}: ranks save and end within {self.timeout_seconds:g} s (--stop-timeout)"
+            f"megapar launch: {name_of(number)}: ranks have {self.timeout_seconds:g} s to save and exit "
+            "(--stop-timeout)"
         )
         with self._starting:
             signal_children(signal.SIGTERM)
 
     def _kill(self, now: float, why: str) -> None:
-        """Kill the ranks; end the launcher itself where it has none left and is still here."""
+        """Kill the ranks. End the launcher itself if no ranks are left and it is still running."""
         ranks = list(_ranks())
-        idle = self._idle or self._left
-        if idle or self._kills >= MOST_KILLS or (not ranks and (self._kills or not self._status)):
-            write_stderr(f"megapar launch: {name_of(self.asked)}" + f" while {idle}" * bool(idle) + ": ends")
+        phase = self._idle_phase or self._stopped_phase
+        if phase or self._kills >= MAX_KILLS or (not ranks and (self._kills or not self._status)):
+            write_stderr(f"megapar launch: {name_of(self.signal)}" + f" while {phase}" * bool(phase) + "; exiting")
             self._end(self._status)
             self._due = None
             return
         if not self._kills:
-            write_stderr(f"megapar launch: {why}: {len(ranks)} ranks are killed")
+            write_stderr(f"megapar launch: {why}: killing {len(ranks)} ranks")
         self._kills += 1
         self._due = now + KILL_SECONDS
         signal_children(signal.SIGKILL)
@@ -146,7 +165,7 @@ def signal_children(number: signal.Signals) -> None:
 
 
 def _ranks() -> Iterator[int]:
-    """Each leads a session of its own, unlike other children of this process."""
+    """Yield the ranks' process numbers. Unlike other children of this process, each rank leads a session."""
     for pid in children(os.getpid()):
         try:
             if os.getsid(pid) == pid:
@@ -156,8 +175,8 @@ def _ranks() -> Iterator[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Direct children by /proc; ranks are started by the agent, which does not show their numbers."""
-    found = []
+    """Return the direct children of a process, read from /proc: the agent does not expose its ranks' numbers."""
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -166,5 +185,5 @@ def children(parent: int) -> list[int]:
         except OSError:
             continue
         if int(state_and_parent[1]) == parent:
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids

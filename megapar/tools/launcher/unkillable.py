@@ -1,4 +1,4 @@
-"""Processes that no signal ends: one that waits in the kernel (a disk or a device that does not answer) stays there."""
+"""Processes that no signal ends, because they wait in the kernel for a disk or a device that does not answer."""
 
 from __future__ import annotations
 
@@ -11,36 +11,43 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-KILL_SECONDS = 5.0  # from SIGKILL to the end of a process that can be ended
+KILL_SECONDS = 5.0  # for a process to disappear after SIGKILL
 SHOWN_FILES = 4
 
 
 def end(handlers: Mapping[int, Any], number: signal.Signals, seconds: float) -> list[int]:
-    """End ranks by a signal, and after so many seconds by SIGKILL; those that have not ended even then.
+    """End ranks with a signal, then with SIGKILL. Return the ranks that are still alive after both.
 
-    handlers: rank -> torch's, of its process.
+    Args:
+        handlers: Rank -> torch's SubprocessHandler.
+        number: The first signal.
+        seconds: Time that ranks have to exit after it.
     """
-    alive = {rank: one for rank, one in handlers.items() if one.proc.poll() is None}
+    alive = {rank: handler for rank, handler in handlers.items() if handler.proc.poll() is None}
     for each, patience in ((number, seconds), (signal.SIGKILL, KILL_SECONDS)):
-        for one in alive.values():
+        for handler in alive.values():
             with suppress(ProcessLookupError):
-                one.close(death_sig=each)
+                handler.close(death_sig=each)
         deadline = time.monotonic() + patience
-        for one in alive.values():
+        for handler in alive.values():
             with suppress(subprocess.TimeoutExpired):
-                one.proc.wait(max(0.0, deadline - time.monotonic()))
-        alive = {rank: one for rank, one in alive.items() if one.proc.poll() is None}
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+        alive = {rank: handler for rank, handler in alive.items() if handler.proc.poll() is None}
     return sorted(alive)
 
 
 class Dying:
-    """Processes that have been killed, or have ended themselves, and are still there."""
+    """Tracks processes that have a pending SIGKILL, their own or another process's, and still exist."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def stuck(self, pids: Mapping[int, int]) -> list[int]:
-        """Ranks whose process was to end ``KILL_SECONDS`` ago. pids: by rank."""
+        """Return the ranks whose process should have ended ``KILL_SECONDS`` ago.
+
+        Args:
+            pids: Rank -> process number.
+        """
         now = time.monotonic()
         dying = {pid for pid in pids.values() if any(_is_killed(task) for task in _tasks(pid))}
         self._since = {pid: self._since.get(pid, now) for pid in dying}
@@ -48,15 +55,15 @@ class Dying:
 
 
 def describe(rank: int, pid: int) -> str:
-    """Which process it is, and in what it is stuck, as far as the kernel says so."""
-    found = [task for task in _tasks(pid) if _field(task / "status", "State").startswith("D")]
-    where = f", in {_content(found[0] / 'wchan') or 'the kernel'}" if found else ""
-    files = [file for task in found[:1] for file in _files(task)]
+    """Return a sentence that names the process, the kernel function it waits in and its open files, if known."""
+    waiting = [task for task in _tasks(pid) if _field(task / "status", "State").startswith("D")]
+    where = f", in {_content(waiting[0] / 'wchan') or 'the kernel'}" if waiting else ""
+    files = [file for task in waiting[:1] for file in _files(task)]
     opened = f", with {', '.join(files[:SHOWN_FILES])} open" if files else ""
     return (
         f"process {pid} of rank {rank} cannot be ended: no signal reaches it{where}{opened}. It ends when the disk or "
-        "device that it waits for answers, or with the machine; until then it holds its memory and its device, and no "
-        "rank is started here"
+        "device that it waits for answers, or at a reboot. Until then it holds its memory and its device, and no rank "
+        "is started on this node"
     )
 
 
@@ -68,7 +75,7 @@ def _tasks(pid: int) -> list[Path]:
 
 
 def _is_killed(task: Path) -> bool:
-    """Whether SIGKILL is on its way to a thread that does not take it."""
+    """Return True if SIGKILL is pending for a thread."""
     try:
         return bool(int(_field(task / "status", "SigPnd") or "0", 16) >> (signal.SIGKILL - 1) & 1)
     except ValueError:
@@ -88,11 +95,11 @@ def _content(path: Path) -> str:
 
 
 def _files(task: Path) -> list[str]:
-    """Files of a disk that a thread has open."""
-    found: list[str] = []
+    """Return the files on disks that a thread has open."""
+    targets: list[str] = []
     with suppress(OSError):
         for link in (task / "fd").iterdir():
             target = os.readlink(link)
             if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
-                found.append(target)
-    return sorted(set(found))
+                targets.append(target)
+    return sorted(set(targets))

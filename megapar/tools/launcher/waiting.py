@@ -1,4 +1,7 @@
-"""Says what a launcher waits for, so that a job that lacks a node is not silent."""
+"""Progress lines while a launcher waits, so that a job with a missing node is not silent.
+
+Tested in ``tests/tools/launcher/test_stopper.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,29 @@ NEXT_SECONDS = 30.0
 
 
 def nodes_of(handler: Any) -> str:
-    """How many nodes have come to a rendezvous of torch's c10d kind, and how many it wants."""
+    """Return how many nodes have joined torch's c10d rendezvous, and how many it needs."""
     holder, settings = getattr(handler, "_state_holder", None), getattr(handler, "_settings", None)
     if holder is None or settings is None:
         return "the other nodes"
-    least, most = settings.min_nodes, settings.max_nodes
-    wanted = f"{most}" if least == most else f"{least} to {most}"
-    return f"nodes: {len(holder.state.participants)} of {wanted} are there"
+    minimum, maximum = settings.min_nodes, settings.max_nodes
+    needed = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
+    return f"nodes: {len(holder.state.participants)} of {needed} are present"
 
 
 def limit_of(handler: Any) -> float | None:
-    """After how many seconds it gives up; None where it does not say."""
+    """Return the time limit of a rendezvous in seconds; None if its backend does not expose one."""
     settings = getattr(handler, "_settings", None)
     return None if settings is None else float(settings.timeout.join.total_seconds())
 
 
 class Waiting:
-    """While it is entered, a line after 10 s and every 30 s: ``waiting for WHAT, 40 s of up to 600 s``.
+    """Context manager that prints ``waiting for WHAT, 40 s of up to 600 s`` after 10 s and then every 30 s.
 
-    what: asked anew for every line, on a thread of its own. limit: seconds after which the wait is given up; None: not
-    known.
+    Args:
+        what: Returns WHAT; called for every line, on a separate thread.
+        limit: Seconds after which the wait is given up; None if unknown.
+        first_seconds: Time until the first line.
+        next_seconds: Time between lines.
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Waiting:
         self._what = what
         self._limit = "" if limit is None else f" of up to {limit:.0f} s"
         self._pauses = first_seconds, next_seconds
-        self._over = threading.Event()
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megapar-waiting", daemon=True)
 
     def __enter__(self) -> None:
@@ -58,11 +64,11 @@ class Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._done.set()
 
     def _run(self) -> None:
-        pause, following = self._pauses
-        while not self._over.wait(pause):
-            pause = following
+        pause, next_pause = self._pauses
+        while not self._done.wait(pause):
+            pause = next_pause
             seconds = time.monotonic() - self._start
             write_stderr(f"megapar launch: waiting for {self._what()}, {seconds:.0f} s{self._limit}")

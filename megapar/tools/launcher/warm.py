@@ -1,5 +1,6 @@
-"""The launcher's end of the clean process from which ranks are forked (fresh.py): the start of a rank costs a
-fork then, and not the import of torch.
+"""The launcher's side of the clean process that ranks are forked from (fresh.py).
+
+Starting a rank then costs a fork instead of an import of torch.
 """
 
 from __future__ import annotations
@@ -23,42 +24,46 @@ from megapar.tools.launcher.fresh import MODULES, ONE_THREAD, receive, send
 PATIENCE_SECONDS = 600.0  # for the imports, on a slow shared disk
 _ANSWER_SECONDS = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
-_LONGEST_LOOK_SECONDS = 0.05
+_MAX_POLL_SECONDS = 0.05
 
 
 class Forked:
-    """A rank that was forked, with what torch's agent uses of ``subprocess.Popen``."""
+    """A forked rank, with the part of ``subprocess.Popen`` that torch's agent uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its status, negative for a signal; None while it runs."""
+        """Return its status, negative for a signal; None while it runs."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # as subprocess does where somebody else has asked
+            except ChildProcessError:  # other code has collected the status; subprocess also returns 0 then
                 pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its status. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait for its end and return its status. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         deadline, pause = time.monotonic() + (timeout or 0.0), 0.0005
         while (status := self.poll()) is None:
             left = deadline - time.monotonic()
             if timeout is not None and left <= 0:
                 raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout)
-            pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
             time.sleep(pause if timeout is None else min(pause, left))
         return status
 
 
 class Warm:
-    """The clean process, from its start to ``close``. Where it cannot be had that is said once, and ``fork`` gives
-    None: ranks are started one by one then. modules: that it imports.
+    """The clean process, from its start to ``close``.
+
+    If it cannot be used, one message says why, and ``fork`` returns None: ranks are then started one by one.
+
+    Args:
+        modules: Modules that the process imports.
     """
 
     def __init__(self, modules: Sequence[str] = MODULES) -> None:
@@ -66,60 +71,68 @@ class Warm:
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: socket.socket | None = None
         self._is_ready = False
-        if not _take_orphans(False):
-            self._give_up("this system gives orphans to nobody but its first process")
+        if not _adopt_orphans(False):
+            self._give_up("on this system only the init process can adopt orphans")
             return
         self._start()
 
     def _start(self) -> None:
-        mine, its = socket.socketpair()
-        mine.settimeout(PATIENCE_SECONDS)
-        # Python's own warnings of forks from threads do not concern it: it has none.
+        parent_end, child_end = socket.socketpair()
+        parent_end.settimeout(PATIENCE_SECONDS)
         environ = {ONE_THREAD: "1", **os.environ}
-        line = [sys.executable, "-u", *own.line("megapar.tools.launcher.fresh")]
-        line += [str(its.fileno()), str(os.getpid()), *self._modules]
-        with its:
-            self._wire = mine
-            self._process = subprocess.Popen(line, env=environ, pass_fds=[its.fileno()])
+        line = [sys.executable, "-u", *own.module_command("megapar.tools.launcher.fresh")]
+        line += [str(child_end.fileno()), str(os.getpid()), *self._modules]
+        with child_end:
+            self._wire = parent_end
+            self._process = subprocess.Popen(line, env=environ, pass_fds=[child_end.fileno()])
         self._is_ready = False
 
     def ready(self) -> bool:
-        """Wait for the imports; whether ranks can be forked. After its death there is another one."""
+        """Wait for the imports. Return True if ranks can be forked. Restarts the process if it has ended."""
         if self._process is not None and self._is_ready and self._process.poll() is not None:
             write_stderr(
-                f"megapar launch: the process that forks ranks {ending(self._process.returncode)}; here is another"
+                f"megapar launch: the process that forks ranks {ending(self._process.returncode)}; starting a new one"
             )
             self.close()
             self._start()
         if self._wire is None or self._is_ready:
             return self._is_ready
         try:
-            told, _ = receive(self._wire)
+            answer, _ = receive(self._wire)
         except (OSError, EOFError, ValueError) as error:
-            self._give_up(f"the process that was to fork them does not answer ({type(error).__name__})")
+            self._give_up(f"the process that forks ranks does not answer ({type(error).__name__})")
             return False
         self._wire.settimeout(_ANSWER_SECONDS)
-        if told["unclean"]:
-            self._give_up(f"the process that was to fork them has {told['unclean']}")
+        if answer["unclean"]:
+            self._give_up(f"the process that forks ranks has {answer['unclean']}")
             return False
         self._is_ready = True
         return True
 
     def fork(self, arguments: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Forked | None:
-        """Start ``python ARGUMENTS`` with these files; None where that is not possible. Within ``orphans_come``."""
+        """Fork a rank that runs ``python ARGUMENTS``; return None if that is impossible.
+
+        Call it within ``adopt_orphans``.
+
+        Args:
+            arguments: Arguments of the Python interpreter.
+            environ: Environment of the rank.
+            stdout: Descriptor of its standard output.
+            stderr: Descriptor of its standard error.
+        """
         if self._wire is None or not self._is_ready:
             return None
-        kept = {name: value for name, value in environ.items() if name != ONE_THREAD or name in os.environ}
+        variables = {name: value for name, value in environ.items() if name != ONE_THREAD or name in os.environ}
         try:
-            send(self._wire, {"arguments": [*arguments], "environ": kept}, (stdout, stderr))
-            told, _ = receive(self._wire)
-            return Forked(int(told["pid"]))
+            send(self._wire, {"arguments": [*arguments], "environ": variables}, (stdout, stderr))
+            answer, _ = receive(self._wire)
+            return Forked(int(answer["pid"]))
         except (OSError, EOFError, ValueError) as error:
-            self._give_up(f"the process that was to fork them does not answer ({type(error).__name__})")
+            self._give_up(f"the process that forks ranks does not answer ({type(error).__name__})")
             return None
 
     def close(self) -> None:
-        """End it; ranks go on."""
+        """End the process. Its ranks keep running."""
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -135,35 +148,39 @@ class Warm:
 
 
 @contextlib.contextmanager
-def orphans_come() -> Iterator[None]:
-    """While ranks are forked: they are children of this process, as those are that it starts itself."""
-    _take_orphans(True)
+def adopt_orphans() -> Iterator[None]:
+    """Make this process the parent of orphaned descendants, so that forked ranks become its children."""
+    _adopt_orphans(True)
     try:
         yield
     finally:
-        _take_orphans(False)
+        _adopt_orphans(False)
 
 
-def _take_orphans(yes: bool) -> bool:
-    """Whether this system knows that."""
+def _adopt_orphans(enabled: bool) -> bool:
+    """Switch the adoption on or off. Return False if the system does not support it."""
     if sys.platform != "linux":
         return False
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(yes), 0, 0, 0) == 0)
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(enabled), 0, 0, 0) == 0)
 
 
-def wanted(asked: bool | None, script: str) -> bool:
-    """Whether to start ranks from a warm process. asked: by --warm-start; None: for megapar's own scripts, where torch
-    can be imported without starting a device.
+def wants_warm_start(flag: bool | None, script: str) -> bool:
+    """Return True if ranks are to be forked from a warm process.
 
-    A script of somebody's own may set variables before it imports torch, which would be too late.
+    The default is on for megapar's own scripts, if importing torch does not open a device. It is off for other
+    scripts: one that sets variables before it imports torch would set them too late.
+
+    Args:
+        flag: Value of --warm-start; None for the default.
+        script: Path of the script.
     """
-    if asked is not None:
-        return asked
-    own = Path(script).name in SCRIPTS.values()
-    # torch imports torch_npu by itself where it is installed, and that starts the device.
-    return own and sys.platform == "linux" and importlib.util.find_spec("torch_npu") is None
+    if flag is not None:
+        return flag
+    is_ours = Path(script).name in SCRIPTS.values()
+    # If torch_npu is installed, torch imports it, which opens the device.
+    return is_ours and sys.platform == "linux" and importlib.util.find_spec("torch_npu") is None
 
 
 def ending(status: int) -> str:
-    """was killed (signal 9), or ended with status 1."""
+    """Describe an exit status: "was killed (signal 9)" or "ended with status 1"."""
     return f"was killed (signal {-status})" if status < 0 else f"ended with status {status}"

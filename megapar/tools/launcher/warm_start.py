@@ -1,4 +1,4 @@
-"""How torch's agent is brought to fork ranks from a warm process."""
+"""The hook that makes torch's agent fork ranks from a warm process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from megapar.tools.launcher.rank_logs import say_without
-from megapar.tools.launcher.warm import Warm, orphans_come
+from megapar.tools.launcher.rank_logs import report_missing_logs
+from megapar.tools.launcher.warm import Warm, adopt_orphans
 
 
 class Handler(SubprocessHandler):
-    """torch's, of a rank that is forked where that is possible, and whose two streams may share a file."""
+    """torch's handler of a rank's process. It forks the rank if possible, and both streams may share a log file."""
 
     def __init__(self, warm: Warm | None, stdout: str | None, stderr: str | None, **rest: Any) -> None:
         self._warm = warm
@@ -26,8 +26,8 @@ class Handler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         try:
             self._stdout, self._stderr = (_opened(path) for path in self._paths)
-        except OSError as error:  # it could be made a moment ago
-            say_without(env["RANK"], error)
+        except OSError as error:  # RankLogs created the file, but its disk may have failed since
+            report_missing_logs(env["RANK"], error)
             self._stdout = self._stderr = None
         files = [1 if self._stdout is None else self._stdout.fileno()]
         files += [2 if self._stderr is None else self._stderr.fileno()]
@@ -44,8 +44,8 @@ def _opened(path: str | None) -> TextIOWrapper | None:
 
 
 @contextlib.contextmanager
-def starting(warm: Warm | None) -> Iterator[None]:
-    """While torch's agent starts ranks: by ``Handler``, which its ``start_processes`` takes no other way."""
+def starting_with(warm: Warm | None) -> Iterator[None]:
+    """Make torch's agent start its ranks through ``Handler``. Its ``start_processes`` has no parameter for this."""
 
     def make(
         entrypoint: str,
@@ -61,10 +61,10 @@ def starting(warm: Warm | None) -> Iterator[None]:
             numa_options=numa_options,
         )  # fmt: skip
 
-    kept = api.get_subprocess_handler
+    original = api.get_subprocess_handler
     api.get_subprocess_handler = make
     try:
-        with orphans_come() if warm is not None else contextlib.nullcontext():
+        with adopt_orphans() if warm is not None else contextlib.nullcontext():
             yield
     finally:
-        api.get_subprocess_handler = kept
+        api.get_subprocess_handler = original

@@ -387,7 +387,7 @@ def test_the_commands(
     assert main(["data", "prepare", "--output", out, "--tokenizer-model", model]) == 2
     with pytest.raises(SystemExit):
         main(["data", "prepare", *source, "--output", out, "--tokenizer-model", model, "--workers", "0"])
-    assert "'0' is not a whole number above 0" in capsys.readouterr().err
+    assert "'0' is not a whole number >= 1" in capsys.readouterr().err
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
     assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 1

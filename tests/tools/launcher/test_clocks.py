@@ -24,7 +24,7 @@ def state(deadline: datetime | None = None, **beats: datetime) -> _RendezvousSta
 @pytest.mark.parametrize("apart", [timedelta(0), timedelta(hours=-1), timedelta(hours=1)])
 def test_a_beat_is_new_when_it_changes_and_goes_on_as_it_came(apart: timedelta) -> None:
     said: list[str] = []
-    clocks = Clocks(say=said.append)
+    clocks = Clocks(log=said.append)
     seen = clocks.ours(state(there=NOW + apart), NOW)
     assert seen.last_heartbeats == {THERE: NOW}
     seen = clocks.ours(state(there=NOW + apart), NOW + 9 * SECOND)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.tools.launcher.deaths import describe, following
+from megapar.tools.launcher.deaths import describe, next_action
 
 
 def noted(folder: Path, lost: bool) -> str:
@@ -19,11 +19,11 @@ def noted(folder: Path, lost: bool) -> str:
 @pytest.mark.parametrize(
     ("statuses", "lost", "then", "told"),
     [
-        ({0: 1, 1: -9}, [0], "starting again, 1 of 2", "rank 1 was killed (signal 9); starting again, 1 of 2"),
+        ({0: 1, 1: -9}, [0], "restarting, 1 of 2", "rank 1 was killed (signal 9); restarting, 1 of 2"),
         ({0: -15, 3: 1}, [], "", "rank 3 ended with status 1"),
         ({0: 1, 1: 1}, [0, 1], "", "ranks [0, 1] of this node lost ranks of other nodes, or were stopped from outside"),
         ({0: 2, 1: -15}, [], "", ""),
-        ({0: 2}, [], "starting again, 2 of 2", "rank 0 ended with status 2; starting again, 2 of 2"),
+        ({0: 2}, [], "restarting, 2 of 2", "rank 0 ended with status 2; restarting, 2 of 2"),
         (
             dict.fromkeys(range(6), -9),
             [],
@@ -40,7 +40,7 @@ def test_who_failed(tmp_path: Path, statuses: dict[int, int], lost: list[int], t
 
 
 def test_what_comes_now() -> None:
-    assert following(2, 2, over=False) == "starting again, 1 of 2"
-    assert following(2, 1, over=False) == "starting again, 2 of 2"
-    assert following(2, 0, over=False) == "no restart is left of 2"
-    assert following(2, 0, over=True) == following(0, 0, over=False) == ""
+    assert next_action(2, 2, job_ends=False) == "restarting, 1 of 2"
+    assert next_action(2, 1, job_ends=False) == "restarting, 2 of 2"
+    assert next_action(2, 0, job_ends=False) == "no restarts left of 2"
+    assert next_action(2, 0, job_ends=True) == next_action(0, 0, job_ends=False) == ""

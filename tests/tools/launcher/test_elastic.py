@@ -49,7 +49,7 @@ def test_the_nearest_layout_keeps_the_batch_and_how_the_model_is_cut(
 def test_the_script_gets_the_layout_and_people_read_of_it() -> None:
     line, told = command(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 2)
     assert line[0] == "pretrain_moe.py"
-    assert told == "2 of 4 ranks are there: sharding 4 -> 2; the global batch stays"
+    assert told == "2 of 4 ranks are present: sharding 4 -> 2; the global batch is unchanged"
     assert command(["4", "job.py", "--lr", "1"], 2) == (["job.py", "--lr", "1"], "")
     with pytest.raises(LookupError, match="no layout of 3 ranks is legal"):
         command(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 3)

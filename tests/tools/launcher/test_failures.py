@@ -10,7 +10,7 @@ import pytest
 
 from megapar.config.launched import failure_file
 from megapar.errors import DataError, DistributedError, TrainingError
-from megapar.tools.launcher.failures import Failure, again, first_failure, is_refusal
+from megapar.tools.launcher.failures import Failure, first_failure, is_refusal, repeated
 from megapar.training.health import failure
 
 HERE = Failure("DataError", "source.py:7", 5, False, "32-39", 1.0)
@@ -61,13 +61,13 @@ def test_samples_are_stepped_over_only_where_they_may_be_the_cause(
 
 
 def test_only_the_same_is_the_same() -> None:
-    told = again(HERE, replace(HERE, at=9.0))
-    assert told.startswith("DataError at step 5 again, at source.py:7, with no checkpoint in between: not started once")
-    assert told.endswith("--skip-samples 32-39 steps over the samples of that step.")
-    assert "before the first step" in again(replace(HERE, step=0), replace(HERE, step=0, samples=""))
+    told = repeated(HERE, replace(HERE, at=9.0))
+    assert told.startswith("DataError at step 5 again, at source.py:7, with no checkpoint in between; the job is not")
+    assert told.endswith("To skip the samples of that step, add --skip-samples 32-39 to the same command.")
+    assert "before the first step" in repeated(replace(HERE, step=0), replace(HERE, step=0, samples=""))
     for other in ({"type": "OSError"}, {"where": "source.py:8"}, {"step": 6}, {"saved": True}):
-        assert again(HERE, replace(HERE, **other)) == ""
-    assert again(None, HERE) == again(HERE, None) == ""
+        assert repeated(HERE, replace(HERE, **other)) == ""
+    assert repeated(None, HERE) == repeated(HERE, None) == ""
 
 
 @pytest.mark.parametrize(

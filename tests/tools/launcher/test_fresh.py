@@ -26,8 +26,8 @@ import os, signal
 from megapar.core.health.parent import die_with_parent
 from megapar.tools.launcher.fresh import _fork
 from megapar.tools.launcher.stopper import _ranks
-from megapar.tools.launcher.warm import Forked, orphans_come
-with orphans_come():
+from megapar.tools.launcher.warm import Forked, adopt_orphans
+with adopt_orphans():
     rank = _fork(os.getpid())
     if rank is None:  # and does nothing more
         die_with_parent()

@@ -220,7 +220,7 @@ def test_logs_that_can_have_no_folder_are_refused(tmp_path: Path) -> None:
     done = launch(tmp_path, "--log-dir", f"{job}/logs", job)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"megapar launch: [log-dir] --log-dir {job}/logs is no folder and cannot be made: Not a directory.\n"
+        f"megapar launch: [log-dir] --log-dir {job}/logs is not a folder and cannot be created: Not a directory.\n"
     )
 
 
@@ -278,7 +278,7 @@ def test_a_node_that_comes_after_the_preflight_joins_the_job(tmp_path: Path) -> 
     done = launch(tmp_path, *options, script(tmp_path, "print('job')"))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "job\n"
-    assert done.stderr.count("the preflight of this job is over: joining it without one") == 1
+    assert done.stderr.count("the preflight of this job is already over; joining the job without one") == 1
 
 
 def test_slow_ranks_are_named() -> None:
@@ -301,7 +301,7 @@ def test_after_a_death_all_ranks_start_again(tmp_path: Path) -> None:
     done = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", script(tmp_path, body), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
-    assert "megapar launch: rank 1 was killed (signal 9); starting again, 1 of 1\n" in done.stderr
+    assert "megapar launch: rank 1 was killed (signal 9); restarting, 1 of 1\n" in done.stderr
 
 
 def test_a_failure_comes_again_though_another_rank_is_the_first_to_end(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_one_node_listens_nowhere_but_gloo_on_loopback(tmp_path: Path, options: 
 def test_a_script_that_wants_torchruns_store_is_told_how_to_get_it(tmp_path: Path) -> None:
     body = "import torch.distributed as dist\ndist.init_process_group('gloo')"
     assert (
-        "none: --rdzv-endpoint localhost:0 of megapar launch makes one"
+        "none: pass --rdzv-endpoint localhost:0 to megapar launch to get one"
         in launch(tmp_path, script(tmp_path, body)).stderr
     )
 
@@ -394,14 +394,14 @@ def test_ranks_do_not_get_the_secret(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "told"),
     [
-        (("--require-secret",), {}, "--require-secret, but there is none"),
+        (("--require-secret",), {}, "--require-secret is set, but there is no secret"),
         (
             ("--require-secret", "--rdzv-backend", "static", "--node-rank", "0"),
             {"MEGAPAR_SECRET": "x" * 32},
-            "which knows no secret",
+            "which does not support a secret",
         ),
         (("--secret-file", "no-such-file"), {}, "--secret-file no-such-file cannot be read"),
-        ((), {"MEGAPAR_SECRET": "short"}, "MEGAPAR_SECRET holds 5 bytes"),
+        ((), {"MEGAPAR_SECRET": "short"}, "MEGAPAR_SECRET contains 5 bytes"),
     ],
 )
 def test_secrets_that_are_none_are_refused(
@@ -458,5 +458,5 @@ def test_a_node_that_stood_by_until_the_end_ends_well(
 
 def test_a_name_that_only_this_machine_takes_for_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "_address_of", lambda host: "127.0.1.1")
-    with pytest.raises(DistributedError, match=r"node0:1 is 127\.0\.1\.1 on this machine"):
+    with pytest.raises(DistributedError, match=r"node0:1 is 127\.0\.1\.1 on this machine, .* or set --local-addr"):
         agent.meet_at("node0:1")

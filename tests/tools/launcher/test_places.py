@@ -61,7 +61,7 @@ def test_a_folder_that_is_not_fit_is_passed_over(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(places, "MOUNTS", mounts)
     unfit = [str(tmp_path / "nowhere"), str(open_), str(shared)]
     assert RankFiles([*unfit, str(fit)]).folder.parent == fit
-    with pytest.raises(DistributedError, match=r"No such file.*lets others rename.*is on nfs4, which other machines"):
+    with pytest.raises(DistributedError, match=r"No such file.*lets other users rename.*is on nfs4, which is shared"):
         RankFiles(unfit)
 
 
@@ -76,11 +76,11 @@ def test_a_container_does_not_know_the_owner_of_tmp(tmp_path: Path, monkeypatch:
     found = parent.stat()
     outside = os.stat_result((*found[:4], 65534, *found[5:]))
     monkeypatch.setattr(Path, "stat", lambda self, **_: outside if self == parent else found)
-    assert places._unfit(parent) == f"{parent} belongs to user 65534"
+    assert places._unsuitable(parent) == f"{parent} belongs to user 65534"
     monkeypatch.setattr(places, "PLACES", (str(parent),))
-    assert places._unfit(parent) == ""
+    assert places._unsuitable(parent) == ""
     (tmp_path / "USERS").write_text("0 0 4294967295\n")
-    assert places._unfit(parent) == f"{parent} belongs to user 65534"
+    assert places._unsuitable(parent) == f"{parent} belongs to user 65534"
 
 
 def test_the_file_system_of_the_innermost_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_what_is_no_state_is_refused(body: Any) -> None:
     store = HashStore()
     backend = JsonBackend(store, "job", None)
     store.set(KEY, f"unsigned {json.dumps(body)}")
-    with pytest.raises(StateRefusedError, match="the rendezvous of job job is none"):
+    with pytest.raises(StateRefusedError, match="the rendezvous of job job is invalid"):
         backend.get_state()
 
 

@@ -27,7 +27,7 @@ def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> No
     file = tmp_path / "secret"
     file.write_text("x" * 32)
     file.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"open to others \(mode 0{mode:o}\). chmod 600"):
+    with pytest.raises(ConfigError, match=rf"open to other users \(mode 0{mode:o}\). Run chmod 600"):
         take(str(file), {})
 
 
@@ -46,17 +46,22 @@ def test_what_is_no_file_or_no_secret_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_text("x" * 15)
     short.chmod(0o600)
-    told = {"nowhere": "cannot be read", "pipe": "is no file", ".": "is no file", "short": "holds 15 bytes"}
+    told = {
+        "nowhere": "cannot be read",
+        "pipe": "not a regular file",
+        ".": "not a regular file",
+        "short": "contains 15 bytes",
+    }
     for name, text in told.items():
         with pytest.raises(ConfigError, match=text):
             take(str(tmp_path / name), {})
-    with pytest.raises(ConfigError, match="MEGAPAR_SECRET holds 0 bytes"):
+    with pytest.raises(ConfigError, match="MEGAPAR_SECRET contains 0 bytes"):
         take("", {"MEGAPAR_SECRET": ""})
 
 
 def test_a_required_secret_must_be_there_and_of_use() -> None:
     require(b"x" * 16, "c10d")
-    with pytest.raises(ConfigError, match="but there is none"):
+    with pytest.raises(ConfigError, match="but there is no secret"):
         require(None, "c10d")
-    with pytest.raises(ConfigError, match="torch's static, which knows no secret"):
+    with pytest.raises(ConfigError, match="torch's static, which does not support a secret"):
         require(b"x" * 16, "static")

@@ -119,12 +119,12 @@ def test_who_insists_and_who_is_late_is_killed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("megapar.tools.launcher.stopper.signal_children", sent.append)
     stopper = Stopper(300.0, ended.append)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        stopper._on_signal(number)
+        stopper._handle(number)
     assert sent == [signal.SIGTERM]
-    stopper._on_signal(signal.SIGQUIT)
+    stopper._handle(signal.SIGQUIT)
     assert sent == [signal.SIGTERM, signal.SIGKILL]
     for _ in range(3):  # the time after which nothing has become of that
-        stopper._on_signal(0)
+        stopper._handle(0)
     assert (sent, ended) == ([signal.SIGTERM, *[signal.SIGKILL] * 3], [1])
 
 
@@ -177,11 +177,11 @@ def test_a_launcher_that_is_stuck_without_ranks_is_ended(monkeypatch: pytest.Mon
     stopper = Stopper(300.0, ended.append)
     monkeypatch.setattr("megapar.tools.launcher.stopper.children", lambda pid: [])
     with stopper.idle("waiting for nodes"):
-        stopper._on_signal(signal.SIGTERM)
+        stopper._handle(signal.SIGTERM)
         assert stopper._due is not None
-        stopper._on_signal(0)
+        stopper._handle(0)
     assert ended == [1]
-    with pytest.raises(Stopped, match="SIGTERM while ranks were started"), stopper.starting():
+    with pytest.raises(Stopped, match="SIGTERM while starting the ranks"), stopper.starting():
         pass
 
 
@@ -193,8 +193,8 @@ def test_who_waits_says_for_what(capsys: pytest.CaptureFixture[str]) -> None:
         asked.append(1)
         if len(asked) == 3:
             said.set()
-        return f"nodes: {len(asked)} of 4 are there"
+        return f"nodes: {len(asked)} of 4 are present"
 
     with Waiting(what, 600.0, first_seconds=0.01, next_seconds=0.01):
         assert said.wait(PATIENCE_SECONDS)
-    assert "megapar launch: waiting for nodes: 1 of 4 are there, 0 s of up to 600 s" in capsys.readouterr().err
+    assert "megapar launch: waiting for nodes: 1 of 4 are present, 0 s of up to 600 s" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.tools.launcher.warm import Warm, ending, orphans_come, wanted
+from megapar.tools.launcher.warm import Warm, adopt_orphans, ending, wants_warm_start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans go to the launcher on Linux only")
 PATIENCE_SECONDS = 60.0
@@ -39,7 +39,7 @@ def run(warm: Warm, folder: Path, what: str) -> tuple[int, str]:
     script, said = folder / "job.py", folder / "said"
     script.write_text(BODY)
     (folder / "beside.py").write_text("")
-    with said.open("a") as file, orphans_come():
+    with said.open("a") as file, adopt_orphans():
         forked = warm.fork(
             ["-u", str(script), what], {**os.environ, "MINE": "5"}, file.fileno(), file.fileno()
         )  # fmt: skip
@@ -61,7 +61,7 @@ def test_what_a_forked_rank_finds_and_how_it_ends(warm: Warm, tmp_path: Path, wh
 def test_a_script_finds_modules_where_it_finds_them_without_a_fork(warm: Warm, tmp_path: Path) -> None:
     script, said = tmp_path / "job.py", tmp_path / "said"
     script.write_text("import sys; print(sys.path)")
-    with said.open("w") as file, orphans_come():
+    with said.open("w") as file, adopt_orphans():
         forked = warm.fork(["-u", str(script)], os.environ, file.fileno(), file.fileno())
     assert forked is not None
     assert forked.wait(PATIENCE_SECONDS) == 0
@@ -71,7 +71,7 @@ def test_a_script_finds_modules_where_it_finds_them_without_a_fork(warm: Warm, t
 
 def test_a_wait_for_a_rank_ends_in_time(warm: Warm, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("while True: pass")
-    with orphans_come():
+    with adopt_orphans():
         forked = warm.fork([str(tmp_path / "job.py")], os.environ, 1, 2)
     assert forked is not None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -89,9 +89,9 @@ def test_after_its_death_there_is_another(tmp_path: Path, capsys: pytest.Capture
         warm._process.kill()
         warm._process.wait()
         assert warm.ready()
-        assert "was killed (signal 9); here is another" in capsys.readouterr().err
+        assert "was killed (signal 9); starting a new one" in capsys.readouterr().err
         (tmp_path / "job.py").touch()
-        with orphans_come():
+        with adopt_orphans():
             forked = warm.fork([str(tmp_path / "job.py")], os.environ, 1, 2)
         assert forked is not None
         assert forked.wait(PATIENCE_SECONDS) == 0
@@ -120,12 +120,12 @@ def test_without_a_clean_process_ranks_are_started_one_by_one(
 
 
 def test_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wanted(True, "job.py")
-    assert not wanted(False, "pretrain_moe.py")
-    assert wanted(None, "/where/pretrain_moe.py")
-    assert not wanted(None, "job.py")
+    assert wants_warm_start(True, "job.py")
+    assert not wants_warm_start(False, "pretrain_moe.py")
+    assert wants_warm_start(None, "/where/pretrain_moe.py")
+    assert not wants_warm_start(None, "job.py")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_npu")
-    assert not wanted(None, "pretrain_moe.py")
+    assert not wants_warm_start(None, "pretrain_moe.py")
 
 
 def test_how_a_process_ended() -> None:
