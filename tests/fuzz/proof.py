@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 import megapar.arguments
 from megapar.arguments import parse, resolved_values
-from megapar.compatibility import LIFTED, RULES, Rule, check
+from megapar.compatibility import LIFTED, RULES, SETTLED, Rule, check
 from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.errors import ConfigError
 from megapar.schema.rule import DOCUMENTS
@@ -69,7 +69,11 @@ class Verdict:
 
 def asked() -> list[Rule]:
     """The rows that have to show what they are for."""
-    return [rule for rule in RULES if not any(one in rule.source for one in DOCUMENTS) and rule.kind != LIFTED]
+    return [
+        rule
+        for rule in RULES
+        if not any(one in rule.source for one in DOCUMENTS) and rule.kind not in (LIFTED, SETTLED)
+    ]
 
 
 def prove(rule: Rule) -> Verdict:

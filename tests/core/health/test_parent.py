@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's si
 
 CHILD = f"""
 import os, sys, threading
-from megapar.core import parent
+from megapar.core.health import parent
 {STICK}
 BEFORE
 parent.end_with_launcher()

@@ -110,7 +110,7 @@ def traced(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
     config = parse(kind, line(flags), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
     seen = trace(config, pretended)
     plan = Plan(seen.config, device_kind("cpu"))
-    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.comm[seen.stage]
+    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
 
 
 def figures(found: TracedStep) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequ
         trainer.loader.close()
         world.close()
     plan = Plan(config, device_kind("cpu"))
-    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.comm[seen.stage]
+    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
 
 
 def same_traffic(sent: dict[str, int], formula: dict[str, float], *, masked: bool) -> None:

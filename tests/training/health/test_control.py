@@ -13,7 +13,7 @@ from tests.support.process import STICK, finish, read_until, start
 
 RANK = (
     "import os, signal, threading\n"
-    "from megapar.core import listener\n"
+    "from megapar.core.health import signal_listener as listener\n"
     "from megapar.training.health.control import StopSignal\n"
     f"{STICK}"
     "listener.AGAIN_SECONDS = float(os.environ.get('AGAIN', '5'))\n"
