@@ -34,7 +34,7 @@ def test_rules_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in lines if line.startswith("  ") and line[2] != " "] == [
         rule.id
-        for kind in ("refuse", "downgrade", "settled", "advice", "lifted", "not-built")
+        for kind in ("refuse", "downgrade", "advice", "lifted", "not-built", "settled")
         for rule in RULES
         if rule.kind == kind
     ]
