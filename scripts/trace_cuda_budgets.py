@@ -284,11 +284,11 @@ COPIES: Mapping[str, str] = MappingProxyType(
         "PackedDocuments.of": "where documents begin, a few numbers",
         "_reorder": "the order of a message's pieces, which the host makes of the counts",
         "Accelerator.host_copy": "counts and the log's sums, into page-locked memory behind an event",
-        "Segment.publish": "offloaded masters, to where they are used",
+        "Bucket.publish": "offloaded masters, to where they are used",
         "OffloadedOptimizer._load": "masters and moments that lie on the host",
         "OffloadedOptimizer._store": "the same, back",
-        "KeptTensor._send": "what offloaded units keep",
-        "KeptTensor._fetch": "the same, back",
+        "SavedTensor._send": "what offloaded units keep",
+        "SavedTensor._fetch": "the same, back",
     }
 )
 
