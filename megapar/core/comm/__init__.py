@@ -1,1 +1,1 @@
-"""Communication: what the ranks of a mesh axis send each other, and the accounts that are kept of it."""
+"""Communication between the ranks of a mesh axis: collectives, queues, process groups, and records of what was sent."""

@@ -1,7 +1,7 @@
-"""Small numbers that ranks exchange between steps, for logs, guards and evaluations, and short texts.
+"""Small tensors, integers and short texts that ranks exchange between steps, for logs, guards and evaluations.
 
-Each exchange is noted in the flight recorder under its purpose. Its bytes are not counted, and on an axis of one rank
-there is none. Every rank of the axis calls the same function, in the same order.
+Each exchange is noted in the flight recorder under its purpose. Its bytes are not counted. On an axis of one rank
+nothing is exchanged. Every rank of the axis must call the same functions in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def reduce_numbers(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """All-reduce ``x`` in place. Returns what to wait for where ``async_op``, None where ``x`` is reduced."""
+    """All-reduce ``x`` in place. Returns the work handle if ``async_op``; None if ``x`` is already reduced."""
     if axis.group is None:
         return None
     axis.note(purpose)
@@ -37,13 +37,13 @@ def gather_numbers(own: Tensor, axis: Axis, purpose: str) -> list[Tensor]:
     if axis.group is None:
         return [own]
     axis.note(purpose)
-    everyone = [torch.empty_like(own) for _ in range(axis.size)]
-    dist.all_gather(everyone, own, group=axis.group)
-    return everyone
+    gathered = [torch.empty_like(own) for _ in range(axis.size)]
+    dist.all_gather(gathered, own, group=axis.group)
+    return gathered
 
 
 def numbers_of_all(numbers: Sequence[int], axis: Axis, device: torch.device) -> list[list[int]]:
-    """All-gather numbers, as many from every rank, each an int64; by rank of the axis."""
+    """All-gather int64 numbers, the same count from every rank. Returns one list per rank of the axis."""
     if axis.group is None:
         return [list(numbers)]
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -52,7 +52,7 @@ def numbers_of_all(numbers: Sequence[int], axis: Axis, device: torch.device) -> 
 
 
 def texts_of_all(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """All-gather a text from every rank, cut after ``TEXT_BYTES`` of UTF-8; by rank of the axis."""
+    """All-gather a text from every rank, truncated to ``TEXT_BYTES`` of UTF-8. Returns one per rank of the axis."""
     own = list(text.encode()[:TEXT_BYTES])
     rows = numbers_of_all([len(own), *own, *[0] * (TEXT_BYTES - len(own))], axis, device)
     return [bytes(row[1 : 1 + row[0]]).decode(errors="ignore") for row in rows]

@@ -1,26 +1,26 @@
-"""Asynchronous collectives under autograd: in flight while the program does something else, forward and backward.
+"""Asynchronous collectives with autograd: in flight while the program does other work, forward and backward.
 
     token, ticket = start(exchange, x, comm)        launches
     ...                                             other work
     y = wait(token, ticket)                         waits
 
-    forward    start: launch          wait: wait for it
+    forward    start: launch                 wait: wait for it
     backward   wait: launch the conjugate    start: wait for it
 
-The ticket stands for the collective between the two calls. A buffer in flight must not be touched, so it is in the
-ticket, which is opaque on purpose: no pytree, hook or cast gets inside. The token is what passes through autograd
-meanwhile, one element that requires a gradient. It connects both halves in the graph, and as autograd runs the newest
-ready node first, the backward order is the mirror of the program order. Inputs are kept alive until their collective
-has been waited for.
+The ticket represents the collective between the two calls. A buffer in flight must not be touched, so the ticket owns
+it and is opaque on purpose: pytrees, hooks and casts cannot reach inside. The token, one element that requires a
+gradient, passes through autograd in the meantime and connects both halves in the graph. Autograd runs the newest ready
+node first, so the backward order mirrors the program order. Inputs are kept alive until their collective has been
+waited for.
 
-Every rank of the axis must start the same exchanges in the same order, also where it has nothing to send. On an axis of
+Every rank of the axis must start the same exchanges in the same order, even if it has nothing to send. On an axis of
 one rank nothing is launched and ``wait`` returns ``x``.
 
-Where sizes come from the device, building a message at its place in the program would hold up the host. ``defer`` puts
-its autograd node there, and ``Deferred.launch`` sends it later: the graph has the order of the program, whatever the
-order in which things are issued.
+If the sizes of a message are computed on the device, building it at its place in the program would block the host.
+``defer`` inserts its autograd node there, and ``Deferred.launch`` sends the message later. The graph then has the order
+of the program, regardless of the order of the launches.
 
-    tokens, deferred = defer(inputs, count, comm)         the node; ``count`` messages will be sent
+    tokens, deferred = defer(inputs, count, comm)         inserts the node; ``count`` messages will be sent
     ...                                                   the sizes arrive
     deferred.launch(builder, exchanges, rows, after)      builds the message and launches its parts
     y = wait(tokens[i], deferred.tickets[i])
@@ -43,28 +43,32 @@ from megapar.errors import DistributedError
 class Ticket:
     """A collective between ``start`` and ``wait``, forward and backward.
 
-    there, back: it and its conjugate while they are in flight. waited: ``wait`` was called. passes: on an axis of one
-    rank nothing is launched, and the token is the input itself.
+    Attributes:
+        comm: Launches the exchange and its conjugate.
+        forward_flight: The exchange while it is in flight, else None.
+        backward_flight: Its conjugate while that is in flight, else None.
+        waited: True once ``wait`` was called.
+        passes: True on an axis of one rank, where nothing is launched and the token is the input itself.
     """
 
     def __init__(self, exchange: Exchange | None, comm: CommContext) -> None:
         self._exchange = exchange
         self.comm = comm
-        self.there: InFlight | None = None
-        self.back: InFlight | None = None
+        self.forward_flight: InFlight | None = None
+        self.backward_flight: InFlight | None = None
         self.waited = False
-        # On one rank what ``start`` was given is the token; what a deferred one will carry is not made yet.
+        # A deferred message never passes, even on one rank: its rows do not exist yet when the token is made.
         self.passes = exchange is not None and exchange.axis.size == 1
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange. Raises DistributedError before a deferred one has been launched."""
+        """The exchange. Raises DistributedError if it is deferred and not launched yet."""
         if self._exchange is None:
             raise DistributedError("a deferred ticket was waited for before its launch")
         return self._exchange
 
     def claim(self) -> None:
-        """Note the wait. Raises DistributedError the second time, and before a deferred launch."""
+        """Record the wait. Raises DistributedError the second time, and before a deferred launch."""
         exchange = self.exchange
         if self.waited:
             raise DistributedError(
@@ -75,25 +79,31 @@ class Ticket:
 
     def arrive(self) -> Tensor:
         """Wait for the exchange and return its output."""
-        flight, self.there = self.there, None
+        flight, self.forward_flight = self.forward_flight, None
         assert flight is not None
         return self.comm.wait(flight)
 
 
 def start(exchange: Exchange, x: Tensor, comm: CommContext) -> tuple[Tensor, Ticket]:
-    """Launch ``exchange`` on ``x``. Returns (token, ticket) for ``wait``; ``x`` must not be written until then."""
+    """Launch ``exchange`` on ``x`` and return (token, ticket) for ``wait``; ``x`` must not be written until then."""
     ticket = Ticket(exchange, comm)
     return (x if ticket.passes else _Start.apply(x, ticket)), ticket
 
 
 def wait(token: Tensor, ticket: Ticket) -> Tensor:
-    """Return the result of what ``start`` launched. Raises DistributedError the second time for a ticket."""
+    """Wait for the exchange that ``start`` launched, and return its result.
+
+    Raises DistributedError the second time for the same ticket.
+    """
     ticket.claim()
     return token if ticket.passes else _Wait.apply(token, ticket)
 
 
 def copy_gradient(y: Tensor) -> Tensor:
-    """Return ``y``, the result of a ``wait``, whose gradient has other users, as after a sum: a copy travels."""
+    """Return ``y``, the result of a ``wait``, and copy its gradient before the backward launches it.
+
+    For a gradient that has other users as well, such as that of a sum: a buffer in flight must not be shared.
+    """
     return _CopyGradient.apply(y)  # type: ignore[no-any-return]
 
 
@@ -112,17 +122,17 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ticket: Ticket) -> Tensor:
         ctx.ticket = ticket
         ctx.save_for_backward(x.new_empty(0))
-        ticket.there = ticket.comm.launch(ticket.exchange, x)
+        ticket.forward_flight = ticket.comm.launch(ticket.exchange, x)
         return x.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ticket: Ticket = ctx.ticket
-        if ticket.back is None:
+        if ticket.backward_flight is None:
             raise DistributedError(f"the gradient of {ticket.exchange.kind} was never sent: its wait had no backward")
-        # Inside a recomputed unit this makes the unit run again, here, where the gradient is still in flight.
+        # Inside a recomputed unit this triggers the recomputation here, while the gradient is still in flight.
         _ = ctx.saved_tensors
-        flight, ticket.back = ticket.back, None
+        flight, ticket.backward_flight = ticket.backward_flight, None
         return ticket.comm.wait(flight), None
 
 
@@ -135,24 +145,28 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ticket: Ticket = ctx.ticket
-        ticket.back = ticket.comm.launch(ticket.exchange.conjugate(), grads[0])
+        ticket.backward_flight = ticket.comm.launch(ticket.exchange.conjugate(), grads[0])
         return grads[0].new_zeros(1), None
 
 
 class MessageBuilder(Protocol):
-    """Builds a message from tensors once its sizes are known, outside autograd."""
+    """Builder of a message from tensors once its sizes are known, outside autograd."""
 
     def build(self, *inputs: Tensor) -> Tensor:
-        """Make the rows [R, ..] of the message from the inputs of the node."""
+        """Build the rows [R, ..] of the message from the inputs of the node."""
         ...
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Make the inputs' gradients from that of the rows."""
+        """Compute the gradients of the inputs from the gradient [R, ..] of the rows."""
         ...
 
 
 class Deferred:
-    """A message that is launched later than its place in the program. tickets: one per part."""
+    """A message that is launched later than its place in the program.
+
+    Attributes:
+        tickets: One ticket for each part of the message.
+    """
 
     def __init__(self, count: int, comm: CommContext) -> None:
         self.tickets = tuple(Ticket(None, comm) for _ in range(count))
@@ -170,10 +184,15 @@ class Deferred:
         *,
         first_only: bool = False,
     ) -> None:
-        """Build the message and send its parts, each ``rows`` of it through one exchange, in order.
+        """Build the message and send its parts in order, one exchange each. Raises DistributedError the second time.
 
-        after: the event after which the inputs are there; the launch then waits for nothing else, on the stream of
-        the axis. first_only: the other parts go with ``send_next``. Raises DistributedError the second time.
+        Args:
+            builder: Builds the message.
+            exchanges: The exchange of each part.
+            rows: Number of rows of each part.
+            after: Event after which the inputs are ready. The launch then waits for this event only, on the side
+                stream of the axis.
+            first_only: Send only the first part; ``send_next`` sends the others.
         """
         if self._builder is not None:
             raise DistributedError("a deferred message was launched twice")
@@ -183,7 +202,7 @@ class Deferred:
 
         @torch.no_grad()
         def send() -> None:
-            if aside:  # they may have no other owner, and this stream has yet to read them
+            if aside:  # The inputs may have no other owner, and this stream has yet to read them.
                 for x in inputs:
                     comm.device.adopt(x)
             parts = builder.build(*inputs).split(list(rows))
@@ -196,27 +215,30 @@ class Deferred:
         comm.device.launch(send, stream, after)
 
     def send_next(self, aside: bool = False) -> None:
-        """Send the first part that has not been sent; nothing where all have been."""
+        """Send the next part. Does nothing if all parts have been sent."""
         if self._unsent:
             ticket, exchange, part = self._unsent.pop(0)
             ticket._exchange = exchange
-            ticket.there = self._comm.launch(exchange, part, aside)
+            ticket.forward_flight = self._comm.launch(exchange, part, aside)
 
     def take(self) -> tuple[Tensor | None, ...]:
-        """Wait for the gradients of all parts and return those of the inputs."""
-        flights = [ticket.back for ticket in self.tickets]
+        """Wait for the gradients of all parts and return the gradients of the inputs."""
+        flights = [ticket.backward_flight for ticket in self.tickets]
         if self._builder is None or any(flight is None for flight in flights):
             raise DistributedError("the gradient of a deferred message was never sent: its wait had no backward")
         for ticket in self.tickets:
-            ticket.back = None
+            ticket.backward_flight = None
         grads = [self._comm.wait(flight) for flight in flights if flight is not None]
         return self._builder.gradients(grads[0] if len(grads) == 1 else torch.cat(grads))
 
 
 def defer(inputs: Sequence[Tensor], count: int, comm: CommContext) -> tuple[tuple[Tensor, ...], Deferred]:
-    """Return (``count`` tokens, the deferred message): the node of a message of ``count`` parts that is launched later.
+    """Insert the autograd node of a message of ``count`` parts that is launched later.
 
     The inputs must not be written until all parts have been waited for.
+
+    Returns:
+        (one token for each part, the deferred message).
     """
     deferred = Deferred(count, comm)
     return _Defer.apply(deferred, *inputs), deferred

@@ -1,7 +1,7 @@
-"""Collectives over one axis that are launched and waited for at once, with their gradients.
+"""Blocking collectives over one axis, with their gradients.
 
-Each function runs an exchange; its backward runs the conjugate (the table in ``core/comm/exchange.py``). The axis is an
-argument; at size 1 every function returns its input and communicates nothing.
+Each function runs an exchange, and its backward runs the conjugate (see the table in ``core/comm/exchange.py``). On an
+axis of size 1 every function returns its input and communicates nothing.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from megapar.core.comm.exchange import AllGather, Conjugate, Copy, Reduce, Reduc
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """The input of parts that differ per rank: forward nothing, backward all-reduce."""
+    """Return ``x``, the same on all ranks, for computations that differ per rank: the backward is an all-reduce."""
     return _run(Copy(axis), x)
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis: forward all-reduce, backward nothing."""
+    """Return the sum of ``x`` over the axis: forward all-reduce, backward nothing."""
     return _run(Reduce(axis), x)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[.., n, ..] to [.., size * n, ..]: forward all-gather, backward this rank's piece."""
+    """Gather [.., n, ..] to [.., size * n, ..]: forward all-gather, backward this rank's piece."""
     return _run(AllGather(axis, alike=True), x, dim)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[.., n, ..] to [.., size * n, ..]: forward all-gather, backward reduce-scatter."""
+    """Gather [.., n, ..] to [.., size * n, ..]: forward all-gather, backward reduce-scatter."""
     return _run(AllGather(axis), x, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """[.., size * n, ..] to this rank's piece [.., n, ..] of the sum: forward reduce-scatter, backward all-gather."""
+    """Sum [.., size * n, ..] and return this rank's piece [.., n, ..]: forward reduce-scatter, backward all-gather."""
     return _run(ReduceScatter(axis), x, dim)
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce in place, outside autograd; returns its argument."""
+    """All-reduce ``x`` in place, outside autograd, and return it."""
     if axis.size > 1:
         with axis.waiting("all_reduce"):
             transport.all_reduce(x, axis, op)

@@ -1,4 +1,7 @@
-"""One axis of the rank grid, as a layer sees it."""
+"""One axis of the device mesh, as a layer sees it.
+
+Tested in ``tests/core/comm/test_autograd.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place on a mesh axis (or on several axes flattened into one).
+    """This rank's place on a mesh axis, or on several axes flattened into one.
 
-    name: of the axis, also in error messages. size: ranks along the axis. rank: this rank's coordinate, 0 <= rank <
-    size. group: the process group; None exactly when size is 1, where nothing is communicated. ranks: the global ranks
-    along the axis through this rank, in coordinate order. queue: of two ranks between which messages go one way, its
-    name among the queues of the axis.
-
-    The accounts of a world, which all of its axes share: sent_bytes: what this rank has sent. meter: the time that this
-    rank waited for collectives that were launched and waited for at once. recorder: the last collectives launched.
+    Attributes:
+        name: Name of the axis, also in error messages.
+        size: Number of ranks along the axis.
+        rank: This rank's coordinate, 0 <= rank < size.
+        group: The process group; None if and only if ``size`` is 1, where nothing is communicated.
+        ranks: Global ranks along the axis through this rank, in coordinate order.
+        sent_bytes: Bytes that this rank has sent. All axes of a world share this and the next two.
+        meter: Time that this rank waited for blocking collectives.
+        recorder: The last collectives that this rank launched.
+        queue: For a one-way queue between two ranks, its name among the queues of the axis; else "".
     """
 
     name: str
@@ -39,23 +45,23 @@ class Axis:
 
     @property
     def communicator(self) -> str:
-        """Its name in the flight recorder."""
+        """Name of the axis, or of its queue, in the flight recorder."""
         return f"{self.name} {self.queue}" if self.queue else self.name
 
     def count(self, kind: str, sent_bytes: float) -> None:
-        """Note that a collective is about to be launched here, and count what this rank sends in it."""
+        """Record that a collective is about to be launched on this axis, and count the bytes that this rank sends."""
         self.note(kind)
         self.sent_bytes.add(self.name, kind, sent_bytes)
 
     def note(self, kind: str) -> None:
-        """Note that a collective is about to be launched here."""
+        """Record that a collective is about to be launched on this axis."""
         self.recorder.note(self.communicator, kind)
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
-        """Measure the wait for a collective over this axis that is launched and waited for inside."""
+        """Return a context that measures the wait for a blocking collective over this axis inside."""
         return self.meter.around(f"{self.name}/{kind}")
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:
-        """Make an axis of size 1; ``rank`` is its global rank."""
+        """Create an axis of size 1; ``rank`` is its global rank."""
         return cls(name, 1, 0, None, (rank,))

@@ -1,8 +1,8 @@
-"""Buffers that are used again instead of freed.
+"""Buffers that are reused instead of freed.
 
-For messages on a CPU: the C library's allocator fragments when communication threads free buffers of changing sizes (a
-run grew by 8 MB a step). On an accelerator torch's caching allocator does this work better, and no buffer is kept. For
-copies in pinned host memory, which is slow to get, on every device.
+Messages on a CPU use them because the C library's allocator fragments when communication threads free buffers of
+changing sizes (a run grew by 8 MB a step). On an accelerator torch's caching allocator does this better, so the pool
+keeps none of them. Copies in pinned host memory, which is slow to allocate, use them on every device.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from megapar.core.device.base import Event, Stream
 
 
 class BufferPool:
-    """Hands out tensors with undefined content and takes them back.
+    """Pool of tensors with undefined content.
 
-    new: allocates a flat tensor (elements, dtype). keep: keep what is given back for the next ``take``. most: a buffer
-    of up to so many times the bytes needed is used again. bytes: allocated so far.
+    Attributes:
+        bytes: Bytes allocated so far.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor], *, keep: bool = True, most: int = 4) -> None:
+        """Create an empty pool.
+
+        Args:
+            new: Allocates a flat tensor of (elements, dtype).
+            keep: Keep returned buffers for the next ``take``; else they are freed.
+            most: Reuse a buffer of at most this many times the bytes needed.
+        """
         self.bytes = 0
         self._new = new
         self._keep = keep
@@ -32,7 +39,7 @@ class BufferPool:
 
     @classmethod
     def for_messages(cls, device: torch.device) -> BufferPool:
-        """Make a pool of the device's memory, for what collectives read and write."""
+        """Create a pool in the device's memory for the inputs and outputs of collectives."""
 
         def new(numel: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -40,9 +47,12 @@ class BufferPool:
         return cls(new, keep=device.type == "cpu")
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> Tensor:
-        """Return a tensor: the smallest free buffer that fits, or a new one.
+        """Return the smallest free buffer that fits, or a new one.
 
-        stream: the one that will write it; it waits until the buffer's last reader has read it.
+        Args:
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
+            stream: The stream that will write the tensor. It waits until the previous content has been read.
         """
         numel = prod(shape)
         need = max(numel, 1) * dtype.itemsize
@@ -56,9 +66,11 @@ class BufferPool:
         return raw[: numel * dtype.itemsize].view(dtype).view(*shape)
 
     def give(self, tensor: Tensor, read: Event | None = None) -> None:
-        """Take back a tensor that, like all that share its storage, is not used any more.
+        """Return a tensor to the pool. Neither it nor any tensor that shares its storage may be used after this.
 
-        read: the event after which its content has been read; None: it has been.
+        Args:
+            tensor: A tensor from ``take``.
+            read: Event after which its content has been read; None if it has been read already.
         """
         if self._keep:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -1,15 +1,15 @@
-"""The collectives themselves, over an axis of more than one rank; what they send is added to its ``sent_bytes``.
+"""Collectives over an axis of more than one rank. The bytes that they send are added to its ``sent_bytes``.
 
-Bytes are what one rank sends when nothing is sent twice, n ranks and a whole message of w bytes:
+Bytes are those that one rank sends if nothing is sent twice, for n ranks and a whole message of w bytes:
 
     all_gather, reduce_scatter    w (n - 1) / n
     all_reduce                    2 w (n - 1) / n     a reduce-scatter and an all-gather
     all_to_all                    the rows for other ranks
     send                          the message
 
-On a CPU pieces are exchanged point to point, receipts first. gloo's own collectives send first: the receipt is offered
-after the message on the same connection, the other end waits for it, and the two directions of a link take turns
-(torch 2.13: twice the time of one direction).
+On a CPU the pieces are exchanged point to point, and receives are posted before sends. gloo's own collectives send
+first: the receive is posted after the send on the same connection, the peer waits for it, and the two directions of a
+link take turns (torch 2.13: twice the time of one direction).
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def all_reduce(
 
 
 def count_all_reduce(x: Tensor, axis: Axis) -> None:
-    """Note an all-reduce of ``x`` that torch issues itself."""
+    """Record an all-reduce of ``x`` that torch launches itself."""
     axis.count("all_reduce", 2 * x.nbytes * (axis.size - 1) / axis.size)
 
 
 def count_all_gather(piece: Tensor, axis: Axis) -> None:
-    """Note an all-gather of every rank's ``piece`` that torch issues itself."""
+    """Record an all-gather of every rank's ``piece`` that torch launches itself."""
     axis.count("all_gather", piece.nbytes * (axis.size - 1))
 
 
 def count_reduce_scatter(piece: Tensor, axis: Axis) -> None:
-    """Note a reduce-scatter that gives every rank a ``piece`` and that torch issues itself."""
+    """Record a reduce-scatter that gives every rank a ``piece`` and that torch launches itself."""
     axis.count("reduce_scatter", piece.nbytes * (axis.size - 1))
 
 
@@ -70,7 +70,7 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it; None, both: even pieces."""
+    """Send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it; even pieces if both are None."""
     rows = sent.shape[0] - (sent.shape[0] // axis.size if send is None else send[axis.rank])
     axis.count("all_to_all", rows * sent.nbytes / max(1, sent.shape[0]))
     if _by_pieces(axis):
@@ -84,9 +84,9 @@ def all_to_all(
 
 
 def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> JointWork | None:
-    """Send to rank ``to`` of the axis and receive from rank ``source``, asynchronously; None: do not."""
+    """Send to rank ``to`` of the axis and receive from rank ``source``, asynchronously; None skips either."""
     calls = []
-    if source is not None:  # first, as above
+    if source is not None:  # The receive is posted first, for the reason given above.
         calls.append(dist.P2POp(dist.irecv, received, axis.ranks[source], group=axis.group))
     if to is not None:
         axis.count("send", sent.nbytes)
@@ -97,11 +97,17 @@ def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, sou
 def reduce_scatter(
     piece: Tensor, whole: Tensor, axis: Axis, *, async_op: bool = False, scratch: Tensor | None = None
 ) -> dist.Work | None:
-    """Sum ``whole`` [size * n, ..] over the axis and put this rank's rows [n, ..] into ``piece``.
+    """Sum ``whole`` [size * n, ..] over the axis and write this rank's rows [n, ..] to ``piece``.
 
-    On a CPU, gloo's reduce-scatter is an all-reduce of everything (torch 2.13), twice the bytes: there the pieces are
-    exchanged and each rank sums its own, in rank order. scratch: room like ``whole`` for them, by default new. Returns
-    what to wait for where ``async_op``.
+    gloo's reduce-scatter is an all-reduce of everything (torch 2.13), which sends twice the bytes. On a CPU, the ranks
+    therefore exchange the pieces, and each rank sums its own in rank order.
+
+    Args:
+        piece: Output [n, ..].
+        whole: Input [size * n, ..].
+        axis: The axis to sum over.
+        async_op: Return the work handle without waiting.
+        scratch: Buffer of the size of ``whole`` for the received pieces on a CPU; allocated if None.
     """
     axis.count("reduce_scatter", whole.nbytes * (axis.size - 1) / axis.size)
     if piece.device.type != "cpu":
@@ -118,7 +124,7 @@ def reduce_scatter(
 
 
 def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
-    """Launch ``x`` to the rank at coordinate ``to``; it must not be changed until the result was waited for."""
+    """Start to send ``x`` to the rank at coordinate ``to``. Do not change ``x`` before the work has been waited for."""
     axis.count("send", x.nbytes)
     work: dist.Work | None = dist.isend(x, axis.ranks[to], group=axis.group)
     assert work is not None
@@ -126,7 +132,7 @@ def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
 
 
 def receive(x: Tensor, axis: Axis, source: int) -> dist.Work:
-    """Launch the receipt of ``x`` from the rank at coordinate ``source``; messages come in the order of the sends."""
+    """Start to receive ``x`` from the rank at coordinate ``source``. Messages arrive in the order of their sends."""
     axis.note("receive")
     work: dist.Work | None = dist.irecv(x, axis.ranks[source], group=axis.group)
     assert work is not None
@@ -140,7 +146,7 @@ def _by_pieces(axis: Axis) -> bool:
 def _exchange(
     received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor] | Tensor, axis: Axis, async_op: bool
 ) -> dist.Work | None:
-    """``sent[r]`` to rank r and ``received[r]`` from it; this rank's own piece is copied at once."""
+    """Send ``sent[r]`` to rank r and receive ``received[r]`` from it; copy this rank's own piece at once."""
     others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
     group = axis.group
     works = [dist.irecv(received[r], group=group, group_src=r) for r in reversed(others) if received[r].numel()]
@@ -154,26 +160,26 @@ def _exchange(
 
 
 class JointWork(dist.Work):
-    """Several works that are waited for as one, such as messages to and from every other rank."""
+    """Several works that are waited for together, such as messages to and from every other rank."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for each; the second time, do nothing (gloo waits for ever for a message that was waited for)."""
+        """Wait for each work. The second call does nothing: gloo would wait forever for a completed message."""
         works, self._works = self._works, []
         for work in works:
             work.wait() if timeout == timedelta(0) else work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """True once ``wait`` has returned, and where there was nothing to wait for."""
+        """Return True once ``wait`` has returned, or if there was nothing to wait for."""
         return not self._works
 
 
 class _SumWork(dist.Work):
-    """An exchange of pieces [size, n, ..] whose sum is written to ``piece`` by the first ``wait``."""
+    """An exchange of pieces [size, n, ..]; the first ``wait`` writes their sum to ``piece``."""
 
     def __init__(self, exchange: dist.Work, received: Tensor, piece: Tensor) -> None:
         super().__init__()
@@ -182,7 +188,7 @@ class _SumWork(dist.Work):
         self._piece = piece
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the exchange, then sum; the second time, do nothing."""
+        """Wait for the exchange, then sum. The second call does nothing."""
         if self._received is not None:
             self._exchange.wait(timeout)
             received, self._received = self._received, None
@@ -190,5 +196,5 @@ class _SumWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True once the sum is there, which only ``wait`` computes."""
+        """Return True once ``wait`` has computed the sum."""
         return self._received is None

@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 
 class CommBytes(Counter[tuple[str, str]]):
-    """(axis, kind of collective) -> bytes that this rank has sent; all axes of a world add to the same one."""
+    """(axis, kind of collective) -> bytes that this rank has sent. All axes of a world share one instance."""
 
     def __init__(self) -> None:
         super().__init__()
         self._counting = True
 
     def add(self, axis: str, kind: str, sent_bytes: float) -> None:
-        """Add what one collective sends, except inside ``uncounted``."""
+        """Add the bytes that one collective sends, except inside ``uncounted``."""
         if self._counting:
             self[axis, kind] += round(sent_bytes)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Do not add what is sent inside, such as by a forward that is recomputed; may be nested."""
+        """Ignore what is sent inside, such as by a recomputed forward. May be nested."""
         before, self._counting = self._counting, False
         try:
             yield
@@ -29,7 +29,7 @@ class CommBytes(Counter[tuple[str, str]]):
             self._counting = before
 
     def take(self) -> dict[str, int]:
-        """Return "axis/kind" -> bytes since the last call."""
+        """Return "axis/kind" -> bytes since the last call, and start again from zero."""
         sent = {f"{axis}/{kind}": amount for (axis, kind), amount in sorted(self.items()) if amount}
         self.clear()
         return sent

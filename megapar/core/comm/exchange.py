@@ -1,19 +1,21 @@
-"""Collectives and their conjugates: the gradient of each goes through its conjugate.
+"""Collectives and their conjugates: the gradient of a collective is sent through its conjugate.
 
     forward                 backward              conjugate
     Copy                    all-reduce            Reduce
     Reduce (all-reduce)     nothing               Copy
-    AllGather(alike)        own piece             OwnPiece (what follows is the same on every rank)
-    AllGather               reduce-scatter        ReduceScatter (what follows differs per rank)
+    AllGather(alike)        own piece             OwnPiece (later computation is the same on every rank)
+    AllGather               reduce-scatter        ReduceScatter (later computation differs per rank)
     ReduceScatter           all-gather            AllGather
     AllToAll                all-to-all            AllToAll, the splits swapped
-    SendReceive             the way back          SendReceive, the two ranks swapped
+    SendReceive             send and receive      SendReceive, the two ranks swapped
 
-Which all-gather is right depends on what the ranks do with the result: where all compute the same from it, each already
-holds the whole gradient (``alike``); where each uses it for a part of the work, the parts must be summed.
+The right all-gather depends on the use of its result. If all ranks compute the same from it, each already has the whole
+gradient (``alike``). If each rank uses it for a part of the work, the parts of the gradient must be summed.
 
-An exchange can be in flight (``launch``, by ``async_pairs.py``), along dim 0. A ``Conjugate`` can also be run at once
-(``run``, by ``core/comm/autograd.py``), along any dim: it is then launched and waited for in one.
+An exchange along dim 0 can be in flight (``launch``, called by ``async_pairs.py``). A ``Conjugate`` can also block
+(``run``, called by ``autograd.py``), along any dim.
+
+Tested in ``tests/core/comm/test_async_pairs.py`` and ``tests/core/comm/test_autograd.py``.
 """
 
 from __future__ import annotations
@@ -34,32 +36,35 @@ class Exchange(Protocol):
 
     @property
     def axis(self) -> Axis:
-        """The axis whose ranks take part."""
+        """The axis whose ranks participate."""
         ...
 
     @property
     def kind(self) -> str:
-        """Its name in counts and error messages."""
+        """Name in counts and error messages."""
         ...
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return the output, not there yet, and what to wait for; None where nothing travels. ``x`` is contiguous."""
+        """Launch on contiguous ``x``. Returns (output, work); the output is valid after the wait for the work.
+
+        The work is None if nothing is sent.
+        """
         ...
 
     def conjugate(self) -> Exchange:
-        """Return what the gradient goes through."""
+        """Return the exchange of the gradient."""
         ...
 
 
 class Conjugate(Exchange, Protocol):
-    """An exchange that can also be run at once, along any dim, and so can its conjugate."""
+    """An exchange that can also block, along any dim. So can its conjugate."""
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """Return the output, which is there; ``x`` may have any strides."""
+        """Run the exchange along ``dim`` and return the finished output. ``x`` may have any strides."""
         ...
 
     def conjugate(self) -> Conjugate:
-        """Return what the gradient goes through."""
+        """Return the exchange of the gradient."""
         ...
 
 
@@ -67,7 +72,11 @@ class Conjugate(Exchange, Protocol):
 class AllToAll:
     """Rows to every rank and rows from every rank. Conjugate: the splits swapped.
 
-    send, receive: rows for and from each rank of the axis; None, both: even pieces. kind: what it is counted as.
+    Attributes:
+        axis: The axis of the exchange.
+        send: Number of rows for each rank of the axis; None for even pieces.
+        receive: Number of rows from each rank of the axis; None for even pieces.
+        kind: Name under which it is counted.
     """
 
     axis: Axis
@@ -76,13 +85,13 @@ class AllToAll:
     kind: str = "all_to_all"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """[sum(send), ..] to [sum(receive), ..], in rank order."""
+        """Exchange [sum(send), ..] to [sum(receive), ..], in rank order."""
         rows = x.shape[0] if self.receive is None else sum(self.receive)
         y = x.new_empty((rows, *x.shape[1:]))
         return y, transport.all_to_all(y, x, self.axis, self.receive, self.send, async_op=True)
 
     def conjugate(self) -> AllToAll:
-        """Return the way back."""
+        """Return the exchange that sends every row back."""
         return AllToAll(self.axis, self.receive, self.send, self.kind)
 
 
@@ -90,8 +99,11 @@ class AllToAll:
 class AllGather:
     """The rows of all ranks, the same number from each. Conjugate: ReduceScatter.
 
-    into: where they go; then ``x`` may be this rank's rows of it. None: a new tensor. alike: what follows is the same
-    on every rank, and so is the gradient: the conjugate is OwnPiece.
+    Attributes:
+        axis: The axis of the exchange.
+        into: Output tensor, of which ``x`` may be this rank's rows; allocated if None.
+        alike: All ranks compute the same from the result, so that each has the whole gradient. The conjugate is then
+            OwnPiece.
     """
 
     axis: Axis
@@ -100,16 +112,16 @@ class AllGather:
     kind: ClassVar[str] = "all_gather"
 
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-        """[n, ..] to [size * n, ..]."""
+        """Gather [n, ..] to [size * n, ..]."""
         y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:])) if self.into is None else self.into
         return y, transport.all_gather(y, x, self.axis, async_op=async_op)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """[.., n, ..] to [.., size * n, ..], in rank order."""
+        """Gather [.., n, ..] to [.., size * n, ..], in rank order."""
         return _run(self, x, dim)
 
     def conjugate(self) -> ReduceScatter | OwnPiece:
-        """Return ReduceScatter: every rank used the rows for a part of the work, and the parts are summed."""
+        """Return ReduceScatter, which sums the gradients of the ranks' parts of the work, or OwnPiece if ``alike``."""
         return OwnPiece(self.axis) if self.alike else ReduceScatter(self.axis)
 
 
@@ -117,7 +129,9 @@ class AllGather:
 class ReduceScatter:
     """This rank's even piece of the sum over all ranks. Conjugate: AllGather.
 
-    into: where it goes. None: a new tensor.
+    Attributes:
+        axis: The axis of the exchange.
+        into: Output tensor; allocated if None.
     """
 
     axis: Axis
@@ -125,37 +139,37 @@ class ReduceScatter:
     kind: ClassVar[str] = "reduce_scatter"
 
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-        """[size * n, ..] to [n, ..]."""
+        """Sum [size * n, ..] and scatter it to [n, ..]."""
         y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:])) if self.into is None else self.into
         return y, transport.reduce_scatter(y, x, self.axis, async_op=async_op)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """[.., size * n, ..] to [.., n, ..]. Raises ValueError where the axis does not divide the dim."""
+        """Sum [.., size * n, ..] and scatter to [.., n, ..]. Raises ValueError if the axis does not divide the dim."""
         _check_even(x, self.axis, dim)
         return _run(self, x, dim)
 
     def conjugate(self) -> AllGather:
-        """Return AllGather: each rank's rows reached what all ranks computed."""
+        """Return AllGather: every rank's input contributed to every piece of the sum."""
         return AllGather(self.axis)
 
 
 @dataclass(frozen=True)
 class OwnPiece:
-    """This rank's even piece of what all ranks hold alike: nothing travels. Conjugate: AllGather(alike)."""
+    """This rank's even piece of a tensor that is the same on all ranks. Sends nothing. Conjugate: AllGather(alike)."""
 
     axis: Axis
     kind: ClassVar[str] = "own_piece"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """[size * n, ..] to [n, ..]."""
+        """Cut [size * n, ..] to [n, ..]."""
         return self.run(x, 0), None
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """[.., size * n, ..] to [.., n, ..]. Raises ValueError where the axis does not divide the dim."""
+        """Cut [.., size * n, ..] to [.., n, ..]. Raises ValueError if the axis does not divide the dim."""
         return own_piece(x, self.axis, dim).contiguous()
 
     def conjugate(self) -> AllGather:
-        """Return AllGather: the pieces' gradients are those of the whole."""
+        """Return AllGather(alike): the gradients of the pieces make up that of the whole."""
         return AllGather(self.axis, alike=True)
 
 
@@ -163,7 +177,9 @@ class OwnPiece:
 class Reduce:
     """The sum over all ranks, on each of them. Conjugate: Copy.
 
-    in_place: the sum replaces ``x``, which otherwise stays as it is.
+    Attributes:
+        axis: The axis of the exchange.
+        in_place: Write the sum to the input, which is otherwise unchanged.
     """
 
     axis: Axis
@@ -171,47 +187,50 @@ class Reduce:
     kind: ClassVar[str] = "all_reduce"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """[n, ..] to [n, ..]."""
+        """Sum [n, ..] to [n, ..]."""
         y = x if self.in_place else x.clone()
         return y, transport.all_reduce(y, self.axis, async_op=True)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """[..] to [..], whatever the dim."""
+        """Sum [..] to [..]; ``dim`` has no effect."""
         y = x if self.in_place else x.clone(memory_format=torch.contiguous_format)
         with self.axis.waiting(self.kind):
             transport.all_reduce(y, self.axis)
         return y
 
     def conjugate(self) -> Copy:
-        """Return Copy: what follows a sum is the same on every rank, and so is the gradient."""
+        """Return Copy: computation after a sum is the same on every rank, and so is the gradient."""
         return Copy(self.axis)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The input of parts that differ per rank: nothing travels. Conjugate: Reduce."""
+    """The input of computations that differ per rank. Sends nothing. Conjugate: Reduce."""
 
     axis: Axis
     kind: ClassVar[str] = "copy"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """[n, ..] as it is."""
-        return x.detach(), None  # another tensor object: autograd writes the graph onto what ``wait`` returns
+        """Return [n, ..] unchanged."""
+        return x.detach(), None  # A separate tensor object: autograd attaches the graph to the result of ``wait``.
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """[..] as it is, whatever the dim."""
+        """Return [..] unchanged; ``dim`` has no effect."""
         return x.view_as(x)
 
     def conjugate(self) -> Reduce:
-        """Return Reduce: the parts' gradients are summed."""
+        """Return Reduce, which sums the gradients of the computations."""
         return Reduce(self.axis)
 
 
 @dataclass(frozen=True)
 class SendReceive:
-    """A message to one rank of the axis and one from another, of one shape. Conjugate: the way back.
+    """A message to one rank of the axis and one of the same shape from another. Conjugate: the two ranks swapped.
 
-    to, source: ranks of the axis; None: nothing is sent, or nothing comes and the result is zeros.
+    Attributes:
+        axis: The axis of the exchange.
+        to: Rank of the axis to send to; None to send nothing.
+        source: Rank of the axis to receive from; None to receive nothing and return zeros.
     """
 
     axis: Axis
@@ -220,45 +239,49 @@ class SendReceive:
     kind: ClassVar[str] = "send"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """[n, ..] to [n, ..]."""
+        """Send [n, ..] and receive [n, ..]."""
         y = torch.zeros_like(x) if self.source is None else torch.empty_like(x)
         return y, transport.send_receive(y, x, self.axis, self.to, self.source)
 
     def conjugate(self) -> SendReceive:
-        """Return the way back: the gradient goes to where the message came from."""
+        """Return the exchange that sends the gradient to the source of the message."""
         return SendReceive(self.axis, self.source, self.to)
 
 
 @dataclass(frozen=True)
 class Unsent:
-    """An exchange whose result is not needed: nothing travels, the output is zeros, and so is the gradient."""
+    """An exchange that is skipped because its result is not needed: output and gradient are zeros.
+
+    Attributes:
+        exchange: The skipped exchange.
+    """
 
     exchange: AllToAll
 
     @property
     def axis(self) -> Axis:
-        """The axis of the exchange that is left out."""
+        """Axis of the skipped exchange."""
         return self.exchange.axis
 
     @property
     def kind(self) -> str:
-        """The kind of the exchange that is left out."""
+        """Kind of the skipped exchange."""
         return self.exchange.kind
 
     def launch(self, x: Tensor) -> tuple[Tensor, None]:
-        """[sum(send), ..] to zeros [sum(receive), ..]."""
+        """Return zeros [sum(receive), ..] for [sum(send), ..]."""
         rows = x.shape[0] if self.exchange.receive is None else sum(self.exchange.receive)
         return x.new_zeros((rows, *x.shape[1:])), None
 
     def conjugate(self) -> Unsent:
-        """Return the way back, also left out."""
+        """Return the conjugate, which is also skipped."""
         return Unsent(self.exchange.conjugate())
 
 
 def own_piece(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's even piece of ``x`` along ``dim``, as a view; outside autograd's pairs.
+    """Return this rank's even piece of ``x`` along ``dim``, as a view, without a conjugate for its gradient.
 
-    Raises ValueError where the axis does not divide the dim.
+    Raises ValueError if the axis does not divide the dim.
     """
     _check_even(x, axis, dim)
     length = x.shape[dim] // axis.size
@@ -271,7 +294,7 @@ def _check_even(x: Tensor, axis: Axis, dim: int) -> None:
 
 
 def _run(exchange: AllGather | ReduceScatter, x: Tensor, dim: int) -> Tensor:
-    """Run an exchange along ``dim``, which is moved to the front and back."""
+    """Run an exchange along ``dim``, which is moved to the front for it."""
     front = x.movedim(dim, 0).contiguous()
     with exchange.axis.waiting(exchange.kind):
         y, _ = exchange.launch(front, async_op=False)

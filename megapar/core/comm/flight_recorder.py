@@ -1,4 +1,7 @@
-"""The flight recorder: the last collectives that this rank launched, which a report of a hang shows."""
+"""The flight recorder: the last collectives that this rank launched, for the report of a hang.
+
+Tested in ``tests/core/health/test_watchdog.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from typing import NamedTuple
 
 
 class LaunchRecord(NamedTuple):
-    """A collective. number: of its axis, from 1. at: ``time.monotonic()`` of the launch."""
+    """The launch of a collective.
+
+    Attributes:
+        axis: Name of the axis, or of its queue.
+        number: Number of the launch on this axis, starting at 1.
+        kind: Kind of collective.
+        at: ``time.monotonic()`` of the launch, in seconds.
+    """
 
     axis: str
     number: int
@@ -20,9 +30,11 @@ class LaunchRecord(NamedTuple):
 
 
 class FlightRecorder:
-    """A ring buffer of launches, and a count per axis of all launches since the start.
+    """A ring buffer of launches, and the number of launches per axis since the start.
 
-    recent: the last ``size`` launches, oldest first. counts: axis -> launches, whatever became of them.
+    Attributes:
+        recent: The last ``size`` launches, oldest first.
+        counts: Axis -> number of launches, finished or not.
     """
 
     def __init__(self, size: int = 64) -> None:

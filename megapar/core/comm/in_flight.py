@@ -1,4 +1,7 @@
-"""Collectives in flight on this rank: launched, and not waited for yet."""
+"""Collectives in flight on this rank: launched, and not waited for yet.
+
+Tested in ``tests/core/comm/test_async_pairs.py`` and ``tests/core/device/test_streams.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ from megapar.errors import DistributedError
 
 
 class CommContext:
-    """Launches the exchanges of one model, keeps them while they are in flight, and waits for them.
+    """Launcher of the exchanges of one model, which tracks them while they are in flight and waits for them.
 
-    launched: kind -> how many, forward and backward. host_waits: how often the host waited for numbers of the device.
-    on_host_wait: called after each of these waits with the name of the function that waited.
-    meter: the time that waits for collectives took. device: launches them. chained: names of axes whose collectives
-    never use the link at the same time: each is launched after those in flight on the others.
+    Attributes:
+        meter: Measures the time of waits for collectives.
+        device: Launches the collectives.
+        chained: Names of axes whose collectives must never use the link at the same time. Each is launched after
+            those in flight on the other chained axes.
+        launched: Kind -> number of exchanges launched, forward and backward.
+        host_waits: Number of times that the host waited for values from the device.
     """
 
     def __init__(
@@ -32,6 +38,14 @@ class CommContext:
         chained: frozenset[str] = frozenset(),
         on_host_wait: Callable[[str], None] | None = None,
     ) -> None:
+        """Create a context with nothing in flight.
+
+        Args:
+            meter: See the attributes; a new one if None.
+            device: See the attributes; the CPU if None.
+            chained: See the attributes.
+            on_host_wait: Called after each host wait with the name of the function that waited.
+        """
         self.chained = chained
         self.launched: Counter[str] = Counter()
         self.host_waits = 0
@@ -39,7 +53,7 @@ class CommContext:
         self.device = Device() if device is None else device
         self._on_host_wait = on_host_wait
         self._streams: dict[str, Stream] = {}
-        # The objects themselves: a lost ticket must not free buffers that a collective still writes to.
+        # Keeps the objects alive: a lost ticket must not free buffers that a collective still writes to.
         self._open: dict[int, InFlight] = {}
 
     @property
@@ -48,30 +62,34 @@ class CommContext:
         return [f"{flight.exchange.kind} over {flight.exchange.axis.name}" for flight in self._open.values()]
 
     def check_settled(self) -> None:
-        """Call where nothing may be in flight, such as the end of a step. Raises DistributedError naming what is."""
+        """Raise DistributedError if anything is in flight, such as at the end of a step."""
         if self._open:
             raise DistributedError(f"launched and never waited for: {', '.join(self.in_flight)}")
 
     def count_host_wait(self, where: str) -> None:
-        """Count one wait of the host for numbers of the device. where: the function that waited."""
+        """Count one wait of the host for values from the device, in the function named ``where``."""
         self.host_waits += 1
         if self._on_host_wait is not None:
             self._on_host_wait(where)
 
     def mark(self) -> tuple[InFlight, ...]:
-        """Return what is in flight now, for ``wait_since``."""
+        """Return the exchanges in flight now, for ``wait_since``."""
         return tuple(self._open.values())
 
     def wait_since(self, mark: tuple[InFlight, ...]) -> None:
-        """Wait for every exchange launched since ``mark`` was taken, except those that are ``owned``."""
+        """Wait for every exchange launched since ``mark`` was taken, except ``owned`` ones."""
         before = {id(flight) for flight in mark}
         for flight in [flight for key, flight in self._open.items() if key not in before and not flight.owned]:
             self.wait(flight)
 
     def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
-        """Launch one exchange; what is returned keeps its input alive.
+        """Launch one exchange. The returned object keeps its input alive.
 
-        aside: the output will be used on another stream than the current one. owned: only the caller waits for it.
+        Args:
+            exchange: The exchange.
+            x: Its input.
+            aside: The output will be used on a different stream than the current one.
+            owned: Only the caller waits for it; ``wait_since`` does not.
         """
         x = x.contiguous()
         stream = self.device.current_stream()
@@ -82,7 +100,7 @@ class CommContext:
             output, work = self.device.launch(lambda: self._after_others(exchange, x), stream)
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
-        # Where nothing travels there is no work to wait for, but the output is made on that stream all the same.
+        # An exchange that sends nothing has no work to wait for, but its output is still computed on that stream.
         made = stream.record_event() if aside and work is None else None
         flight = InFlight(exchange, x, output, work, aside, owned, made)
         if work is not None:
@@ -91,7 +109,12 @@ class CommContext:
         return flight
 
     def wait(self, flight: InFlight, metered: bool = True) -> Tensor:
-        """Wait for one exchange and return its output. metered: False where the wait holds up only a side stream."""
+        """Wait for one exchange and return its output.
+
+        Args:
+            flight: The exchange.
+            metered: Measure the wait; False if it blocks only a side stream.
+        """
         if flight.work is not None and not metered:
             flight.work.wait()
         elif flight.work is not None:
@@ -104,12 +127,12 @@ class CommContext:
         return flight.output
 
     def _after_others(self, exchange: Exchange, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Launch after what is in flight on the other chained axes; on a CPU the host has to wait for that."""
+        """Launch after the exchanges in flight on the other chained axes. On a CPU the host has to wait for them."""
         for flight in self._open.values():
             axis = flight.exchange.axis
             if flight.work is not None and axis.name in self.chained and axis.name != exchange.axis.name:
                 if self.device.is_async:
-                    # Some works compute when they are waited for: then that is done here, on the link's stream.
+                    # Some works compute inside ``wait``; this runs that computation here, on the link's stream.
                     flight.work.wait()
                     flight.made = self.device.event()
                 else:
@@ -130,9 +153,15 @@ class CommContext:
 class InFlight:
     """An exchange in flight, with the buffers that must not be touched until it has been waited for.
 
-    work: what to wait for; None where nothing travels. aside: launched on another stream than it is used on. owned:
-    only its caller waits for it. made: the event after which the output is there, where ``work`` does not show it:
-    there is none, or another stream has waited for it.
+    Attributes:
+        exchange: The exchange.
+        input: Its input, kept alive.
+        output: Its output, valid after the wait.
+        work: Handle to wait for; None if nothing is sent.
+        aside: Launched on a different stream than the one that uses the output.
+        owned: Only its caller waits for it.
+        made: Event after which the output is valid, if ``work`` does not cover it, because it is None or another stream
+            has waited for it.
     """
 
     exchange: Exchange
@@ -145,5 +174,5 @@ class InFlight:
 
     @property
     def kind(self) -> str:
-        """The name under which its waiting time is counted."""
+        """Name under which the waiting time is counted: ``axis/kind``."""
         return f"{self.exchange.axis.name}/{self.exchange.kind}"

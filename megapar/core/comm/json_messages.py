@@ -1,6 +1,8 @@
-"""Collectives of JSON values, sent as tensors. What arrives is parsed and never run, as a pickle would be.
+"""Blocking collectives of JSON values, sent as tensors. Unlike a pickle, a received value is parsed, never executed.
 
-Every rank of the group calls the same function. All of them wait: nothing of a step that is trained uses them.
+Every rank of the group calls the same function. Training steps do not use them.
+
+Tested in ``tests/training/checkpoints/test_ownership.py`` and ``tests/test_no_objects.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from megapar.errors import DistributedError
 
 
 def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
-    """Return every rank's value, on every rank, in the order of their ranks. Raises DistributedError."""
+    """Return the values of all ranks, on every rank, in rank order. Raises DistributedError if one is not JSON."""
     own = _encoded(value, group)
     sizes = _sizes(own, group)
     parts = [own.new_empty(max(sizes)) for _ in sizes]
@@ -26,7 +28,10 @@ def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
 
 
 def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
-    """Return every rank's value on the group's first rank, None on the others. Raises DistributedError."""
+    """Return the values of all ranks on the group's first rank, None on the others.
+
+    Raises DistributedError if one is not JSON.
+    """
     own = _encoded(value, group)
     sizes = _sizes(own, group)
     parts = [own.new_empty(max(sizes)) for _ in sizes] if dist.get_rank(group) == 0 else None
@@ -35,7 +40,7 @@ def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
 
 
 def broadcast(value: Json, group: dist.ProcessGroup) -> Json:
-    """Return the value of the group's first rank, on every rank. Raises DistributedError."""
+    """Return the value of the group's first rank, on every rank. Raises DistributedError if it is not JSON."""
     first = dist.get_rank(group) == 0
     device = _device(group)
     data = _encoded(value, group) if first else torch.empty(0, dtype=torch.uint8, device=device)
@@ -48,7 +53,12 @@ def broadcast(value: Json, group: dist.ProcessGroup) -> Json:
 
 
 def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
-    """Return this rank's one of the values that the group's first rank gives. Raises DistributedError."""
+    """Return this rank's value of those on the group's first rank. Raises DistributedError if it is not JSON.
+
+    Args:
+        values: One value per rank of the group, on its first rank; None on the others.
+        group: The process group.
+    """
     parts = None if values is None else [_encoded(value, group) for value in values]
     device, rank = _device(group), dist.get_rank(group)
     count = dist.get_world_size(group)
@@ -62,7 +72,7 @@ def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device whose tensors the group takes: the host, if it can."""
+    """Return the device of the tensors that the group accepts, preferably the CPU."""
     types = {device.type for device in group._device_types}
     return torch.device("cpu" if "cpu" in types or not types else min(types))
 
@@ -79,7 +89,7 @@ def _decoded(data: Tensor) -> Json:
 
 
 def _sizes(own: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Of every rank's message, in bytes."""
+    """Return the message size of every rank, in bytes."""
     size = torch.tensor([own.numel()], device=own.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

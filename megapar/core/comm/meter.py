@@ -1,8 +1,8 @@
 """The time that this rank waited for communication, by axis and kind of collective.
 
-On a CPU a wait blocks the host, and the host's clock measures it. On an accelerator it blocks the stream, not the host:
-two events around the wait measure how long the stream was idle, and are not read before the log is written. A layer
-waits tens of times and every event costs a launch, so there only some steps are timed (``on``).
+On a CPU a wait blocks the host, and the host's clock measures it. On an accelerator it blocks the stream, not the host.
+Two events around the wait then measure how long the stream was idle; they are read only when the log is written. A
+layer waits tens of times and every event costs a launch, so only some steps are timed there (``on``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Waits:
-    """Waiting times of one stretch of a run.
+    """Waiting times of one interval of a run.
 
-    host: kind -> seconds. stalls: (kind, event before, event after) of waits that a device's stream made.
+    Attributes:
+        host: Kind -> seconds that the host waited.
+        stalls: (kind, event before, event after) of each wait of a device's stream.
     """
 
     host: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     stalls: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def seconds(self) -> dict[str, float]:
-        """Kind -> seconds; the device has to have come this far, and is waited for where it has not."""
+        """Return kind -> seconds. Waits for the device until it has reached the last event."""
         total: dict[str, float] = dict(self.host)
         for kind, before, after in self.stalls:
             after.synchronize()
@@ -38,18 +40,24 @@ class Waits:
 
 
 class WaitMeter:
-    """Sums the time spent in ``wait``: the communication that nothing hid.
+    """Sum of the time spent in ``wait``: the communication that was not overlapped.
 
-    mark: records a timed event on the current stream; None where waits block the host. on: whether waits are timed.
+    Attributes:
+        on: True while waits are timed.
     """
 
     def __init__(self, mark: Callable[[], Any] | None = None) -> None:
+        """Start from zero.
+
+        Args:
+            mark: Records a timed event on the current stream; None if waits block the host.
+        """
         self.on = True
         self._mark = mark
         self._waits = Waits()
 
     def wait(self, work: Work, kind: str) -> None:
-        """Wait for a launched collective. kind: ``axis/collective``, as bytes are counted."""
+        """Wait for a launched collective. ``kind`` is ``axis/collective``, as for the byte counts."""
         if not self.on:
             work.wait()
             return
@@ -64,7 +72,7 @@ class WaitMeter:
 
     @contextmanager
     def around(self, kind: str) -> Iterator[None]:
-        """A collective that is launched and waited for in here. kind: as for ``wait``."""
+        """Measure the wait for a blocking collective inside. ``kind`` is as for ``wait``."""
         if not self.on:
             yield
             return
@@ -87,6 +95,6 @@ class WaitMeter:
             self.on = before
 
     def take(self) -> Waits:
-        """Return what was waited for since the last call."""
+        """Return the waits since the last call."""
         waits, self._waits = self._waits, Waits()
         return waits

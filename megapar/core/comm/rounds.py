@@ -1,33 +1,37 @@
-"""The order in which a grid's communicators are made. Standard library only.
+"""The order in which the communicators of a device mesh are created. Standard library only.
 
-Where the device is bound to the process, torch makes a group by a split of the world's communicator
-(``ncclCommSplit``), in which every rank takes part. So groups are made in rounds, and every rank is in exactly one
-group of each:
+If the device is bound to the process, torch creates a group by splitting the world's communicator (``ncclCommSplit``),
+and every rank must participate in every split. Groups are therefore created in rounds, and every rank is in exactly one
+group of each round:
 
     axes      one round for all axes whose groups have the same ranks
-    queues    one round for each direction of every other edge of the ring of stages; who has no partner is alone
+    queues    one round for each direction of every other edge of the ring of stages; a stage without a partner is
+              alone
 
                   stages 0 1 2 3      0>1 2>3 | 1>0 3>2 | 1>2 3>0 | 2>1 0>3
                   stages 0 1 2        0>1 2   | 1>0 2   | 1>2 0   | 2>1 0   | 2>0 1 | 0>2 1
+
+Tested in ``tests/core/test_group_rounds.py``.
 """
 
 from __future__ import annotations
 
 from megapar.core.grid import Grid
 
-# "shard" and "expert_shard" cut master copies, "replica" and "expert_replica" repeat them, "data" are the positions
-# that read data of their own.
+# "shard" and "expert_shard" cut the master weights, "replica" and "expert_replica" repeat them. The positions along
+# "data" read different samples.
 AXES: tuple[str, ...] = (
     *("dp", "pp", "sharding", "cp", "mp", "data", "shard", "replica"),
     *("edp", "ep", "emp", "expert_shard", "expert_replica"),
 )
-# Data ranks exchange counts while gradients are being reduced; experts' rows, keys and values, and sharding's segments
-# overlap by design: these never share a communicator with another axis that has the same ranks.
+# Data ranks exchange counts while gradients are being reduced. The rows of experts, the keys and values of context
+# parallelism, and the buckets of sharding overlap by design, so these axes never share a communicator with another axis
+# of the same ranks.
 _ALONE = ("ep", "cp")
 
 
 def axis_ranks(grid: Grid, axis: str, rank: int) -> tuple[int, ...]:
-    """Global ranks along a named axis through ``rank``, in coordinate order."""
+    """Return the global ranks along a named axis through ``rank``, in coordinate order."""
     composed = {
         "data": lambda: grid.group(("dp", "sharding"), rank),
         "shard": lambda: grid.shard_group(rank, expert=False),
@@ -39,7 +43,7 @@ def axis_ranks(grid: Grid, axis: str, rank: int) -> tuple[int, ...]:
 
 
 def axis_rounds(grid: Grid) -> tuple[tuple[str, ...], ...]:
-    """The axes of more than one rank, by the communicators they share, in the order in which these are made."""
+    """Return the axes of more than one rank, grouped by the communicator they share, in order of creation."""
     shared: dict[object, list[str]] = {}
     for axis in AXES:
         count, step = _places(grid, axis)
@@ -50,7 +54,7 @@ def axis_rounds(grid: Grid) -> tuple[tuple[str, ...], ...]:
 
 
 def _places(grid: Grid, axis: str) -> tuple[int, int]:
-    """(how many, how far apart) the places of a group are, counted as the expert view counts a stage's ranks."""
+    """Return (number, stride) of a group's positions among the ranks of a stage, in the order of the expert view."""
     inner, shards = grid.ep * grid.emp, grid.expert_shards
     return {
         "pp": (grid.pp, 0),
@@ -70,20 +74,22 @@ def _places(grid: Grid, axis: str) -> tuple[int, int]:
 
 
 def queue_rounds(stages: int, *, closed: bool) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The queues between neighbouring stages: rounds of groups, each (sender, receiver) or one stage alone.
+    """Return the queues between neighbouring stages: rounds of groups, each (sender, receiver) or one stage alone.
 
-    closed: messages go between the last and the first stage too, as where chunks go round and round.
+    Args:
+        stages: Number of pipeline stages.
+        closed: The last and the first stage exchange messages too, as interleaved schedules need it.
     """
     edges = [(stage, stage + 1) for stage in range(stages - 1)]
     if closed and stages > 2:
         edges.append((stages - 1, 0))
-    # The edge that closes a ring of odd length meets one of either kind.
+    # The edge that closes a ring of odd length touches one edge of each kind, so it needs a third kind.
     kinds = [2 if edge[1] == 0 and stages % 2 else edge[0] % 2 for edge in edges]
     rounds = []
     for kind in sorted(set(kinds)):
-        forth = [edge for edge, own in zip(edges, kinds, strict=True) if own == kind]
-        paired = {stage for edge in forth for stage in edge}
+        forward = [edge for edge, own in zip(edges, kinds, strict=True) if own == kind]
+        paired = {stage for edge in forward for stage in edge}
         alone = [(stage,) for stage in range(stages) if stage not in paired]
-        rounds.append((*forth, *alone))
-        rounds.append((*((receiver, sender) for sender, receiver in forth), *alone))
+        rounds.append((*forward, *alone))
+        rounds.append((*((receiver, sender) for sender, receiver in forward), *alone))
     return tuple(rounds)

@@ -1,4 +1,4 @@
-"""The store by which all ranks of a run find each other."""
+"""The store through which all ranks of a run find each other."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store that all ranks share: by a url, else by the launcher's file, else by MASTER_ADDR and MASTER_PORT.
+    """Return the store that all ranks share, found by the url, the launcher's file, or MASTER_ADDR and MASTER_PORT.
 
-    Raises DistributedError where it cannot be made or reached.
+    Raises DistributedError if it cannot be created or reached.
     """
     file = "" if url else os.environ.get(RANK_FILE, "")
     try:
         if file:
             return _by_file(Path(file), world_size, timeout)
         store: dist.Store = next(rendezvous(url or "env://", rank, world_size, timeout=timeout))[0]
-    except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch raises RuntimeError
         where = url or file or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         advice = (
-            "Is its folder still there? megapar launch makes one for every start."
+            "Check that its folder still exists: megapar launch creates one for every start."
             if file
-            else "Is that the address of rank 0, and its port free there and open to this node? MASTER_ADDR and "
-            "MASTER_PORT say it, which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
+            else "Check that this is the address of rank 0, and that its port is free there and open to this node. "
+            "It is set by MASTER_ADDR and MASTER_PORT, which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
         )
         raise DistributedError(
             f"rank {rank} of {world_size} cannot meet the others at {where}: {str(error).splitlines()[0]}. {advice}"
@@ -41,7 +41,7 @@ def meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dis
 
 
 def _by_file(path: Path, world_size: int, timeout: timedelta) -> dist.Store:
-    if not path.parent.is_dir():  # torch would wait for it
+    if not path.parent.is_dir():  # torch would wait for it until the timeout
         raise FileNotFoundError(f"{path.parent} does not exist")
     store = dist.FileStore(str(path), world_size)
     store.set_timeout(timeout)
@@ -49,9 +49,9 @@ def _by_file(path: Path, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def loopback_advice() -> str:
-    """What to set where gloo listens where no other machine reaches it; "" where it does not.
+    """Return what to set if gloo listens on a loopback address, which no other node can reach; else "".
 
-    gloo takes the address of the machine's name, which is a loopback address to many machines themselves.
+    gloo resolves the machine's host name, which many machines map to a loopback address locally.
     """
     if os.environ.get(_GLOO) or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) >= int(os.environ.get("WORLD_SIZE", "1")):
         return ""
@@ -63,6 +63,6 @@ def loopback_advice() -> str:
     if not address.startswith("127."):
         return ""
     return (
-        f" This machine's name, {name}, is {address} to itself, where gloo listens and no other node reaches it: set "
-        f"{_GLOO} to the network interface of the nodes, or give the name its real address in /etc/hosts."
+        f" This machine's name, {name}, resolves to {address} here, where gloo listens and no other node can reach it: "
+        f"set {_GLOO} to the network interface of the nodes, or map the name to its real address in /etc/hosts."
     )

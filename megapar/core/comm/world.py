@@ -1,7 +1,7 @@
-"""A grid's process groups; the only place where a run makes groups.
+"""The process groups of a device mesh. A run creates groups only here.
 
-Every group is made eagerly, in rounds that are the same on every rank (``rounds.py``), after a roll call, and is
-followed by a collective or a message, so that a bad network or a missing rank shows at start-up with the group's name
+Every group is created eagerly, in rounds that are the same on every rank (``rounds.py``), after a roll call. A first
+collective or message tests it. A bad network or a missing rank therefore fails at start-up, with the name of the group
 and the ranks that did not answer. An axis of size 1 has no group, and axes with the same ranks share one communicator.
 """
 
@@ -34,15 +34,21 @@ GRACE = timedelta(seconds=3)
 
 
 class World:
-    """This rank among the ranks of a grid: ``axis(name)`` is its place on any axis, as ``"dp"``, data parallel.
+    """This rank's view of the device mesh: ``axis(name)`` is its place on any axis, such as ``"dp"``, data parallel.
 
-    rank and grid number the ranks in the order dp, pp, sharding, cp, mp, whatever order they were launched in: torch
-    sorts a group's ranks by number, and the ranks of every axis, of the expert view's too, must be in the order of
-    their coordinates there. Rank 0 is the same in both. launched: by rank, the number it was launched with.
-    on_leave: called when this rank leaves, be it after a failure.
+    Ranks are renumbered in the order dp, pp, sharding, cp, mp, regardless of the order in which they were launched:
+    torch sorts the ranks of a group by number, and the ranks of every axis, including those of the expert view, must
+    be in the order of their coordinates there. Rank 0 is the same in both orders.
 
-    Every axis has the accounts of its world: sent_bytes: what this rank has sent. meter: the time it waited for
-    collectives. recorder: the last collectives it launched.
+    Attributes:
+        grid: Sizes of all axes, in the order of ``rank``.
+        rank: This rank's number in that order.
+        device: This rank's device.
+        launched: For each rank, the number that it was launched with.
+        sent_bytes: Bytes that this rank has sent. Every axis shares this and the next two.
+        meter: Time that this rank waited for blocking collectives.
+        recorder: The last collectives that this rank launched.
+        on_leave: Called when this rank leaves, also after a failure; the last one first.
     """
 
     def __init__(
@@ -70,11 +76,11 @@ class World:
         rounds = axis_rounds(grid)
         for names in rounds:
             ranks = axis_ranks(grid, names[0], rank)
-            made = self._make_group(names, ranks)
-            self._axes |= {name: self._axis(name, ranks, made) for name in names}
+            group = self._make_group(names, ranks)
+            self._axes |= {name: self._axis(name, ranks, group) for name in names}
         self._rounds_of_axes = rounds
-        group = dist.group.WORLD if grid.world_size > 1 else None
-        self._axes["world"] = self._axis("world", tuple(range(grid.world_size)), group)
+        world_group = dist.group.WORLD if grid.world_size > 1 else None
+        self._axes["world"] = self._axis("world", tuple(range(grid.world_size)), world_group)
 
     @classmethod
     def start(
@@ -85,12 +91,18 @@ class World:
         rendezvous_url: str | None = None,
         agree: Callable[[dist.Store, int, int, timedelta], None] | None = None,
     ) -> World:
-        """Join the other ranks and make all groups.
+        """Join the other ranks and create all groups.
 
-        rendezvous_url: where ranks meet (``file://PATH``), with RANK and WORLD_SIZE from the environment; by default
-        as ``megapar launch`` or torchrun sets it. One process needs neither. agree: called by all ranks that have met,
-        before any group, with a store, rank and number of ranks as launched, and the timeout; whatever it raises ends
-        the start. Raises DistributedError naming the group and the ranks that did not answer within ``timeout``.
+        Args:
+            grid: Sizes of all axes.
+            device: This rank's device.
+            timeout: Limit for roll calls and collectives.
+            rendezvous_url: Where the ranks meet (``file://PATH``), with RANK and WORLD_SIZE from the environment. By
+                default as ``megapar launch`` or torchrun sets it. A single process needs neither.
+            agree: Called on all ranks after the roll call and before any group, with a store, the rank and the number
+                of ranks as launched, and the timeout. Any exception that it raises ends the start.
+
+        Raises DistributedError with the group and the ranks that did not answer within ``timeout``.
         """
         if grid.world_size == 1:
             return cls(grid, 0, device, None, timeout)
@@ -98,7 +110,7 @@ class World:
         if world_size != grid.world_size:
             raise DistributedError(f"the grid has {grid.world_size} ranks, WORLD_SIZE is {world_size}")
         store = meet(rendezvous_url, rank, world_size, timeout)
-        # torch's agent keeps the store when it starts ranks again; what those that died left must not be found in it.
+        # torch's agent keeps the store when it restarts the ranks, so each start needs a prefix that hides old keys.
         store = dist.PrefixStore(f"start-{starts_before(os.environ)}", store)
         store.set_timeout(timeout)
         roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
@@ -118,17 +130,17 @@ class World:
             )
         except RuntimeError as error:
             raise DistributedError(
-                f"the group of all {world_size} ranks could not be made, though all had answered, so look at the "
+                f"the group of all {world_size} ranks could not be created, though all had answered, so check the "
                 f"network. {str(error).splitlines()[0]}.{loopback_advice()}"
             ) from error
         return cls(ordered, rank, device, store, timeout, launched)
 
     @classmethod
     def pretend(cls, grid: Grid, device: Device, rank: int) -> World:
-        """The world as rank ``rank`` of the grid would see it, alone, on torch's fake process groups.
+        """Create the world of one rank of the grid in a single process, on torch's fake process groups.
 
-        Collectives return at once and move nothing; with fake tensors the real training code runs as any rank of any
-        cluster. rank: as launched, as in ``start``.
+        Collectives return at once and move nothing. With fake tensors the real training code runs as any rank of any
+        cluster. ``rank`` is the number that it would be launched with, as in ``start``.
         """
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -142,12 +154,12 @@ class World:
 
     @property
     def num_groups(self) -> int:
-        """Communicators of this rank, the world's and the pipeline's queues included."""
+        """Number of communicators of this rank, including the world's and the pipeline's queues."""
         return len(self._rounds_of_axes) + len(self._queues) + (self.grid.world_size > 1)
 
     @property
     def group_bytes(self) -> int:
-        """About what these communicators keep on the device."""
+        """Estimated bytes that these communicators occupy on the device."""
         world = [("world",)] if self.grid.world_size > 1 else []
         node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         here = [self.launched[rank] // node for rank in self.axis("ep").ranks]
@@ -155,23 +167,26 @@ class World:
         return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues), peers)
 
     def axis(self, name: str) -> Axis:
-        """This rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""
+        """Return this rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
-        """All axes, the world's included."""
+        """Return all axes, including the world's."""
         return list(self._axes.values())
 
     @property
     def queues(self) -> list[Axis]:
-        """The pipeline's queues that this rank has an end of, once they have been made."""
+        """The pipeline's queues that end at this rank; empty before ``make_queues``."""
         return list(self._queues.values())
 
     def make_queues(self, *, closed: bool) -> dict[tuple[int, int], Axis]:
-        """A queue for each ordered pair of neighbouring stages: (sender, receiver) -> both, the sender first.
+        """Create a queue for each ordered pair of neighbouring stages. Every rank calls this once, at the same place.
 
-        Those of which this rank is an end. closed: the last stage and the first are neighbours too. Every rank calls
-        this at the same place, once.
+        Args:
+            closed: The last stage and the first are neighbours too.
+
+        Returns:
+            (sender, receiver) -> an axis of these two ranks, sender first, for the queues that end at this rank.
         """
         assert not self._queues, "queues are made once"
         for groups in queue_rounds(self.grid.pp, closed=closed):
@@ -185,21 +200,21 @@ class World:
         return dict(self._queues)
 
     def _axis(self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, *, queue: str = "") -> Axis:
-        """Make this rank's view of an axis, with the accounts of this world."""
-        accounts = self.sent_bytes, self.meter, self.recorder
-        return Axis(name, len(ranks), ranks.index(self.rank), group, ranks, *accounts, queue=queue)
+        """Create this rank's view of an axis, which shares the counters of this world."""
+        counters = self.sent_bytes, self.meter, self.recorder
+        return Axis(name, len(ranks), ranks.index(self.rank), group, ranks, *counters, queue=queue)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave what is sent and waited for inside out of the accounts of steps: an evaluation, a check.
+        """Exclude the bytes and waits inside from the counters of steps, such as those of an evaluation or a check.
 
-        The flight recorder goes on: these collectives can hang like any other.
+        The flight recorder keeps recording, because these collectives can hang like any other.
         """
         with self.sent_bytes.uncounted(), self.meter.paused():
             yield
 
     def mesh(self, *names: str) -> DeviceMesh:
-        """A device mesh over named axes, outermost first, for the parts of torch that want one."""
+        """Return a device mesh over named axes, outermost first, for the parts of torch that require one."""
         axes = [self.axis(name) for name in names]
         groups = [axis.group for axis in axes if axis.group is not None]
         if len(groups) < len(axes):
@@ -211,7 +226,7 @@ class World:
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
     def close(self) -> None:
-        """Wait for all ranks and leave. After a failure ``abandon`` is the way out."""
+        """Wait for all ranks and leave. After a failure, call ``abandon`` instead."""
         if self.grid.world_size > 1 and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -224,7 +239,7 @@ class World:
     def abandon(self) -> None:
         """Leave after a failure, without waiting for ranks that may be gone.
 
-        Groups on an accelerator are aborted: to destroy them would wait for what they have launched.
+        Groups on an accelerator are aborted, because destroying them would wait for the collectives in flight.
         """
         self._leave()
         if self.grid.world_size == 1 or not dist.is_initialized():
@@ -232,20 +247,20 @@ class World:
         if self.device.type == "cpu":
             dist.destroy_process_group()
             return
-        with suppress(RuntimeError):  # where the vendor's library knows no abort, they end with the process
+        with suppress(RuntimeError):  # If the vendor's library has no abort, the groups end with the process.
             abort_process_groups()
 
     @property
     def pretended(self) -> bool:
-        """True where this rank runs alone as one of many (``tools/tracing/pretend.py``): collectives move nothing."""
+        """True if one process runs as one of many ranks (``tools/tracing/pretend.py``), so collectives move nothing."""
         return self._store is None and self.grid.world_size > 1
 
     def spare_store(self, name: str) -> dist.Store | None:
-        """A connection to the ranks' store for threads beside the training; None where there is one rank."""
+        """Return a separate connection to the ranks' store for background threads; None for a single rank."""
         return None if self._store is None else dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
 
     def spare_group(self, name: str) -> dist.ProcessGroup | None:
-        """A group of all ranks for threads beside the training, on the host; None where there is one rank.
+        """Create a group of all ranks on the host for background threads; None for a single rank.
 
         Every rank calls this for the same groups in the same order.
         """
@@ -256,16 +271,20 @@ class World:
     def _make_group(
         self, names: tuple[str, ...], ranks: tuple[int, ...], backend: str | None = None, *, queue: bool = False
     ) -> dist.ProcessGroup:
-        """This rank's group of the next round.
+        """Create this rank's group of the next round.
 
-        names: of the axes that share it. queue: between the ranks, sender first, or of this rank alone.
+        Args:
+            names: Names of the axes that share the group.
+            ranks: Ranks of the group; for a queue, the sender first, or this rank alone.
+            backend: Backend of the group; the device's by default.
+            queue: The group is a queue of the pipeline.
         """
         self._rounds += 1
         name = names[0]
         if self._store is None:  # pretended
             alone: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
             return alone
-        # A split of the world's communicator waits for all of its ranks.
+        # A split of the world's communicator waits for all ranks of the world.
         splits = self.device.device_id is not None and backend != "gloo"
         called = self.launched if splits else tuple(self.launched[rank] for rank in ranks)
         here = self.launched[self.rank]
@@ -284,20 +303,20 @@ class World:
             self._try(group, ranks, torch.ones(1, device=place), queue=queue)
         except RuntimeError as error:
             silent = silent_ranks(store, called, here)
-            who = f"ranks {silent} are silent" if silent else "all its ranks are there, so look at the network"
+            cause = f"ranks {silent} are silent" if silent else "all its ranks answered, so check the network"
             if splits:
-                who += (
-                    f". This is round {self._rounds}, a split of the communicator of all {len(called)} ranks: "
-                    "what failed may be another group of this round"
+                cause += (
+                    f". This is round {self._rounds}, a split of the communicator of all {len(called)} ranks, so "
+                    "another group of this round may have failed"
                 )
             numbers = [self.launched[rank] for rank in ranks]
             raise DistributedError(
-                f"group {name} of ranks {numbers} failed its first collective; {who}. {error}{loopback_advice()}"
+                f"group {name} of ranks {numbers} failed its first collective; {cause}. {error}{loopback_advice()}"
             ) from error
         return group
 
     def _try(self, group: dist.ProcessGroup, ranks: tuple[int, ...], x: torch.Tensor, *, queue: bool) -> None:
-        """One collective, or what else the group is for: a queue's message needs less room than a sum."""
+        """Run one collective, or for a queue one message, whose buffers are smaller than those of a sum."""
         if not queue:
             dist.all_reduce(x, group=group)
         elif len(ranks) == 2 and self.rank == ranks[0]:
@@ -308,7 +327,14 @@ class World:
 
 
 def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int, grace: timedelta = GRACE) -> list[int]:
-    """After a failure that all of these ranks see: those that do not say within ``grace`` that they saw it too."""
+    """Return the ranks that do not report within ``grace`` a failure that all of ``ranks`` should see.
+
+    Args:
+        store: The store of the ranks.
+        ranks: All ranks that take part.
+        rank: This rank, whose failure is reported first.
+        grace: Time to wait for the reports.
+    """
     store.set(f"failed/{rank}", "1")
     keys = {other: f"failed/{other}" for other in ranks}
     try:
@@ -319,9 +345,9 @@ def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int, grace: time
 
 
 def roll_call(store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
-    """Every one of ``ranks`` says it is here and waits for the others: three requests each, however many they are.
+    """Report this rank as present and wait for the others, by three requests per rank regardless of their number.
 
-    Raises DistributedError naming the group, its ranks and those that stayed silent for ``timeout``.
+    Raises DistributedError with the group, its ranks and those that were silent for ``timeout``.
     """
     store.set(f"here/{rank}", "1")
     if store.add("number", 1) == len(ranks):
@@ -332,5 +358,5 @@ def roll_call(store: dist.Store, name: str, ranks: Sequence[int], rank: int, tim
         silent = [r for r in ranks if not store.check([f"here/{r}"])]
         raise DistributedError(
             f"group {name} of ranks {list(ranks)}: ranks {silent} did not answer within {timeout.total_seconds():g} s. "
-            "Look at their logs, or raise --distributed-timeout-minutes."
+            "Check their logs, or raise --distributed-timeout-minutes."
         ) from error

@@ -1,1 +1,1 @@
-"""Layers sharded over the axis ``mp``, with their collectives in flight under their products."""
+"""Tensor parallelism: layers sharded over the axis ``mp``, whose collectives are hidden under their products."""

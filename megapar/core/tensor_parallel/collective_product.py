@@ -1,9 +1,12 @@
-"""Torch's operators that are a collective and a product at once, over the symmetric memory of a node's GPUs.
+"""torch's fused operators of a collective and a product, in the symmetric memory of a node's GPUs.
 
-They cut and hide by themselves: a product starts on the rows that have arrived, and what it has made leaves under the
-rest. torch marks them as internal; names and arguments are those of torch 2.11 and 2.13. They take bf16 only here.
+The operators pipeline internally: a product starts on the rows that have arrived, and finished rows are sent while the
+others are computed. torch marks these operators as internal; names and arguments are those of torch 2.11 and 2.13.
+megapar uses them in bf16 only.
 
 Shape letters: B batch, S sequence, s = S / (ranks of mp), I in features, O out features.
+
+Tested in ``tests/core/tensor_parallel/test_layers.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ SEQUENCE_DIM = 1
 
 
 def enable(axis: Axis) -> None:
-    """Let the group of ``axis`` have symmetric memory; every rank of it calls this once, before the first product."""
+    """Enable symmetric memory for the group of ``axis``. Every rank of it calls this once, before the first product."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     assert axis.group is not None
@@ -28,19 +31,23 @@ def enable(axis: Axis) -> None:
 def fused_gather_product(
     x: Tensor, right: Tensor, bias: Tensor | None, axis: Axis, *, keep: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """(x [B, s, I] of all ranks as [B, S, I] where ``keep``, that @ right [I, O] (+ bias [O]))."""
+    """Gather x [B, s, I] over the ranks to [B, S, I] and multiply it by right [I, O] (+ bias [O]).
+
+    Returns:
+        (the gathered x, or None unless ``keep``, the product [B, S, O]).
+    """
     assert axis.group is not None
     transport.count_all_gather(x, axis)
     whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x.contiguous(), [right], SEQUENCE_DIM, axis.group.group_name, return_A=keep
     )
-    # The operator multiplies by position first, so the result of several samples is a view.
+    # The operator works position by position, so the result of several samples is a view.
     y = y.contiguous() if bias is None else y + bias
     return whole if keep else None, y
 
 
 def fused_product_scatter(x: Tensor, right: Tensor, axis: Axis) -> Tensor:
-    """x [B, S, I] @ right [I, O], summed over the ranks: this one's rows [B, s, O]."""
+    """Multiply x [B, S, I] by right [I, O], sum over the ranks, and return this rank's rows [B, s, O]."""
     assert axis.group is not None
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x.contiguous(), right, "sum", SEQUENCE_DIM, axis.group.group_name

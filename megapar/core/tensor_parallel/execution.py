@@ -1,4 +1,7 @@
-"""Options of how the layers of a model run, made once before the model and passed to every constructor."""
+"""Execution options of the layers of a model, created once before the model and passed to every constructor.
+
+Tested in ``tests/core/tensor_parallel/test_layers.py`` and ``tests/core/device/test_compiled.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,16 @@ LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Execution:
-    """Options that change neither a layer's parameters nor what it computes, apart from the rounding of fp8.
+    """Options that change neither a layer's parameters nor its results, except for the rounding of fp8.
 
-    overlap: how finely linear layers cut collectives that travel under their products.
-    comm: tracks the collectives that layers launch; None: each layer tracks its own.
-    weight_gradients: collects the weight-gradient products of a split backward; None: they are computed at once.
-    fp8: x [.., I] @ w [O, I]^T + b of the linear layers in fp8; None: in the dtype of the parameters.
-    run: calls the pure functions of layers, compiled or as they are.
-    selective: recompute activation functions and the core of attention in the backward instead of keeping them.
+    Attributes:
+        overlap: How finely linear layers cut the collectives that are hidden under their products.
+        comm: Tracks the collectives that the layers launch; None to let each layer track its own.
+        weight_gradients: Collects the weight gradient products of a split backward; None to compute them at once.
+        fp8: Computes x [.., I] @ w [O, I]^T + b of the linear layers in fp8; None for the dtype of the parameters.
+        run: Calls the pure functions of layers, compiled or uncompiled.
+        selective: Selective activation checkpointing: recompute activation functions and core attention in the
+            backward.
     """
 
     overlap: Overlap = field(default_factory=Overlap)

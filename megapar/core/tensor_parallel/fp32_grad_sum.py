@@ -1,7 +1,7 @@
-"""Gradients of weights that are used several times in one pass, summed in fp32 and rounded once.
+"""Gradients of weights that are used several times in a pass, summed in fp32 and rounded once.
 
-Autograd adds the gradients of a tensor's uses in the tensor's dtype. A layer that runs in d slices uses each weight d
-times, and in a 16-bit dtype every addition rounds.
+Autograd adds the gradients of all uses of a tensor in the dtype of the tensor. A layer that runs in d slices uses each
+weight d times, and in a 16-bit dtype every addition rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAME = "wide_sum"
+_NAME = "fp32_grad_sum"
 
 
 class Fp32GradSum:
@@ -24,18 +24,18 @@ class Fp32GradSum:
         self._total: Tensor | None = None
 
     def use(self, x: Tensor) -> Tensor:
-        """``x``, whose gradient is added here; the last use to come back hands on the sum."""
+        """Return ``x`` for one use, whose gradient joins the sum. The last use in the backward returns the sum."""
         y: Tensor = _Use.apply(x, self)
         return y
 
     def begin(self) -> None:
-        """One more use."""
+        """Count one more use."""
         self._open += 1
 
     def add(self, grad: Tensor | None) -> Tensor | None:
-        """The whole sum in the dtype of ``grad`` once no use is left, before that None.
+        """Add the gradient of one use. Returns the sum in the dtype of ``grad`` after the last use, else None.
 
-        grad: None where this use's is made later, by somebody else; then all uses' are.
+        ``grad`` is None if the weight gradient of this use is computed later; this then holds for all uses.
         """
         self._open -= 1
         if grad is None:
@@ -66,8 +66,8 @@ class _Use(torch.autograd.Function):
 
 
 @contextmanager
-def wide_sums(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Sum the gradients of 16-bit parameters so, over all their uses inside; ``wide_use`` is how they are used."""
+def fp32_grad_sums(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Sum the gradients of 16-bit parameters in fp32, over all uses inside that ``with_fp32_grad_sum`` returned."""
     marked = [p for p in parameters if p.requires_grad and p.dtype.itemsize < 4 and torch.is_grad_enabled()]
     for parameter in marked:
         setattr(parameter, _NAME, Fp32GradSum())
@@ -78,7 +78,7 @@ def wide_sums(parameters: Iterable[Tensor]) -> Iterator[None]:
             delattr(parameter, _NAME)
 
 
-def wide_use(parameter: Tensor, local: Tensor) -> Tensor:
-    """``local``, what this rank holds of the parameter, for one use."""
+def with_fp32_grad_sum(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return ``local``, this rank's shard of the parameter, for one use; inside ``fp32_grad_sums`` it joins the sum."""
     total = getattr(parameter, _NAME, None)
     return local if total is None else total.use(local)

@@ -1,8 +1,8 @@
-"""Layers whose weights are cut over the axis ``mp``: linear, embedding, and the softmax over a cut vocabulary.
+"""Tensor parallel layers, sharded over the axis ``mp``: linear, embedding, and vocab parallel cross-entropy.
 
-Weights are plain parameters that hold this rank's piece (or, once sharded, DTensors whose local tensor is it) and are
-created uninitialised. A fused weight carries its real axes, [out dims.., in], and is cut along one of them.
-Under sequence parallelism activations outside the layers are cut along the sequence: [B, S/mp, H].
+Weights are plain parameters that contain this rank's shard (or, under FSDP, DTensors whose local tensor is the shard).
+They are created uninitialised. A fused weight has its real dims, [out dims.., in], and is cut along one of them.
+With sequence parallelism, activations outside the layers are cut along the sequence: [B, S/mp, H].
 
 Shape letters: B batch, S sequence, H hidden, O out features (the product of out dims), I in features, V vocabulary,
 N rows (tokens). A letter is the global size; /mp marks the cut.
@@ -27,7 +27,7 @@ from megapar.core.comm.exchange import AllGather, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
-from megapar.core.tensor_parallel.fp32_grad_sum import wide_use
+from megapar.core.tensor_parallel.fp32_grad_sum import with_fp32_grad_sum
 from megapar.core.tensor_parallel.overlapped_linear import (
     ArrivedColumn,
     CopiedColumn,
@@ -45,10 +45,14 @@ SEQUENCE_DIM = 1
 
 
 class LayerOptions(TypedDict):
-    """Arguments of every layer that is cut over mp.
+    """Arguments of every layer that is sharded over mp.
 
-    mp: the axis. sequence_parallel: activations outside the layers are cut over it too. dtype, device: of the
-    parameters. execution: how the layer runs; by default plainly.
+    Attributes:
+        mp: The axis.
+        sequence_parallel: Activations outside the layers are cut over ``mp`` too.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        execution: Execution options of the layer.
     """
 
     mp: Axis
@@ -59,14 +63,17 @@ class LayerOptions(TypedDict):
 
 
 def local(weight: Tensor) -> Tensor:
-    """What this rank holds of a weight, whether it is a plain tensor or a DTensor, for one use."""
-    return wide_use(weight, weight.to_local() if isinstance(weight, DTensor) else weight)
+    """Return this rank's shard of a weight, a plain tensor or a DTensor, for one use.
+
+    Inside ``fp32_grad_sums`` the gradient of this use is summed in fp32.
+    """
+    return with_fp32_grad_sum(weight, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
 def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -> tuple[int, ...]:
-    """Shape of this rank's piece of a tensor cut along ``dim``.
+    """Return the shape of this rank's piece of a tensor that is cut along ``dim``.
 
-    Raises ValueError where ``even`` pieces are asked for and the axis does not divide the dim.
+    Raises ValueError if ``even`` is set and the axis does not divide the dim.
     """
     if even and shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {tuple(shape)} is not divisible by the {axis.size} ranks of {axis.name}")
@@ -74,12 +81,12 @@ def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -
 
 
 def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
-    """An uninitialised parameter: building a model draws nothing and works on the meta device."""
+    """Return an uninitialised parameter: building a model draws no random numbers and works on the meta device."""
     return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
 
 
 class Linear(nn.Module):
-    """y = x w^T + b, the whole weight on every rank.
+    """A linear layer y = x w^T + b with the whole weight on every rank.
 
     x [.., I] @ w [O, I]^T -> y [.., O]
     """
@@ -100,14 +107,17 @@ class Linear(nn.Module):
         self.bias = parameter((out_features,), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., I] to [.., O]."""
+        """Multiply [.., I] to [.., O]."""
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 class Started(NamedTuple):
-    """A layer cut over mp between ``start`` and ``finish``.
+    """A layer sharded over mp, between ``start`` and ``finish``.
 
-    x: what it started on, or its products where nothing flies. token, ticket: of what flies.
+    Attributes:
+        x: The input of a column parallel layer; the products of a row parallel one.
+        token: Token of the collective in flight, or None.
+        ticket: Its ticket, or None.
     """
 
     x: Tensor
@@ -116,12 +126,12 @@ class Started(NamedTuple):
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer whose out features are cut over mp; ``split`` is the out dim that is cut.
+    """A column parallel linear layer: its out features are cut over mp, along the out dim ``split``.
 
     Forward: x [B, S, I] (sequence parallel: [B, S/mp, I] -> all-gather) @ w [O/mp, I]^T -> y [B, S, O/mp]
     dgrad:   dy [B, S, O/mp] @ w [O/mp, I] -> all-reduce (reduce-scatter) over mp -> dx [B, S, I] ([B, S/mp, I])
-    wgrad:   dy^T [O/mp, B S] @ x [B S, I] -> dw [O/mp, I], whole on its rank; bias [O/mp] likewise.
-    The collectives fly under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
+    wgrad:   dy^T [O/mp, B S] @ x [B S, I] -> dw [O/mp, I], complete on its rank; bias [O/mp] likewise.
+    The collectives are in flight under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
     """
 
     def __init__(
@@ -147,50 +157,50 @@ class ColumnLinear(nn.Module):
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
-        weight, bias, road = self._operands()
+        """Multiply [B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
+        weight, bias, linear_comm = self._operands()
         if self.fp8 is not None:
             y = self.fp8(x, weight, bias)
         elif self.mp.size == 1:
-            y = linear(x, weight, bias, road.later)
+            y = linear(x, weight, bias, linear_comm.later)
         else:
-            y = self.product.apply(x, weight, bias, road)
+            y = self.product.apply(x, weight, bias, linear_comm)
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
 
     def start(self, x: Tensor) -> Started:
-        """Launch what ``forward`` needs from other ranks; ``finish`` does the rest, later."""
+        """Launch the all-gather of ``forward``, if any. ``finish`` computes the product."""
         if self.mp.size == 1 or not self.sequence_parallel:
             return Started(x)
-        # A copy travels: x is kept for the backward.
+        # A copy is sent, because x is kept for the backward and a buffer in flight must not be shared.
         return Started(x, *start(AllGather(self.mp), x.clone(), self.comm))
 
     def finish(self, started: Started) -> Tensor:
-        """What ``forward`` returns."""
+        """Wait for the all-gather and return the output of ``forward``."""
         if started.token is None or started.ticket is None:
             return self(started.x)  # type: ignore[no-any-return]
-        weight, bias, road = self._operands()
+        weight, bias, linear_comm = self._operands()
         gathered = wait(started.token, started.ticket)
-        y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, road)
+        y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, linear_comm)
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
 
     def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
-        """Weight [O/mp, I], bias [O/mp] and the road, for one use."""
+        """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, later)
 
 
 class RowLinear(nn.Module):
-    """A linear layer whose in features are cut over mp.
+    """A row parallel linear layer: its in features are cut over mp.
 
     Forward: x [B, S, I/mp] @ w [O, I/mp]^T -> partial sums [B, S, O] -> all-reduce (sequence parallel: reduce-scatter)
              -> + b [O] -> y [B, S, O] ([B, S/mp, O])
     dgrad:   dy [B, S, O] (all-gather of [B, S/mp, O]) @ w [O, I/mp] -> dx [B, S, I/mp]
-    wgrad:   dy^T [O, B S] @ x [B S, I/mp] -> dw [O, I/mp], whole on its rank; db [O] is the same on every rank,
-             under sequence parallelism a partial sum.
-    The collectives fly under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
+    wgrad:   dy^T [O, B S] @ x [B S, I/mp] -> dw [O, I/mp], complete on its rank; db [O] is the same on every rank,
+             but a partial sum with sequence parallelism.
+    The collectives are in flight under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
     """
 
     def __init__(
@@ -214,18 +224,18 @@ class RowLinear(nn.Module):
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
-        """[B, S, I/mp] to [B, S(/mp), O]; closing: the recomputed unit whose output needs this and nothing else."""
+        """Multiply [B, S, I/mp] to [B, S(/mp), O]. ``closing`` is the recomputed unit whose output this is."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         if self.fp8 is not None:
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:
             return linear(x, weight, bias, later, closing)
-        road = LinearComm(self.mp, self.overlap, self.comm, later, closing)
-        return self.product.apply(x, weight, bias, road)  # type: ignore[no-any-return]
+        linear_comm = LinearComm(self.mp, self.overlap, self.comm, later, closing)
+        return self.product.apply(x, weight, bias, linear_comm)  # type: ignore[no-any-return]
 
     def start(self, x: Tensor) -> Started:
-        """Launch the sum of the products; ``finish`` waits for it, later."""
+        """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""
         later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         y = linear(x, local(self.weight), None, later)
         if self.mp.size == 1:
@@ -236,7 +246,7 @@ class RowLinear(nn.Module):
         return Started(by_rank, *start(ReduceScatter(self.mp), by_rank, self.comm))
 
     def finish(self, started: Started) -> Tensor:
-        """What ``forward`` returns."""
+        """Wait for the sum and return the output of ``forward``."""
         y = started.x
         if started.token is not None and started.ticket is not None:
             y = copy_gradient(wait(started.token, started.ticket))
@@ -244,11 +254,11 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """A vocab parallel embedding: its rows are sharded over mp in chunks of ceil(V / mp), the last ones shorter.
+    """A vocab parallel embedding: its rows are sharded over mp in chunks of ceil(V / mp); the last ones are shorter.
 
     Forward: tokens [B, S] -> rows of w [V/mp, H], zeros for tokens of other ranks -> all-reduce (sequence parallel:
              reduce-scatter) -> x [B, S, H] ([B, S/mp, H])
-    wgrad:   dx [B, S, H] (all-gather of [B, S/mp, H]) is added to the rows that this rank holds: dw [V/mp, H].
+    wgrad:   dx [B, S, H] (all-gather of [B, S/mp, H]) is added to the rows on this rank: dw [V/mp, H].
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, **options: Unpack[LayerOptions]) -> None:
@@ -258,35 +268,35 @@ class VocabularyEmbedding(nn.Module):
         self.weight = parameter((rows, hidden_size), options["dtype"], options["device"])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] int64 to [B, S(/mp), H]."""
+        """Look up [B, S] int64 to [B, S(/mp), H]."""
         return look_up(tokens, self.weight, self.start, self.mp, sequence_parallel=self.sequence_parallel)
 
 
 def look_up(tokens: Tensor, word: Tensor, start: int, mp: Axis, *, sequence_parallel: bool) -> Tensor:
-    """Rows of ``word`` [V/mp, H], whose first row is token ``start``: [B, S] to [B, S(/mp), H]."""
+    """Look up tokens [B, S] in ``word`` [V/mp, H], whose first row is token ``start``. Returns [B, S(/mp), H]."""
     weight = local(word)
     if mp.size == 1:
         return F.embedding(tokens, weight)
     own = (tokens >= start) & (tokens < start + weight.shape[0])
     rows = F.embedding(torch.where(own, tokens - start, 0), weight)
-    leave: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
-    return leave(rows * own.unsqueeze(-1).to(rows.dtype), mp)
+    sum_rows: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
+    return sum_rows(rows * own.unsqueeze(-1).to(rows.dtype), mp)
 
 
 class Embedding(nn.Module):
-    """A small embedding, whole on every rank: rows of w [count, H]. Its gradient covers the tokens it was given."""
+    """A small embedding with the whole weight w [count, H] on every rank. Its gradient covers this rank's tokens."""
 
     def __init__(self, count: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
         self.weight = parameter((count, hidden_size), dtype, device)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """[..] int64 to [.., H]."""
+        """Look up [..] int64 to [.., H]."""
         return F.embedding(indices, local(self.weight))
 
 
 def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
-    """(first token, number of tokens) of the vocabulary on this rank. Raises ValueError where a rank has none."""
+    """Return (first token, number of tokens) of the vocabulary on this rank. Raises ValueError if a rank has none."""
     box = Box.whole((vocab_size,)).cut(0, mp.size, mp.rank)
     if not box.sizes[0]:
         raise ValueError(f"a vocabulary of {vocab_size} leaves rank {mp.rank} of {mp.size} on {mp.name} without tokens")
@@ -294,11 +304,19 @@ def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored: int = -100) -> Tensor:
-    """Cross-entropy over a vocabulary cut over mp; ``logits`` is overwritten with the gradient of the losses' sum.
+    """Compute vocab parallel cross-entropy. Overwrites ``logits`` with the gradient of the sum of the losses.
 
-    logits: [N, V/mp] in max(fp32, dtype), this rank's part. labels: [N] int64 over the whole vocabulary; rows with
-    ``ignored`` have loss and gradient 0. start: the first token on this rank.
-    Returns the losses [N], the same on every rank; only three numbers per row travel.
+    Only three numbers per row are sent.
+
+    Args:
+        logits: [N, V/mp] in max(fp32, dtype), this rank's part of the vocabulary.
+        labels: [N] int64 over the whole vocabulary.
+        start: First token on this rank.
+        mp: The axis over which the vocabulary is cut.
+        ignored: Label of rows whose loss and gradient are 0.
+
+    Returns:
+        The losses [N], the same on every rank.
     """
     peak = all_reduce_(logits.amax(-1), mp, dist.ReduceOp.MAX)
     logits.sub_(peak.unsqueeze(-1))
@@ -314,12 +332,12 @@ def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored
 
 
 def gather_vocabulary(logits: Tensor, vocab_size: int, mp: Axis) -> Tensor:
-    """[.., V/mp] on each rank to the whole [.., V]; for inspection, never for a loss. Without gradients."""
+    """Gather [.., V/mp] to the whole [.., V], without gradients. For inspection, never for a loss."""
     if mp.size == 1:
         return logits
     length = -(-vocab_size // mp.size)
     padded = F.pad(logits.detach(), (0, length - logits.shape[-1]))
-    # Only the last pieces are shorter than the others, so all padding ends up behind the vocabulary.
+    # Only the last pieces are shorter than the others, so all padding is after the vocabulary.
     return all_gather(padded, mp, logits.dim() - 1)[..., :vocab_size]
 
 

@@ -1,7 +1,7 @@
-"""What it costs to hide the collectives of linear layers under their products, priced before it is chosen; no torch.
+"""Predicted time of linear layers with and without hiding their collectives under their products. Imports no torch.
 
-A model, not measured: products run in waves of tiles (``DeviceKind.product_seconds``), and one message is on its way
-at a time (``DeviceKind.send_seconds``). The programs priced are those drawn in ``overlapped_linear``.
+A model, not a measurement: products run in waves of tiles (``DeviceKind.product_seconds``), and one message is sent at
+a time (``DeviceKind.send_seconds``). The programs are those drawn in ``overlapped_linear``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ OFF, ON, FUSED = "off", "on", "fused"
 
 
 class CutLinear(NamedTuple):
-    """A linear layer on one rank of mp. column: its out features are cut, otherwise those that go in."""
+    """A linear layer on one rank of mp.
+
+    Attributes:
+        column: Column parallel (out features cut); else row parallel (in features cut).
+        inner: In features on this rank.
+        outer: Out features on this rank.
+    """
 
     column: bool
     inner: int
@@ -25,9 +31,15 @@ class CutLinear(NamedTuple):
 
 @dataclass(frozen=True)
 class Price:
-    """Prices a layer's forward and backward, in seconds, on ``ranks`` of one node.
+    """Predicted seconds of the forward and backward of layers on the ranks of one node.
 
-    rows: of all ranks, all samples together. item: bytes of an element in ``dtype``. gathered: sequence parallel.
+    Attributes:
+        kind: Kind of device.
+        dtype: Dtype of the products.
+        item: Bytes of an element in ``dtype``.
+        ranks: Number of ranks of mp.
+        rows: Rows of all ranks and all samples together.
+        gathered: Sequence parallel: activations are gathered and scattered.
     """
 
     kind: DeviceKind
@@ -38,22 +50,25 @@ class Price:
     gathered: bool
 
     def best(self, layers: Sequence[CutLinear]) -> str:
-        """``on`` where it takes less time than ``off``; a CPU's class hides by measurement."""
+        """Return ``on`` if it takes less time than ``off``. A class that ``hides``, like the CPU, measured ``on``."""
         if self.kind.of.hides:
             return ON
         return min((OFF, ON), key=lambda form: self.seconds(layers, form))
 
     def seconds(self, layers: Sequence[CutLinear], form: str) -> float:
-        """Of all of them."""
+        """Return the seconds of all layers in the given form."""
         by_form = {OFF: self._off, ON: self._on, FUSED: self._fused}
         return sum(by_form[form](layer) for layer in layers)
 
     def _off(self, layer: CutLinear) -> float:
-        """Three products, and every message by itself."""
+        """Return the seconds of three products and of every message, one at a time."""
         return sum(self._products(layer)) + sum(self._messages(layer))
 
     def _on(self, layer: CutLinear) -> float:
-        """Pieces under products. The slowest rank stands in the middle: it has others before and behind its rows."""
+        """Return the seconds with pieces under products, on the slowest rank.
+
+        That is a rank in the middle, which multiplies the rows before its own and those after them separately.
+        """
         forward, dgrad, wgrad = self._products(layer)
         if not self.gathered:
             cut = dgrad if layer.column else forward
@@ -65,12 +80,15 @@ class Price:
             backward = max(dgrad, message) + max(wgrad, message)
             return self._arriving(self._cut(layer), message, self._share(layer)) + backward
         own = 2 * self._share(layer)
-        behind = sum(self._share(layer, (self.ranks - 1) / 2) for _ in range(2))
-        gathers = self._arriving(self._cut(layer), message, own) + behind
+        later = sum(self._share(layer, (self.ranks - 1) / 2) for _ in range(2))
+        gathers = self._arriving(self._cut(layer), message, own) + later
         return self._leaving(self._cut(layer, whole=True), message) + gathers
 
     def _fused(self, layer: CutLinear) -> float:
-        """A product for each rank's rows; without sequence parallelism torch has no such operator."""
+        """Return the seconds of torch's fused operators: a product for each rank's rows.
+
+        torch has them for sequence parallelism only.
+        """
         if not self.gathered:
             return self._off(layer)
         _, _, wgrad = self._products(layer)
@@ -80,7 +98,7 @@ class Price:
         return arriving + leaving + (max(wgrad, message) if layer.column else wgrad)
 
     def _products(self, layer: CutLinear) -> tuple[float, float, float]:
-        """(forward, dgrad, wgrad) of all rows."""
+        """Return the seconds of (forward, dgrad, wgrad) for all rows."""
         rows, inner, outer = self.rows, layer.inner, layer.outer
         product = self.kind.product_seconds
         return (
@@ -90,11 +108,11 @@ class Price:
         )
 
     def _share(self, layer: CutLinear, ranks: float = 1.0) -> float:
-        """The product of the rows of so many ranks."""
+        """Return the seconds of the product of the rows of ``ranks`` ranks."""
         return self.kind.product_seconds(round(self.rows * ranks / self.ranks), layer.inner, layer.outer, self.dtype)
 
     def _cut(self, layer: CutLinear, whole: bool = False) -> list[float]:
-        """The product, piece by piece: of the others' rows, or of all of them."""
+        """Return the seconds of each piece of the product: of the other ranks' rows, or of all rows if ``whole``."""
         of = self.kind.of
         sent = self.rows / self.ranks * self._width(layer) * self.item
         least = self.rows if whole else self.rows / self.ranks
@@ -105,32 +123,32 @@ class Price:
         return [sum(self._share(layer, half / count) for half in halves if half)] * count
 
     def _width(self, layer: CutLinear) -> int:
-        """Features outside the layer, which travel."""
+        """Return the features outside the layer, which are sent."""
         return layer.inner if layer.column else layer.outer
 
     def _message(self, layer: CutLinear) -> float:
-        """One collective of the layer's rows: a gather or a reduce-scatter, or both as one all-reduce."""
+        """Return the seconds of one collective of the layer's rows: all-gather, reduce-scatter or all-reduce."""
         size = self.rows * self._width(layer) * self.item * (self.ranks - 1) / self.ranks
         return self.kind.send_seconds(size if self.gathered else 2 * size)
 
     def _messages(self, layer: CutLinear) -> list[float]:
-        """Of forward and backward; a column's input is gathered again."""
-        often = 1 if not self.gathered else 3 if layer.column else 2
-        return [self._message(layer)] * often
+        """Return the seconds of each message, forward and backward; a column layer's input is gathered twice."""
+        count = 1 if not self.gathered else 3 if layer.column else 2
+        return [self._message(layer)] * count
 
     def _arriving(self, products: Sequence[float], message: float, own: float) -> float:
-        """Until the last product, where each waits for its piece and runs behind ``own``."""
+        """Return the end of the last product, each of which waits for its piece and starts after ``own``."""
         now, latency = own, self.kind.of.latency_seconds
         for number, product in enumerate(products, 1):
-            there = (message - latency) * number / len(products) + number * latency
-            now = max(now, there) + product
+            arrival = (message - latency) * number / len(products) + number * latency
+            now = max(now, arrival) + product
         return now
 
-    def _leaving(self, products: Sequence[float], message: float, behind: float = 0.0) -> float:
-        """Until the last piece has arrived, where each leaves behind its product; ``behind``: computed meanwhile."""
+    def _leaving(self, products: Sequence[float], message: float, later: float = 0.0) -> float:
+        """Return the end of the last message, each sent after its product; ``later`` is computed in the meantime."""
         now = sent = 0.0
         piece = (message - self.kind.of.latency_seconds) / len(products) + self.kind.of.latency_seconds
         for product in products:
             now += product
             sent = max(sent, now) + piece
-        return max(sent, now + behind)
+        return max(sent, now + later)

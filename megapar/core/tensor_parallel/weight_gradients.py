@@ -1,11 +1,11 @@
-"""Weight gradients that are computed apart from the input gradients, as zero-bubble pipelines need them.
+"""Weight gradients that are computed separately from input gradients, as zero-bubble pipelines need them.
 
-    backward of a layer    dx = dy @ w                now: the stage before waits for it
+    backward of a layer    dx = dy @ w                at once: the previous stage waits for it
                            dw = dy^T @ x              kept as a product, run when the pipeline is idle
 
-One pass of autograd gives the input gradients and all small gradients (norms, biases, embeddings, router); the products
-of the large weights are left out of it and made by ``run``, which accumulates them as a backward would, hooks included.
-So nothing runs twice: a collective in the backward is launched once, a ticket is waited for once.
+One pass of autograd computes the input gradients and all small gradients (norms, biases, embeddings, router). It skips
+the products of the large weights. ``run`` computes them later and accumulates them as a backward would, including the
+hooks. Nothing runs twice: a collective in the backward is launched once, and a ticket is waited for once.
 
 Source: the split of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241).
 """
@@ -29,16 +29,20 @@ Later = Callable[[Product], Tensor | None]
 
 
 class WeightGradients:
-    """Products of weight gradients that wait for their turn; outside ``keep`` they are made at once."""
+    """Deferred products of weight gradients. Outside ``keep`` they are computed at once."""
 
     def __init__(self) -> None:
         self._open: list[tuple[nn.Parameter, int | None, Product]] | None = None
         self._kept: dict[Hashable, list[tuple[nn.Parameter, int | None, Product]]] = {}
 
     def of(self, parameter: nn.Parameter, piece: int | None = None) -> Later:
-        """What a layer asks in its backward: takes the product, gives the gradient, or None where it comes later.
+        """Return the function that a layer calls in its backward with the product of this parameter's gradient.
 
-        piece: the place along dim 0 that the product belongs to; None: it is that of the whole parameter.
+        It returns the gradient, or None if the product is deferred.
+
+        Args:
+            parameter: The weight.
+            piece: Index along dim 0 of the part that the product belongs to; None for the whole parameter.
         """
 
         def later(product: Product) -> Tensor | None:
@@ -51,7 +55,7 @@ class WeightGradients:
 
     @contextmanager
     def keep(self, key: Hashable) -> Iterator[None]:
-        """Products of the backward inside are kept under ``key``."""
+        """Keep the products of the backward inside under ``key``."""
         self._open = self._kept.setdefault(key, [])
         try:
             yield
@@ -59,19 +63,19 @@ class WeightGradients:
             self._open = None
 
     def run(self, key: Hashable) -> None:
-        """Make what was kept under ``key``, in the order of its backward, the products of one parameter together."""
+        """Compute the products kept under ``key``, in the order of their backward, those of a parameter together."""
         products: dict[nn.Parameter, dict[int | None, list[Product]]] = {}
         for parameter, piece, product in self._kept.pop(key):
             products.setdefault(parameter, {}).setdefault(piece, []).append(product)
         for parameter, pieces in products.items():
             with torch.no_grad():
                 gradient = _whole(parameter, pieces)
-            # A leaf's own backward: adds the gradient up and fires the parameter's hooks.
+            # The backward of the leaf itself accumulates the gradient and fires the parameter's hooks.
             torch.autograd.backward((parameter,), (gradient,))
 
 
 def _whole(parameter: nn.Parameter, pieces: dict[int | None, list[Product]]) -> Tensor:
-    """A parameter's gradient from the products of its uses, or of its pieces' uses."""
+    """Return a parameter's gradient from the products of its uses, or of the uses of its pieces."""
     if None in pieces:
         return _sum(pieces[None]).view(parameter.shape)
     gradient = torch.zeros_like(parameter)
@@ -82,7 +86,7 @@ def _whole(parameter: nn.Parameter, pieces: dict[int | None, list[Product]]) -> 
 
 
 def _sum(products: list[Product]) -> Tensor:
-    """Summed in max(fp32, dtype) and rounded once. Empties the list: what a product holds on to is free behind it."""
+    """Sum the products in max(fp32, dtype) and round once. Empties the list to free the inputs of each product."""
     products.reverse()
     first = products.pop()()
     if not products:
@@ -96,9 +100,14 @@ def _sum(products: list[Product]) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, later: Later | None, closing: Replay | None = None
 ) -> Tensor:
-    """x [.., I] @ w [O, I]^T + b [O] -> [.., O]; ``later`` gets the product of the weight's gradient.
+    """Compute x [.., I] @ w [O, I]^T + b [O] -> [.., O].
 
-    closing: the recomputed unit whose output needs this and nothing else.
+    Args:
+        x: Input.
+        weight: Weight.
+        bias: Bias, or None.
+        later: Called in the backward with the product of the weight gradient; None to compute it at once.
+        closing: The recomputed unit whose output is this product. Its recomputation skips it.
     """
     if later is None and closing is None:
         return F.linear(x, weight, bias)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.recompute.replay import Replay
-from megapar.core.tensor_parallel.fp32_grad_sum import wide_sums
+from megapar.core.tensor_parallel.fp32_grad_sum import fp32_grad_sums
 from megapar.model.layers.attention_slices import CausalSlices, split_slices
 from megapar.model.layers.context import Context
 from megapar.moe.passage import Passage, PendingCombines
@@ -90,7 +90,7 @@ def join(sliced: Sliced, context: Context) -> Tensor:
 
 def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
     """``block.forward`` slice by slice; x and the result are whole or, between layers that let slices pass, not."""
-    with wide_sums(block.parameters()):
+    with fp32_grad_sums(block.parameters()):
         return _run(block, x, context)
 
 

@@ -47,7 +47,10 @@ def test_a_file_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("address", "environ", "told"),
     [
-        ("127.0.1.1", {}, "is 127.0.1.1 to itself, where gloo listens and no other node reaches it: set GLOO_SOCKET"),
+        (
+            *("127.0.1.1", {}),
+            "resolves to 127.0.1.1 here, where gloo listens and no other node can reach it: set GLOO_SOCKET",
+        ),
         ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, ""),
         ("127.0.1.1", {"LOCAL_WORLD_SIZE": "4"}, ""),
         ("10.0.0.1", {}, ""),

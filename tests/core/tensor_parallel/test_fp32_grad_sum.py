@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megapar.core.tensor_parallel.fp32_grad_sum import wide_sums, wide_use
+from megapar.core.tensor_parallel.fp32_grad_sum import fp32_grad_sums, with_fp32_grad_sum
 
 
 def gradient(dtype, uses, wide):
@@ -13,11 +13,11 @@ def gradient(dtype, uses, wide):
     weight.register_post_accumulate_grad_hook(fired.append)
     generator = torch.Generator().manual_seed(1)
     factors = [torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(uses)]
-    with wide_sums([weight] if wide else []):
-        loss = sum((wide_use(weight, weight) * factor.to(dtype)).sum() for factor in factors)
+    with fp32_grad_sums([weight] if wide else []):
+        loss = sum((with_fp32_grad_sum(weight, weight) * factor.to(dtype)).sum() for factor in factors)
     loss.backward()
     assert len(fired) == 1
-    assert not hasattr(weight, "wide_sum")
+    assert not hasattr(weight, "fp32_grad_sum")
     return weight.grad, sum(factor.to(dtype).double() for factor in factors)
 
 
@@ -36,5 +36,5 @@ def test_one_use_and_wide_dtypes_are_left_alone():
 
 def test_without_gradients_nothing_is_marked():
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    with torch.no_grad(), wide_sums([weight]):
-        assert wide_use(weight, weight) is weight
+    with torch.no_grad(), fp32_grad_sums([weight]):
+        assert with_fp32_grad_sum(weight, weight) is weight
