@@ -1,1 +1,1 @@
-"""Parallelism: takes numbers, groups and devices; never the configuration."""
+"""Parallelism: communication, sharding, pipelines, recomputation, devices. Independent of the configuration."""

@@ -1,4 +1,4 @@
-"""Axis-aligned pieces of tensors, as arithmetic: every local tensor of megapar is one box of its global tensor."""
+"""Arithmetic of axis-aligned boxes: every local tensor of megapar is one box of its global tensor."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from math import prod
 
 @dataclass(frozen=True)
 class Box:
-    """A piece of a tensor: per dim its first index and its length; a length may be 0."""
+    """An axis-aligned piece of a tensor.
+
+    Attributes:
+        offsets: First index along each dim.
+        sizes: Length along each dim, which may be 0.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape."""
+        """Return the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -30,9 +35,9 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def cut(self, dim: int, parts: int, part: int) -> Box:
-        """Piece ``part`` of ``parts`` along ``dim``, in chunks of ceil(size / parts) as ``torch.chunk`` cuts.
+        """Return piece ``part`` of ``parts`` along ``dim``, in chunks of ceil(size / parts), like ``torch.chunk``.
 
-        Where ``parts`` does not divide, the last pieces are shorter or empty.
+        If ``parts`` does not divide the size, the last pieces are shorter or empty.
         """
         length = -(-self.sizes[dim] // parts)
         start = min(part * length, self.sizes[dim])
@@ -43,9 +48,11 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def slabs(self, numel: int, whole_from: int | None = None) -> Iterator[Box]:
-        """Consecutive pieces in row-major order, of at most ``numel`` elements where that is possible.
+        """Yield consecutive pieces in row-major order, of at most ``numel`` elements if possible.
 
-        whole_from: this dim and those behind it are never cut.
+        Args:
+            numel: Maximum number of elements.
+            whole_from: Never cut this dim and those after it.
         """
         dims = range(len(self.sizes) if whole_from is None else whole_from)
         dim = next((dim for dim in dims if self.sizes[dim] > 1), None)
@@ -57,13 +64,13 @@ class Box:
             offsets, sizes = list(self.offsets), list(self.sizes)
             offsets[dim], sizes[dim] = self.offsets[dim] + start, min(step, self.sizes[dim] - start)
             slab = Box(tuple(offsets), tuple(sizes))
-            if step == 1:  # one index may still be too large
+            if step == 1:  # A single index may still be too large.
                 yield from slab.slabs(numel, whole_from)
             else:
                 yield slab
 
     def meet(self, other: Box) -> Box | None:
-        """The common part of two boxes of one tensor, or None where there is none."""
+        """Return the intersection of two boxes of one tensor, or None if it is empty."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = tuple(
             min(a + s, b + t) for a, s, b, t in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -72,5 +79,5 @@ class Box:
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """This box as an index into a tensor that holds just ``outer``, which must contain it."""
+        """Return this box as an index into a tensor of the box ``outer``, which must contain it."""
         return tuple(slice(o - b, o - b + s) for o, b, s in zip(self.offsets, outer.offsets, self.sizes, strict=True))

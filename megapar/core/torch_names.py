@@ -1,4 +1,4 @@
-"""Functions that torch calls otherwise from one supported version to the next (2.11 to 2.13)."""
+"""Functions whose names or arguments differ between the supported versions of torch (2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def abort_process_groups() -> None:
-    """End all process groups without waiting for what their peers may never send."""
+    """Abort all process groups without waiting for messages that their peers may never send."""
     dist.distributed_c10d._abort_process_group()
 
 
 def flight_record() -> bytes:
-    """What torch's flight recorder has of this process' collectives, JSON; empty where it recorded none."""
+    """Return the JSON of torch's flight recorder for the collectives of this process; empty if it recorded none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     record: bytes = dump() if dump is not None else b""
     return record if b'"record_id"' in record else b""
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *place: Any, **more: Any) -> Any:
-    """``torch.nn.attention.varlen.varlen_attn`` for any number of key and value heads that divides that of queries.
+    """Call ``torch.nn.attention.varlen.varlen_attn`` for any number of key-value heads that divides that of queries.
 
-    Newer ones want to be told that the numbers differ; 2.11 asks nothing and hands them to the same kernel.
+    Newer versions require ``enable_gqa`` if the numbers differ. 2.11 has no such argument and calls the same kernel.
     """
     from torch.nn.attention import varlen
 

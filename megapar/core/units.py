@@ -1,4 +1,7 @@
-"""Units of bytes, and the type of a value that came from JSON."""
+"""Units of bytes and of parameter counts, and the type of a JSON value.
+
+Tested in ``tests/planning/test_plan.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,5 @@ GIBIBYTE = 2**30
 
 
 def billions(count: int) -> str:
-    """A number of parameters, for people: billions from a tenth of one on, else millions."""
+    """Format a number of parameters for people: in billions from 0.1 B on, else in millions."""
     return f"{count / 1e9:.4g} B" if count >= 1e8 else f"{count / 1e6:.4g} M"

@@ -1,1 +1,1 @@
-"""The only place that names cuda or npu."""
+"""Devices and their operators. No other package mentions cuda or npu."""

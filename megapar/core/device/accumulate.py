@@ -1,4 +1,4 @@
-"""Products that are added to a wider sum.
+"""Matrix products that are accumulated into a sum of a wider dtype.
 
 Shape letters: M rows, K inner, N columns.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def add_product_reference(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Tensor:
-    """total [M, N] (+)= a [M, K] @ b [K, N], in place. begins: what ``total`` holds does not count.
+    """Compute total [M, N] += a [M, K] @ b [K, N] in place; if ``begins``, overwrite ``total`` instead.
 
-    In one dtype the product writes the sum itself; into a wider one it is rounded to its own dtype first.
+    If the dtypes are the same the product accumulates by itself. Otherwise it is rounded to its dtype first.
     """
     if a.dtype == total.dtype:
         return torch.addmm(total, a, b, beta=0.0 if begins else 1.0, out=total)
@@ -20,7 +20,7 @@ def add_product_reference(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) 
 
 
 def add_product_wide(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Tensor:
-    """``add_product_reference``; from 16 bits to fp32 the product adds by itself, unrounded (torch has it for CUDA)."""
+    """Compute ``add_product_reference``, but accumulate 16-bit products in fp32 without rounding (torch on CUDA)."""
     if a.dtype == total.dtype or total.dtype != torch.float32:
         return add_product_reference(total, a, b, begins=begins)
     if begins:

@@ -1,12 +1,14 @@
-"""Operators of Ascend NPUs as torch_npu (2.11 and later) registers them; importing this needs none of it.
+"""Operators of Ascend NPUs that torch_npu (2.11 and later) registers. Importing this module does not need torch_npu.
 
-Tensors outside are [B, N, S, D] as everywhere; they come as views of [B, S, N, D], which is what the kernels are given.
+Arguments are [B, N, S, D] as in all other forms. They are views of [B, S, N, D], the layout that the kernels receive.
 
-The attention kernel takes values of another head size than keys, as long as it is not larger (torch_npu's page of
-npu_fusion_attention: Dq = Dk and Dk >= Dv); queries and keys are padded with zeros where it is.
+The attention kernel accepts values of a smaller head size than keys (documentation of npu_fusion_attention: Dq = Dk and
+Dk >= Dv). If the head size of values is larger, queries and keys are padded with zeros.
 
 Shape letters: B batch, S positions of q, L of k and v, N query heads, G key-value heads, D head size of q and k, V of v
 and the output, T = B S, R rows, I and O features in and out, E experts, k choices.
+
+Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations
@@ -23,22 +25,22 @@ from megapar.core.device.block_attention import AttentionBlock, BlockGradients
 from megapar.core.device.head_dims import cut_features, pad_features
 from megapar.core.device.packed_attention import DocumentPiece, PackedDocuments
 
-# npu_fusion_attention's names for what a mask means; all but the first want the compressed causal mask.
+# Mask modes of npu_fusion_attention. LOWER_RIGHT requires the compressed causal mask.
 WHOLE_MASK, LOWER_RIGHT = 0, 3
 COMPRESSED = 2048
-LANES = 8  # the kernel keeps its two statistics of a row eight times
+LANES = 8  # The kernel stores each of the two statistics of a row eight times.
 
 
 @lru_cache(maxsize=8)
 def causal_mask(device: torch.device) -> Tensor:
-    """The mask of 2048 x 2048 that represents a causal one of any size; True is not seen."""
+    """Return the mask [2048, 2048] that represents a causal mask of any size. True is masked."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
 
 
 def attention_npu(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """``attention_reference`` by npu_fusion_attention."""
+    """Compute ``attention_reference`` by npu_fusion_attention."""
     if causal or valid is None:
         return _attend(q, k, v, causal, dropout).out
     unseen = (~valid)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
@@ -46,14 +48,14 @@ def attention_npu(
 
 
 def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """``attention_slice_reference``: the kernel knows lower-right alignment."""
+    """Compute ``attention_slice_reference`` by npu_fusion_attention, which supports lower-right alignment."""
     return _attend(q, k, v, True, dropout).out
 
 
 def packed_attention_npu(
     q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_reference`` in one call for all documents."""
+    """Compute ``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
@@ -62,7 +64,7 @@ def packed_attention_npu(
 def packed_attention_slice_npu(
     q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_slice_reference`` in one call: all queries in order, with the keys of each one's document."""
+    """Compute ``packed_attention_slice_reference`` in one call, each query with the keys of its document."""
     before, keys, ends_q, ends_k = k.shape[2] - q.shape[2], [], [0], [0]
     for sample, queries, first in pieces:
         keys.append((sample, slice(first, before + queries.stop)))
@@ -74,15 +76,15 @@ def packed_attention_slice_npu(
 
 
 def block_npu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
-    """``block_reference``; ``drawn`` is the kernel's random state, three numbers."""
-    found = _attend(q, k, v, causal, dropout)
-    return AttentionBlock(found.out, found.peak[..., 0] + found.total[..., 0].log(), found.drawn)
+    """Compute ``block_reference``; ``drawn`` is the kernel's random state, three numbers."""
+    attended = _attend(q, k, v, causal, dropout)
+    return AttentionBlock(attended.out, attended.peak[..., 0] + attended.total[..., 0].log(), attended.drawn)
 
 
 def block_backward_npu(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
-    """``block_backward_reference``: rows whose largest score is called their log-sum-exp have a sum of one."""
+    """Compute ``block_backward_reference``, with a row's log-sum-exp passed as its largest score and a sum of one."""
     peak = block.lse.unsqueeze(-1).expand(*block.lse.shape, LANES).contiguous()
     seed, offset, numels = block.drawn
     dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
@@ -104,19 +106,19 @@ def block_backward_npu(
 
 
 def rms_norm_npu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``rms_norm_reference`` by npu_rms_norm, which rounds once, after the weight."""
+    """Compute ``rms_norm_reference`` by npu_rms_norm, which rounds once, after the weight."""
     y: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon)[0]
     return y
 
 
 def swiglu_npu(gate_up: Tensor) -> Tensor:
-    """``swiglu_reference`` by npu_swiglu, which takes gate followed by up."""
+    """Compute ``swiglu_reference`` by npu_swiglu, which takes gate followed by up."""
     y: Tensor = torch.ops.npu.npu_swiglu(gate_up.flatten(-2), -1)
     return y
 
 
 def rotary_npu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotary_reference`` by npu_rotary_mul, whose angles are those of one sample: samples become one long one."""
+    """Compute ``rotary_reference`` by npu_rotary_mul, which takes angles of one sample: samples are concatenated."""
     angles = (a.repeat_interleave(2, dim=-1).flatten(0, 1)[None, :, None] for a in (cos, sin))
     flat = x.to(cos.dtype).flatten(0, 1)[None]
     y: Tensor = torch.ops.npu.npu_rotary_mul(flat, *angles, "interleave")
@@ -124,29 +126,29 @@ def rotary_npu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def grouped_linear_npu(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_linear_reference`` by npu_grouped_matmul, which does not wait for the counts."""
+    """Compute ``grouped_linear_reference`` by npu_grouped_matmul, for which the host does not wait for the counts."""
     return _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)  # type: ignore[no-any-return]
 
 
 def grouped_input_gradient_npu(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_input_gradient_reference``."""
+    """Compute ``grouped_input_gradient_reference`` by npu_grouped_matmul."""
     return _grouped(dy_RO, weight_EOI, counts_E, along=0)
 
 
 def grouped_weight_gradient_npu(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_weight_gradient_reference``: the groups are along the summed dim."""
+    """Compute ``grouped_weight_gradient_reference`` by npu_grouped_matmul, grouped along the summed dim."""
     return _grouped(dy_RO.t(), rows_RI, counts_E, along=2)
 
 
 def unpermute_npu(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """``unpermute_reference`` by npu_moe_token_unpermute, which wants a weight for every pair."""
+    """Compute ``unpermute_reference`` by npu_moe_token_unpermute, which requires a weight for every pair."""
     weights = row_Tk.new_ones(row_Tk.shape, dtype=rows_RH.dtype) if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
     y: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows_RH, row_Tk.flatten().to(torch.int32), weights)
     return y
 
 
 def permute_npu(x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """``permute_reference`` by npu_moe_token_permute where every pair has a row; the row serves as its sort key."""
+    """Compute ``permute_reference`` by npu_moe_token_permute, with rows as sort keys, if every pair has a row."""
     if kept_Tk is not None or row_Tk.numel() != pair_R.numel():
         return x_TH.index_select(0, pair_R // row_Tk.shape[1])
     y: Tensor = torch.ops.npu.npu_moe_token_permute(x_TH, row_Tk, pair_R.numel())[0]
@@ -158,15 +160,18 @@ def _causal(q: Tensor) -> dict[str, Any]:
 
 
 def _at_least(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries or keys [.., D], padded with zeros to the head size of v where that is larger."""
+    """Pad queries or keys [.., D] with zeros to the head size of v if that is larger."""
     return tuple(pad_features(x, max(x.shape[-1], v.shape[-1])) for x in tensors)
 
 
 class _Attended(NamedTuple):
     """Outputs of one call of the kernel.
 
-    out: [B, N, S, V]. peak, total: the largest score of each row and the sum of exponents above it, [B, N, S, 8].
-    drawn: the kernel's random state.
+    Attributes:
+        out: [B, N, S, V].
+        peak: Largest score of each row, [B, N, S, 8].
+        total: Sum of the exponentials of the scores minus ``peak``, [B, N, S, 8].
+        drawn: Random state of the kernel.
     """
 
     out: Tensor
@@ -191,7 +196,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mas
 def _attend_unequal(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Sequence[int], ends_k: Sequence[int], dropout: float
 ) -> Tensor:
-    """Causal attention of sequences one after the other: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
+    """Compute causal attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
     y: Tensor = torch.ops.npu.npu_fusion_attention(
         *(x.contiguous() for x in (*_at_least(v, q, k), v)),
         q.shape[1],
@@ -222,7 +227,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor, *, along: int) -> Tensor:
-    """One output; ``along``: 0 the rows of x are grouped, 2 the summed dim is."""
+    """Call the kernel for one output. ``along`` is 0 if the rows of x are grouped, 2 if the summed dim is."""
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x], [weight], group_list=counts, split_item=3, group_type=along, group_list_type=1
     )

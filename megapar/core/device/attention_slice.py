@@ -1,11 +1,13 @@
-"""Causal attention of one slice of the sequence: its positions see all keys up to their own (lower-right alignment).
+"""Causal attention of one slice of the sequence, whose positions attend to all keys up to their own.
 
-    k, v   | keys of earlier slices: all are seen | own keys: causal |     q is above the last block
+    k, v   | keys of earlier slices: unmasked | own keys: causal |     q is above the last block
 
-The packed forms stay inside documents; a slice has the ends of some, the middle of others.
+The packed forms attend inside documents only. A slice can contain any part of a document.
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, D head size of q and k, V of v
 and the output.
+
+Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations
@@ -24,9 +26,16 @@ from megapar.core.device.packed_attention import DocumentPiece
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """Causal attention of the last S of L positions: position i sees 0..L - S + i (lower-right alignment).
+    """Compute causal attention of the last S of L positions: i attends to 0..L - S + i (lower-right alignment).
 
-    q: [B, N, S, D]. k: [B, G, L, D]. v: [B, G, L, V]. dropout: probability, on the weights. Returns [B, N, S, V].
+    Args:
+        q: [B, N, S, D].
+        k: [B, G, L, D].
+        v: [B, G, L, V].
+        dropout: Dropout probability of the attention weights.
+
+    Returns:
+        [B, N, S, V].
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
@@ -36,14 +45,14 @@ def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float
 
 
 def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
+    """Compute ``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout > 0.0:
         return attention_slice_reference(q, k, v, dropout=dropout)
     return MergedAttention.apply(q, k, v)  # type: ignore[no-any-return]
 
 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """``attention_slice_reference`` by torch's fused kernels, whose mask is an alignment and never held."""
+    """Compute ``attention_slice_reference`` by torch's fused kernels, without materialising a mask."""
     bias = alignments.causal_lower_right(q.shape[2], k.shape[2])
     grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
@@ -54,7 +63,7 @@ def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0
 def packed_attention_slice_reference(
     q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
-    """``attention_slice_reference`` inside documents. pieces: their parts of the slice (``PackedDocuments.cut``)."""
+    """Compute ``attention_slice_reference`` inside documents. ``pieces`` are their parts (``PackedDocuments.cut``)."""
     before = k.shape[2] - q.shape[2]
     seen = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
     for sample, queries, first in pieces:
@@ -69,21 +78,21 @@ def packed_attention_slice_reference(
 def packed_attention_slice_merged(
     q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_slice_reference`` by ``attention_slice_merged``, document by document."""
+    """Compute ``packed_attention_slice_reference`` by ``attention_slice_merged``, document by document."""
     return _by_document(attention_slice_merged, q, k, v, pieces, dropout)
 
 
 def packed_attention_slice_fused(
     q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_slice_reference`` by ``attention_slice_fused``, document by document."""
+    """Compute ``packed_attention_slice_reference`` by ``attention_slice_fused``, document by document."""
     return _by_document(attention_slice_fused, q, k, v, pieces, dropout)
 
 
 def _by_document(
     form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[DocumentPiece], dropout: float
 ) -> Tensor:
-    """Call ``form`` for the part that each document has of the slice, with all keys of the document so far."""
+    """Call ``form`` for each document's part of the slice, with all keys of the document up to it."""
     before, samples = k.shape[2] - q.shape[2], list(zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True))
     done: list[list[Tensor]] = [[] for _ in samples]
     for sample, queries, first in pieces:

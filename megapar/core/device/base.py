@@ -1,4 +1,4 @@
-"""What differs between devices, and nothing else; everything torch knows by itself is asked of torch."""
+"""Differences between devices. Everything that torch handles the same for all of them is left to torch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from megapar.core.device.allocator import keep_freed_memory
 from megapar.core.device.grouped import ALIGNMENT_BYTES, GROUPED_DTYPES
 from megapar.core.device.kinds import kind_called
 
-# torch.Stream and torch.Event where the device has streams, NoStream and NoEvent elsewhere.
+# torch.Stream and torch.Event if the device has streams, else NoStream and NoEvent.
 Stream = Any
 Event = Any
 
-URGENT = -1  # the priority above the usual 0, as torch counts them on every device
+URGENT = -1  # torch's priority above the default of 0, on every device
 
 T = TypeVar("T")
 
 
 class MemoryPressure(NamedTuple):
-    """An allocator's own account. held_bytes: reserved from the device and not allocated. retries: allocations that
-    first had to give everything cached back, each a wait for the device. allocated_bytes: in tensors now.
+    """Statistics of torch's caching allocator.
+
+    Attributes:
+        held_bytes: Bytes reserved from the device and not allocated.
+        retries: Number of allocations that first had to release all cached memory, each a wait for the device.
+        allocated_bytes: Bytes in tensors now.
     """
 
     held_bytes: int
@@ -38,51 +42,55 @@ class MemoryPressure(NamedTuple):
 
 
 class NoEvent:
-    """The event of a device that does everything at once: what stands before it has been done."""
+    """Event of a synchronous device: all work before it is done."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work is done."""
 
 
 class NoStream:
-    """The stream of a device that has none: what is enqueued has been done."""
+    """Stream of a synchronous device: enqueued work is done at once."""
 
     def wait_stream(self, other: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work of the other stream is done."""
 
     def record_event(self) -> NoEvent:
-        """What has been enqueued has happened."""
+        """Return an event after all work so far."""
         return NoEvent()
 
     def wait_event(self, event: object) -> None:
-        """It has happened."""
+        """Do nothing: the work before the event is done."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work is done."""
 
     def __enter__(self) -> NoStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to leave."""
+        """Do nothing."""
 
 
 class Device:
-    """The CPU; accelerators override what differs.
+    """The CPU, and the base class of accelerators, which override the differences.
 
-    torch_device: where tensors live. backend: what ``init_process_group`` takes.
+    Attributes:
+        type: torch's device type.
+        backend: Backend for ``init_process_group``.
+        queue_backend: Backend of groups that only send tensors of the device; None for that of all groups.
+        is_async: The host enqueues work without waiting for it. Waits of the host are then deferred by one slice, so
+            that the device always has queued work. On a synchronous device this would only delay the launch.
+        skips_updates: The optimizer's kernel can skip an update depending on a value on the device.
+        repeatable: Environment variables that make its libraries sum in a fixed order, read at their first use.
+        local_rank: Number of the device on this machine.
+        torch_device: Device of the tensors.
     """
 
     type = "cpu"
     backend = "gloo"
-    # Of groups for messages of the device's tensors alone; None: that of all groups.
     queue_backend: str | None = None
-    # Whether the host enqueues work and goes on. Then what the host must wait for is asked for one slice late, when
-    # the next slice's work stands in the queue; where it does not, waiting late would only launch late.
     is_async = False
-    # Whether the optimizer's kernel can leave everything as it is by a number on the device.
     skips_updates = True
-    # Environment that its libraries read when they are first used, without which sums come in an order by chance.
     repeatable: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, local_rank: int = 0) -> None:
@@ -91,53 +99,61 @@ class Device:
 
     @property
     def name(self) -> str:
-        """For people: the kind of device and how many threads or which model."""
+        """Name for log lines: the kind of device and its number of threads or its model."""
         return f"cpu ({torch.get_num_threads()} threads)"
 
     @property
     def device_id(self) -> torch.device | None:
-        """What ``init_process_group(device_id=...)`` takes for eager communicators; None on CPU."""
+        """Argument ``device_id`` of ``init_process_group`` for eager communicators; None on a CPU."""
         return None
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """What ``new_group(pg_options=...)`` takes for the group of these axes, or of a queue; None: its own."""
+        """Return argument ``pg_options`` of ``new_group`` for the group of these axes or of a queue; None for defaults.
+
+        Args:
+            names: Names of the axes that share the group.
+            timeout: Timeout of the group.
+            queue: The group is a queue between two pipeline stages.
+        """
         return None
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """The compute dtype where none is asked for."""
+        """Compute dtype of --dtype auto."""
         return torch.float32
 
     def prepare_process(self) -> None:
-        """Settings of the whole process that training on this device wants."""
+        """Apply the settings of the whole process for training on this device."""
         keep_freed_memory()
 
     def prepare_thread(self) -> None:
-        """Call first in a thread that uses the device: there it would be the process's first one otherwise."""
+        """Select this device in a new thread, whose current device would otherwise be the first of the machine."""
 
     def repeat_results(self) -> None:
-        """Only what repeats its results to the last bit from now on: kernels, and reductions between ranks.
+        """Use only deterministic kernels and reductions between ranks, whose results repeat to the last bit.
 
-        What the environment already says stays. Before the first product and the first process group.
+        Call it before the first matrix product and the first process group. Variables that are set already are kept.
         """
         for name, value in self.repeatable.items():
             os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True)
 
     def compiler_lacks(self) -> str:
-        """Why torch.compile cannot make code for this device here; "" where it can."""
+        """Return the reason why torch.compile cannot generate code for this device, or "" if it can."""
         if shutil.which(os.environ.get("CXX", "")) or any(shutil.which(name) for name in ("g++", "clang++", "c++")):
             return ""
         return "this machine has no C++ compiler (g++, clang++, or the one that CXX names)"
 
     def fp8_lacks(self) -> str:
-        """Why matrix products in fp8 cannot run on this device; "" where they can."""
+        """Return the reason why fp8 matrix products cannot run on this device, or "" if they can."""
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or more"
 
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
-        """Why no kernel multiplies the rows of many experts here before the host knows their counts; "" where one does.
+        """Return the reason why grouped GEMM has no kernel here that runs without the counts on the host; "" if it has.
 
-        widths: features of the rows and of the products.
+        Args:
+            dtype: Dtype of rows and weights.
+            widths: Features of the rows and of the products.
         """
         if dtype not in GROUPED_DTYPES:
             return f"no kernel takes {_spelled(dtype)}"
@@ -147,46 +163,51 @@ class Device:
         return ""
 
     def memory_pressure(self) -> MemoryPressure | None:
-        """What the device's allocator has to say; None where there is none of torch's."""
+        """Return the statistics of torch's caching allocator; None on a device without it."""
         return None
 
     def save_memory_snapshot(self, path: Path) -> bool:
-        """Write what is allocated for torch's viewer; False where no allocator of torch's keeps account."""
+        """Write a snapshot for torch's memory viewer. Returns False on a device without torch's caching allocator."""
         return False
 
     @property
     def profiled(self) -> list[ProfilerActivity]:
-        """What torch's profiler records of it."""
+        """Activities that torch's profiler records."""
         return [ProfilerActivity.CPU]
 
     def synchronize(self) -> None:
-        """Wait until everything enqueued is done; nothing to do on a CPU."""
+        """Wait until all enqueued work is done."""
 
     def new_stream(self, *, urgent: bool = False) -> Stream:
-        """A queue of work beside the current one.
+        """Return a new side stream.
 
-        urgent: its kernels go before those of other streams that stand ready. For what feeds a message: small kernels,
-        which would else begin when the large one that the message is to hide under has begun its last block.
+        Args:
+            urgent: Kernels of this stream start before those of other streams that are ready. For the small kernels
+                that produce a message: otherwise they would start only after the last block of the large kernel that
+                is meant to hide the message.
         """
         return NoStream()
 
     def current_stream(self) -> Stream:
-        """The queue that operations go to now."""
+        """Return the stream to which operations are enqueued now."""
         return NoStream()
 
     def event(self) -> Event:
-        """A mark behind everything that stands in the current stream."""
+        """Return an event after all work that is enqueued in the current stream."""
         return self.current_stream().record_event()
 
     def timed_event(self) -> Callable[[], Event] | None:
-        """What makes marks that know their time; None where waits block the host and its clock will do."""
+        """Return a function that records timed events; None if waits block the host, whose clock then measures them."""
         return None
 
     def launch(self, op: Callable[[], T], stream: Stream | None = None, after: Event | None = None) -> T:
-        """Enqueue ``op``, the one way in which collectives are launched.
+        """Enqueue ``op`` and return its result. All collectives are launched through this method.
 
-        stream: None is the current one. after: an event; on a stream of its own ``op`` then starts behind that event
-        and not behind what the current stream was given since. Returns what ``op`` returns.
+        Args:
+            op: Enqueues the work.
+            stream: The stream; None for the current one.
+            after: Event after which ``op`` starts on a side stream; None to start after all work that is enqueued in
+                the current stream.
         """
         if stream is None:
             return op()
@@ -198,37 +219,41 @@ class Device:
             return op()
 
     def after(self, stream: Stream) -> None:
-        """Wait, from any thread of the host, until a stream has done what it was given, and for no other one."""
+        """Block the host, in any thread, until the work of ``stream`` is done. Does not wait for other streams."""
         stream.synchronize()
 
     def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
-        """(the same on the host, the event behind which it is there)."""
+        """Copy ``x`` to the host. Returns (the copy, the event after which it is complete)."""
         return x, NoEvent()
 
     def values(self, x: Tensor) -> list[float]:
-        """What a vector holds; the host waits for it."""
+        """Return the values of a vector. The host waits for them."""
         values: list[float] = x.tolist()
         return values
 
     def adopt(self, x: Tensor) -> None:
-        """The current stream uses a tensor whose memory belongs to another one: the allocator has to know."""
+        """Record for the allocator that the current stream uses a tensor that another stream allocated."""
 
     def pin(self, x: Tensor) -> Tensor:
-        """A host tensor where the device can copy from by itself, so that nobody waits; callable from any thread."""
+        """Return a host tensor in pinned memory, for copies without waiting. Callable from any thread."""
         return x
 
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that the device can copy from and to by itself, filled with zeros."""
+        """Return zeros in pinned host memory, which the device can read and write by itself."""
         return torch.zeros(numel, dtype=dtype)
 
     def peak_memory_bytes(self) -> int:
-        """Highest number of bytes held so far: resident memory of the process on CPU, allocated bytes elsewhere."""
+        """Return the peak memory so far: resident bytes of the process on a CPU, else allocated bytes of the device."""
         unit = 1 if os.uname().sysname == "Darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Accelerator(Device):
-    """What CUDA and Ascend devices share: torch's device module of the type answers."""
+    """Base class of CUDA and Ascend devices, by torch's device module of their type.
+
+    Attributes:
+        module: ``torch.cuda`` or ``torch.npu``.
+    """
 
     is_async = True
 
@@ -240,7 +265,7 @@ class Accelerator(Device):
 
     @property
     def name(self) -> str:
-        """The model of the device, as its driver calls it."""
+        """Model of the device, as its driver reports it."""
         return str(self.module.get_device_name(self.local_rank))
 
     @property
@@ -250,43 +275,43 @@ class Accelerator(Device):
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """bf16, or fp16 where the device has no products in bf16."""
+        """Compute dtype of --dtype auto: bf16, or fp16 if the device has no bf16 products."""
         kind = kind_called(self.name)
-        has = self._has_bf16 if kind is None else kind.default_dtype == "bf16"
-        return torch.bfloat16 if has else torch.float16
+        has_bf16 = self._has_bf16 if kind is None else kind.default_dtype == "bf16"
+        return torch.bfloat16 if has_bf16 else torch.float16
 
     @property
     def _has_bf16(self) -> bool:
-        """Of a device that no row of the device table names."""
+        """True if a device that is not in the device table has bf16 products."""
         return True
 
     def prepare_process(self) -> None:
-        """Let gloo, which is beside every group here for the few host tensors, connect two ranks when they first meet.
+        """Let gloo, which every group has for its few host tensors, connect two ranks at their first message.
 
-        Else each group would connect all its ranks at its start: thousands of sockets that nobody uses.
+        Otherwise each group would connect all of its ranks at the start, by thousands of unused sockets.
         """
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
     def prepare_thread(self) -> None:
-        """Choose this rank's device, so that none of the others gets a context (half a GB of its memory)."""
+        """Select this rank's device, so that no other device gets a context (half a GB of its memory)."""
         self.module.set_device(self.local_rank)
 
     def synchronize(self) -> None:
-        """Wait until everything enqueued on the device is done."""
+        """Wait until all work enqueued on the device is done."""
         self.module.synchronize()
 
     def new_stream(self, *, urgent: bool = False) -> Stream:
-        """A stream of this rank's device."""
+        """Return a new stream of this rank's device, with high priority if ``urgent``."""
         stream: Stream = torch.Stream(self.torch_device, priority=URGENT if urgent else 0)
         return stream
 
     def current_stream(self) -> Stream:
-        """The current stream of this rank's device."""
+        """Return the current stream of this rank's device."""
         stream: Stream = torch.accelerator.current_stream(self.torch_device)
         return stream
 
     def timed_event(self) -> Callable[[], Event] | None:
-        """Timed events on the current stream."""
+        """Return a function that records a timed event on the current stream."""
 
         def mark() -> Event:
             event = self.module.Event(enable_timing=True)
@@ -296,38 +321,38 @@ class Accelerator(Device):
         return mark
 
     def host_copy(self, x: Tensor) -> tuple[Tensor, Event]:
-        """Into page-locked memory, without waiting."""
+        """Copy to pinned memory without waiting. Returns (the copy, the event after which it is complete)."""
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
         return host, self.event()
 
     def adopt(self, x: Tensor) -> None:
-        """Tell the caching allocator."""
+        """Record the use by the current stream for torch's caching allocator."""
         x.record_stream(self.current_stream())
 
     def pin(self, x: Tensor) -> Tensor:
-        """Page-locked; torch gives the memory to nobody else before the copies out of it are done."""
-        with self.module.device(self.local_rank):  # another thread's current device is the first one
+        """Return the tensor in pinned memory, which torch does not reuse until the copies out of it are done."""
+        with self.module.device(self.local_rank):  # The current device of another thread is the first one.
             return x.pin_memory()
 
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Page-locked host memory."""
+        """Return zeros in pinned host memory."""
         return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
     def memory_pressure(self) -> MemoryPressure | None:
-        """Of torch's caching allocator."""
+        """Return the statistics of torch's caching allocator."""
         stats = self.module.memory_stats()
         allocated = int(stats.get("allocated_bytes.all.current", 0))
         held = int(stats.get("reserved_bytes.all.current", 0)) - allocated
         return MemoryPressure(held, int(stats.get("num_alloc_retries", 0)), allocated)
 
     def save_memory_snapshot(self, path: Path) -> bool:
-        """As torch's memory viewer reads it."""
+        """Write a snapshot for torch's memory viewer, and return True."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.module.memory._dump_snapshot(str(path))
         return True
 
     def peak_memory_bytes(self) -> int:
-        """Highest number of bytes allocated on the device so far."""
+        """Return the peak of the bytes allocated on the device so far."""
         return int(self.module.max_memory_allocated())
 
 

@@ -1,7 +1,7 @@
 """Attention of a block of queries to a block of keys, with the log-sum-exp of every row, forward and backward.
 
-Blocks of one row of the attention matrix are merged by their log-sum-exps, and so are their gradients: a block's
-backward with the merged output and log-sum-exp gives exactly that block's share (ring attention, arXiv 2310.01889).
+The blocks in a row of the attention matrix are merged by their log-sum-exps. So are their gradients: the backward of a
+block with the merged output and log-sum-exp gives exactly its share (ring attention, arXiv 2310.01889).
 
 Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D head size of queries and keys, V of
 values and outputs. A causal block is square.
@@ -25,10 +25,12 @@ _cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 class AttentionBlock(NamedTuple):
-    """Attention of some queries to some keys: what merges it with other keys, and what its backward needs.
+    """Attention of some queries to some keys, with the statistics that its merge and its backward need.
 
-    out: [B, N, S, V] in q's dtype. lse: [B, N, S], the log-sum-exp of each row's scores, in max(fp32, dtype).
-    drawn: what repeats the dropout, tensors or the numbers of a kernel's random state.
+    Attributes:
+        out: [B, N, S, V] in the dtype of q.
+        lse: [B, N, S], the log-sum-exp of the scores of each row, in max(fp32, dtype).
+        drawn: Tensors, or numbers of a kernel's random state, that reproduce the dropout.
     """
 
     out: Tensor
@@ -45,9 +47,10 @@ class BlockGradients(NamedTuple):
 
 
 def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
-    """softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k [B, G, L, D], v [B, G, L, V].
+    """Compute softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k [B, G, L, D], v [B, G, L, V].
 
-    The scores are held whole. dropout: probability, on the weights; the log-sum-exp is that of all weights.
+    Materialises all scores. ``dropout`` is the probability of dropping an attention weight; the log-sum-exp covers all
+    weights.
     """
     k, v = (_repeated(x, q) for x in (k, v))
     scores = _scores(q, k, causal=causal)
@@ -62,7 +65,17 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: f
 def block_backward_reference(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
-    """Return the block's share of the gradients. block: merged over the whole row, ``drawn`` that of the forward."""
+    """Return the block's share of the gradients.
+
+    Args:
+        grad: Gradient of the output, [B, N, S, V].
+        q: [B, N, S, D].
+        k: [B, G, L, D].
+        v: [B, G, L, V].
+        block: Output and log-sum-exp merged over the whole row, and ``drawn`` of this block's forward.
+        causal: As in the forward.
+        dropout: As in the forward.
+    """
     k_N, v_N = (_repeated(x, q) for x in (k, v))
     exact = block.lse.dtype
     weights = (_scores(q, k_N, causal=causal) - block.lse.unsqueeze(-1)).exp()
@@ -77,7 +90,7 @@ def block_backward_reference(
 
 
 def block_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
-    """``block_reference`` by the CPU's fused kernel, which has no dropout."""
+    """Compute ``block_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout:
         return block_reference(q, k, v, causal=causal, dropout=dropout)
     heads = equal_head_dims(q, k, v)
@@ -88,7 +101,7 @@ def block_cpu(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float =
 def block_backward_cpu(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
-    """``block_backward_reference`` by the same kernel's backward."""
+    """Compute ``block_backward_reference`` by the backward of the same kernel."""
     if dropout:
         return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
     heads = equal_head_dims(q, k, v)
@@ -97,7 +110,7 @@ def block_backward_cpu(
 
 
 def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
-    """``block_reference`` by FlashAttention, which takes bf16, fp16 and head sizes that 8 divides."""
+    """Compute ``block_reference`` by FlashAttention, which takes bf16, fp16 and head sizes that are multiples of 8."""
     heads = equal_head_dims(q, k, v)
     if not _flash_takes(heads.q):
         return block_reference(q, k, v, causal=causal, dropout=dropout)
@@ -108,12 +121,12 @@ def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float 
 def block_backward_cuda(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
-    """``block_backward_reference`` by FlashAttention's backward; ``drawn`` is its random state."""
+    """Compute ``block_backward_reference`` by FlashAttention's backward; ``drawn`` is its random state."""
     heads = equal_head_dims(q, k, v)
     if not _flash_takes(heads.q):
         return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
     grad, out = _padded_outputs(heads, grad, block.out)
-    # Without starts of sequences (they are for uneven lengths) the kernel reads the lengths from the shapes.
+    # Without cumulative sequence lengths (for uneven lengths) the kernel takes the lengths from the shapes.
     lengths = (None, None, q.shape[2], k.shape[2])
     merged = (out, block.lse, *lengths, dropout, causal, *block.drawn)
     return _cut_gradients(_cuda_backward(grad, *heads[:3], *merged, scale=heads.scale), q, v)
@@ -124,25 +137,25 @@ def _flash_takes(q: Tensor) -> bool:
 
 
 def _padded_outputs(heads: EqualHeads, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and its gradient [B, N, S, V] as a kernel of one head size has them."""
+    """Pad the output and its gradient [B, N, S, V] for a kernel that supports one head size only."""
     size = heads.v.shape[-1]
     return pad_features(grad, size), pad_features(out, size)
 
 
 def _cut_gradients(padded: Sequence[Tensor], q: Tensor, v: Tensor) -> BlockGradients:
-    """The gradients of q, k and v without the features that a kernel of one head size needed."""
+    """Remove the padding from the gradients of q, k and v."""
     dq, dk, dv = padded
     size = q.shape[-1]
     return BlockGradients(cut_features(dq, size), cut_features(dk, size), cut_features(dv, v.shape[-1]))
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Key-value heads as often as query heads share them."""
+    """Repeat key-value heads to the number of query heads."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
-    """[B, N, S, L] in max(fp32, dtype)."""
+    """Return the scores [B, N, S, L] in max(fp32, dtype)."""
     scores: Tensor = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
     if causal:
         unseen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)

@@ -1,7 +1,6 @@
-"""What communicators keep on a device beside the tensors they move. Standard library only: the plan counts it too.
+"""Device memory of communicators, in addition to the tensors that they move. Standard library only, for the planner.
 
-None of it is measured here: the figures are the libraries' own and those of their users, and a run can only be told
-about how much it is.
+None of it is measured here. The figures are estimates from the documentation of the libraries and from their users.
 """
 
 from __future__ import annotations
@@ -12,20 +11,26 @@ from types import MappingProxyType
 
 MEBIBYTE = 2**20
 # Blocks of a kernel that waits for or moves a message between two stages: enough for a network card or half of a
-# node's link, and few enough beside the products that run meanwhile. To be measured where there are such devices.
+# node's link, and few enough to leave room for the products that run at the same time. Not measured yet.
 QUEUE_CHANNELS = 4
-# HCCL's buffers of groups that carry little: its own default for messages between two ranks (P2P_HCCL_BUFFSIZE).
+# HCCL's buffers of groups with small messages: its own default for messages between two ranks (P2P_HCCL_BUFFSIZE).
 SMALL_HCCL_MIB = 20
 HCCL_MIB = 200
-# Axes that sum a few numbers, or one embedding, a step.
+# Axes that sum only a few numbers, or one embedding, per step.
 LIGHT = frozenset({"pp", "data"})
 
 
 @dataclass(frozen=True)
 class CommunicatorBytes:
-    """Of one communicator on one rank. axis: that sums, gathers and scatters. light: that carries little. queue: of
-    messages one way between two ranks. peer: for each rank of the same node to which experts' rows go. source: where
-    the figures come from."""
+    """Bytes of one communicator on one rank.
+
+    Attributes:
+        axis: Bytes of a communicator of collectives.
+        light: Bytes of one with small messages only.
+        queue: Bytes of a one-way queue between two ranks.
+        peer: Bytes for each rank of the same node to which rows of experts are sent.
+        source: Source of the figures.
+    """
 
     axis: int
     light: int
@@ -34,14 +39,20 @@ class CommunicatorBytes:
     source: str
 
     def of(self, rounds: Collection[Collection[str]], queues: int, peers: int) -> int:
-        """Of the axes' communicators, the world's among them, of so many queues, and of peers on the node."""
+        """Return the bytes of all communicators of a rank.
+
+        Args:
+            rounds: For each communicator, including the world's, the names of the axes that share it.
+            queues: Number of queues.
+            peers: Number of other ranks of the ``ep`` axis on this node.
+        """
         light = sum(is_light(names) for names in rounds)
-        kept = (len(rounds) - light) * self.axis + light * self.light
-        return kept + queues * self.queue + peers * self.peer
+        axes = (len(rounds) - light) * self.axis + light * self.light
+        return axes + queues * self.queue + peers * self.peer
 
 
 def is_light(names: Collection[str]) -> bool:
-    """Whether a communicator that axes share carries little."""
+    """Return True if a communicator that these axes share has small messages only."""
     return LIGHT.issuperset(names)
 
 
@@ -49,7 +60,7 @@ _CHANNEL = 12 * MEBIBYTE
 
 COMMUNICATORS: Mapping[str, CommunicatorBytes] = MappingProxyType(
     {
-        "cpu": CommunicatorBytes(0, 0, 0, 0, "gloo keeps nothing but sockets"),
+        "cpu": CommunicatorBytes(0, 0, 0, 0, "gloo keeps only sockets"),
         "cuda": CommunicatorBytes(
             24 * _CHANNEL,
             24 * _CHANNEL,
@@ -64,7 +75,7 @@ COMMUNICATORS: Mapping[str, CommunicatorBytes] = MappingProxyType(
             2 * SMALL_HCCL_MIB * MEBIBYTE,
             2 * SMALL_HCCL_MIB * MEBIBYTE,
             0,
-            "HCCL: twice its buffer, HCCL_BUFFSIZE (200 MB unless set) or what the group asks for",
+            "HCCL: twice its buffer, HCCL_BUFFSIZE (200 MB unless set) or the size that the group requests",
         ),
     }
 )

@@ -1,10 +1,10 @@
-"""How layers run their pure functions: the code between two launches of collectives, without a module in it.
+"""Execution of the pure functions of layers: the code between two launches of collectives, without modules.
 
-A module hands ``run`` a function and its arguments. As it is that is a call; ``Compiled`` compiles each function once
-for all layers (weights are arguments, so nothing is compiled again per layer), and whole, without a graph break.
-Whole blocks are never compiled: sharding's hooks are off under dynamo, and tickets break graphs.
+A module passes a function and its arguments to ``run``. ``plain`` calls it. ``Compiled`` compiles each function once
+for all layers, because weights are arguments, and as a whole, without graph breaks. Whole blocks are never compiled,
+because sharding's hooks do not run under dynamo and tickets break graphs.
 
-How many samples, positions or rows there are differs from step to step: ``counted`` says which dims these are.
+The number of samples, positions or rows can differ from step to step: ``counted`` marks these dims.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FunctionRunner(Protocol):
-    """Calls a function of tensors and numbers, one that launches nothing and draws nothing."""
+    """Caller of functions of tensors and numbers that launch no collectives and draw no random numbers."""
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What the function returns."""
+        """Call the function and return its result."""
         ...
 
 
 def plain(function: Callable[..., T], *arguments: Any) -> T:
-    """The call itself."""
+    """Call the function uncompiled."""
     return function(*arguments)
 
 
 def counted(*dims: int) -> Callable[[F], F]:
-    """Says of a function how many leading dims of each argument, in order, count samples, positions or rows.
+    """Mark how many leading dims of each argument, in order, count samples, positions or rows.
 
-    What is counted may have any size in any call. The last dim of numbers is never counted: it holds features.
+    These dims may have any size in any call. The last dim of a tensor of numbers is its features and is never counted.
     """
 
     def mark(function: F) -> F:
@@ -51,22 +51,33 @@ _COUNTED = "counted_dims"
 
 
 class Compiled:
-    """Runs functions as torch.compile makes them.
+    """Caller of functions compiled by torch.compile.
 
-    functions: the forms of what has been asked for, by the plain function. A form is code for any counts, for given
-    features, with or without gradients; each is compiled by itself, so torch's limit of recompilations, which is of one
-    code, is not reached by a run's evaluations, rows and growing lengths. Less than two rows are not worth a form: they
-    run as they are. given_up: functions that torch could not compile, or not often enough, which run as they are.
-    backend: of torch.compile. most_forms: of one function; beyond, its sizes are not such as compiling pays for.
+    A form of a function is code for any counts and for given features, with or without gradients. Each form is compiled
+    separately. A run's evaluations, rows and growing lengths therefore do not reach torch's limit of recompilations,
+    which applies to each code object. Calls with fewer than two rows run uncompiled.
+
+    Attributes:
+        functions: Plain function -> its compiled forms.
+        given_up: Functions that run uncompiled, because torch could not compile them or they needed too many forms.
     """
 
     def __init__(self, backend: str = "inductor", most_forms: int = 64) -> None:
+        """Start without forms.
+
+        Args:
+            backend: Backend of torch.compile.
+            most_forms: Maximum forms of one function. Beyond it compilation does not pay off.
+        """
         self.functions: dict[Callable[..., Any], dict[Hashable, Callable[..., Any]]] = {}
         self.given_up: set[Callable[..., Any]] = set()
         self._backend, self._most_forms = backend, most_forms
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Compiled at the first call of a form; as it is where torch gives up, with a warning for each function."""
+        """Call the function, and compile it at the first call of each form.
+
+        If torch gives up, the function runs uncompiled from then on, with one warning per function.
+        """
         forms = self.functions.setdefault(function, {})
         form = None if function in self.given_up else _form(function, arguments)
         if form is None:
@@ -87,25 +98,25 @@ class Compiled:
     def _make(self, function: Callable[..., T], number: int) -> Callable[..., T]:
         if number == self._most_forms:
             raise _TooManyError(f"it was compiled {number} times")
-        # Torch keeps what it compiled, and what it saw of sizes, by code and by its name.
+        # torch caches compiled code and observed sizes by code object and its name, so each form needs a new name.
         code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
-        own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-        return torch.compile(own, fullgraph=True, backend=self._backend)
+        form = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+        return torch.compile(form, fullgraph=True, backend=self._backend)
 
 
 class _TooManyError(Exception):
-    """Too many forms of one function."""
+    """A function has too many forms."""
 
 
 def _counts(x: Tensor, leading: int) -> int:
-    """How many dims of an argument count; a mask may consist of nothing else."""
+    """Return the number of counted dims of an argument. All dims of a mask may be counted."""
     return min(leading, x.dim() if x.dtype == torch.bool else x.dim() - 1)
 
 
 def _form(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Hashable | None:
-    """What a compiled form is good for; None where there is nothing to compile for: less than two rows.
+    """Return the key of the compiled form for these arguments; None for fewer than two rows, which run uncompiled.
 
-    A count of one is a size by itself for torch, so a single sample has forms of its own.
+    torch specialises on a size of one, so a single sample has separate forms.
     """
     dims = getattr(function, _COUNTED, ())
     form: list[Hashable] = [torch.is_grad_enabled()]
@@ -123,7 +134,7 @@ def _form(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Hashable 
 
 
 def _mark(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Tell torch which sizes will change, before it compiles for those it sees."""
+    """Mark the sizes that will change as dynamic, before torch compiles for the sizes of this call."""
     for x, leading in zip(arguments, getattr(function, _COUNTED, ()), strict=False):
         if isinstance(x, Tensor):
             for dim in range(_counts(x, leading)):

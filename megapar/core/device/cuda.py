@@ -1,4 +1,7 @@
-"""NVIDIA (and ROCm) GPUs."""
+"""NVIDIA (and ROCm) GPUs.
+
+Tested in ``tests/core/device/test_base.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,20 @@ from megapar.core.device.communicators import QUEUE_CHANNELS
 from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly
 
 FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
-GROUPED_MAJORS = (9, 10)  # of torch's grouped product, 2.11 to 2.13
+GROUPED_MAJORS = (9, 10)  # major compute capabilities of torch's grouped GEMM, torch 2.11 to 2.13
 
 
 class CudaDevice(Accelerator):
-    """A GPU; host tensors still travel over gloo."""
+    """A GPU. Host tensors are still sent over gloo."""
 
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     queue_backend = "nccl"
-    # A workspace per stream for cuBLAS; rings add in the order of the ranks, where switches (NVLS) need not.
+    # cuBLAS gets a workspace per stream. NCCL's rings add in the order of the ranks, unlike switches (NVLS).
     repeatable: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """A queue's kernels get few blocks: those that wait for a message stand beside what is computed meanwhile."""
+        """Limit the blocks of a queue's kernels, which wait for a message while other kernels compute."""
         if not queue:
             return None
         options = dist.ProcessGroupNCCL.Options()
@@ -40,27 +43,30 @@ class CudaDevice(Accelerator):
 
     @property
     def profiled(self) -> list[ProfilerActivity]:
-        """Kernels beside what the host does."""
+        """Activities of the host, and kernels."""
         return [*super().profiled, ProfilerActivity.CUDA]
 
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Page-locked host memory, of large buffers exactly what is asked for."""
+        """Return zeros in pinned host memory. Large buffers have exactly the requested size."""
         if numel * dtype.itemsize < LEAST_BYTES:
             return super().pinned_zeros(numel, dtype)
         return pinned_exactly(numel, dtype)
 
     def compiler_lacks(self) -> str:
-        """Code for a GPU is made by Triton."""
+        """Return a reason if Triton, which generates code for GPUs, is not installed; else ""."""
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
     def fp8_lacks(self) -> str:
-        """Ada, Hopper and what came after them have such products."""
+        """Return a reason unless the GPU is of NVIDIA's Ada or Hopper generation or newer."""
         if torch.version.hip is None and self.capability >= FP8_CAPABILITY:
             return ""
         return f"{super().fp8_lacks()}, and {self._own_capability}"
 
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
-        """Where torch has no kernel its grouped product is a loop that asks for the counts every time."""
+        """Return the reason why torch has no grouped GEMM kernel here, or "" if it has one.
+
+        torch's fallback is a loop for which the host waits for the counts every time.
+        """
         if torch.version.hip is not None or self.capability[0] not in GROUPED_MAJORS:
             majors = " and ".join(f"{major}.x" for major in GROUPED_MAJORS)
             return f"the kernel is for NVIDIA GPUs of compute capability {majors}, and {self._own_capability}"
@@ -70,12 +76,12 @@ class CudaDevice(Accelerator):
 
     @property
     def _has_bf16(self) -> bool:
-        """From Ampere on; before it (V100, T4) torch emulates such products, slowly."""
+        """True from Ampere on. On older GPUs (V100, T4) torch emulates bf16 products, slowly."""
         return torch.version.hip is not None or self.capability >= BF16_CAPABILITY
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Major and minor number of what the GPU can do, as CUDA counts it."""
+        """Compute capability of the GPU: (major, minor)."""
         return torch.cuda.get_device_capability(self.local_rank)
 
     @property

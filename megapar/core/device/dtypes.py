@@ -1,4 +1,7 @@
-"""Dtypes that follow from the run's, or from the device."""
+"""Dtypes derived from that of the run, or from the device.
+
+Tested in ``tests/core/device/test_ops.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import torch
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """max(fp32, dtype): what "fp32" means in a run of this dtype."""
+    """Return max(fp32, dtype), which replaces fp32 in a run of this dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Of counts and sums over a global batch, which outgrow fp32's integers; Ascend has no fp64 arithmetic."""
+    """Return the dtype of counts and sums over a global batch: fp64, as fp32 has too few integers; fp32 on Ascend."""
     return torch.float32 if device.type == "npu" else torch.float64

@@ -1,9 +1,9 @@
-"""Grouped GEMM: linear layers of many experts at once, over rows that are sorted by expert, and the moves of rows.
+"""Grouped GEMM: linear layers of many experts at once, over rows sorted by expert; and permutation of these rows.
 
-``torch.nn.functional.grouped_mm`` is the faster form of the first on CPU (measured at 8 to 64 experts, forward and
-backward: 0.9 to 2.3 times the loop's speed, never far behind it) and on the GPUs that have a kernel for it, where it
-does not wait for the device (``Device.grouped_lacks``). Elsewhere the host has to know how many rows each expert has:
-then ``linear_by_size`` takes every dtype and every width, in one batched product where all have as many.
+``torch.nn.functional.grouped_mm`` is the faster form on a CPU (0.9 to 2.3 times the speed of a loop, measured at 8 to
+64 experts, forward and backward). It is also faster on GPUs that have a kernel for it, where the host does not wait for
+the device (``Device.grouped_lacks``). Elsewhere the host needs the number of rows of each expert: ``linear_by_size``
+then takes every dtype and width, in one batched product if all experts have the same number of rows.
 
 Shape letters: R rows, I input features, O output features, E experts on this rank, T tokens, k choices, H hidden.
 """
@@ -23,54 +23,54 @@ ALIGNMENT_BYTES = 16
 
 
 def grouped_linear_reference(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """[R, O]: each row times the transposed weight of its expert, expert by expert; waits for the counts."""
+    """Multiply each row by the transposed weight of its expert, to [R, O], expert by expert. Waits for the counts."""
     pieces = rows_RI.split(counts_E.tolist())
-    # unbind, not indexing: its backward stacks once instead of adding E tensors of the full size
+    # unbind instead of indexing: its backward stacks once, and does not add E tensors of the full size.
     return torch.cat([F.linear(piece, weight) for piece, weight in zip(pieces, weight_EOI.unbind(0), strict=True)])
 
 
 def grouped_linear_aligned(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_linear_reference`` in one kernel where that takes these widths."""
+    """Compute ``grouped_linear_reference`` in one kernel if it accepts these widths."""
     form = grouped_linear_fused if grouped_mm_takes(rows_RI, weight_EOI) else grouped_linear_reference
     return form(rows_RI, weight_EOI, counts_E)
 
 
 def grouped_linear_fused(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_linear_reference`` in one kernel; the offsets stay on the device."""
+    """Compute ``grouped_linear_reference`` in one kernel. The offsets stay on the device."""
     ends_E = counts_E.cumsum(0).to(torch.int32)
     product: Tensor = F.grouped_mm(rows_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(product)  # type: ignore[no-any-return]
 
 
 def linear_by_size(rows_RI: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
-    """``grouped_linear_reference`` where the host knows the rows of each expert: nothing waits, forward or backward."""
+    """Compute ``grouped_linear_reference`` with sizes on the host, without waiting in the forward or backward."""
     return _LinearBySize.apply(rows_RI, weight_EOI, tuple(sizes_E))  # type: ignore[no-any-return]
 
 
 def input_gradient_by_size(dy_RO: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
-    """``grouped_input_gradient_reference`` where the host knows the rows of each expert."""
+    """Compute ``grouped_input_gradient_reference`` with sizes on the host."""
     return _multiply_rows(dy_RO, weight_EOI, sizes_E)
 
 
 def weight_gradient_by_size(dy_RO: Tensor, rows_RI: Tensor, sizes_E: Sequence[int]) -> Tensor:
-    """``grouped_weight_gradient_reference`` where the host knows the rows of each expert."""
+    """Compute ``grouped_weight_gradient_reference`` with sizes on the host."""
     if _alike(sizes_E):
         dy_ECO, rows_ECI = (x.unflatten(0, (len(sizes_E), sizes_E[0])) for x in (dy_RO, rows_RI))
         return torch.bmm(dy_ECO.transpose(1, 2), rows_ECI)
     products = dy_RO.new_empty(len(sizes_E), dy_RO.shape[1], rows_RI.shape[1])
     pieces = zip(dy_RO.split(list(sizes_E)), rows_RI.split(list(sizes_E)), products, strict=True)
     for dy, rows, product in pieces:
-        torch.mm(dy.t(), rows, out=product)  # zeros where there is no row
+        torch.mm(dy.t(), rows, out=product)  # zeros for an expert without rows
     return products
 
 
 def grouped_input_gradient_reference(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """[R, I]: each row times the weight of its expert."""
+    """Multiply each row by the weight of its expert, to [R, I]."""
     return grouped_linear_reference(dy_RO, weight_EOI.transpose(1, 2), counts_E)
 
 
 def grouped_input_gradient_aligned(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_input_gradient_reference`` in one kernel where that takes these widths."""
+    """Compute ``grouped_input_gradient_reference`` in one kernel if it accepts these widths."""
     if not grouped_mm_takes(dy_RO, weight_EOI):
         return grouped_input_gradient_reference(dy_RO, weight_EOI, counts_E)
     product: Tensor = F.grouped_mm(dy_RO.contiguous(), weight_EOI, offs=counts_E.cumsum(0).to(torch.int32))
@@ -78,14 +78,14 @@ def grouped_input_gradient_aligned(dy_RO: Tensor, weight_EOI: Tensor, counts_E: 
 
 
 def grouped_weight_gradient_reference(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-    """[E, O, I]: dy^T x of the rows of each expert."""
+    """Compute dy^T x of the rows of each expert, [E, O, I]."""
     sizes = counts_E.tolist()
     pieces = zip(dy_RO.split(sizes), rows_RI.split(sizes), strict=True)
     return torch.stack([dy_e.t() @ rows_e for dy_e, rows_e in pieces])
 
 
 def grouped_weight_gradient_aligned(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-    """``grouped_weight_gradient_reference`` in one kernel where that takes these widths."""
+    """Compute ``grouped_weight_gradient_reference`` in one kernel if it accepts these widths."""
     if dy_RO.dtype not in GROUPED_DTYPES or not (_aligned(dy_RO) and _aligned(rows_RI)):
         return grouped_weight_gradient_reference(dy_RO, rows_RI, counts_E)
     ends_E = counts_E.cumsum(0).to(torch.int32)
@@ -94,7 +94,7 @@ def grouped_weight_gradient_aligned(dy_RO: Tensor, rows_RI: Tensor, counts_E: Te
 
 
 def grouped_mm_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
-    """Dtype, widths and addresses are such as the kernel wants: rows of a multiple of 16 bytes."""
+    """Return True if the kernel accepts dtype, widths and addresses: rows must be multiples of 16 bytes."""
     if rows_RI.dtype != weight_EOI.dtype or rows_RI.dtype not in GROUPED_DTYPES:
         return False
     item_bytes = rows_RI.element_size()
@@ -103,15 +103,22 @@ def grouped_mm_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
 
 
 def permute_reference(x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """[R, H]: the token of each row's pair. The other arguments say the same from the tokens' side."""
+    """Return the token of each row's (token, choice) pair, [R, H].
+
+    Args:
+        x_TH: Tokens.
+        pair_R: Number of the pair of each row, token * k + choice.
+        row_Tk: Row of each pair, the inverse of ``pair_R``, which other forms use.
+        kept_Tk: bool, True for pairs that are kept, or None if all are; also for other forms.
+    """
     return x_TH.index_select(0, pair_R // row_Tk.shape[1])
 
 
 def unpermute_reference(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """[T, H]: the sum of the rows of each token's kept pairs, added in fp32 at least.
+    """Sum the rows of each token's kept pairs in max(fp32, dtype), [T, H].
 
-    A bag is gather and sum in one pass, without the [T, k, H] in between, and unlike index_add deterministic on every
-    device.
+    An embedding bag gathers and sums in one pass, without the intermediate [T, k, H]. Unlike index_add it is
+    deterministic on every device.
     """
     weights = None if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
     return F.embedding_bag(row_Tk, rows_RH.contiguous(), mode="sum", per_sample_weights=weights)
@@ -122,7 +129,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _multiply_rows(x_RA: Tensor, weight_EAB: Tensor, sizes_E: Sequence[int]) -> Tensor:
-    """[R, B]: each row times the matrix of its expert."""
+    """Multiply each row by the matrix of its expert, to [R, B]."""
     if _alike(sizes_E):
         return torch.bmm(x_RA.unflatten(0, (len(sizes_E), sizes_E[0])), weight_EAB).flatten(0, 1)
     y_RB = x_RA.new_empty(x_RA.shape[0], weight_EAB.shape[2])
@@ -138,7 +145,7 @@ def _alike(sizes_E: Sequence[int]) -> bool:
 
 
 class _LinearBySize(torch.autograd.Function):
-    # By hand, so that products go where they belong: autograd of the loop puts them together afterwards.
+    # A custom backward writes products in place, where autograd of the loop would concatenate them afterwards.
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
         ctx.sizes = sizes
@@ -155,7 +162,7 @@ class _LinearBySize(torch.autograd.Function):
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous: the kernel's backward refuses expanded ones (of a plain sum)."""
+    """Identity whose gradient is contiguous: the kernel's backward rejects expanded ones, such as that of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

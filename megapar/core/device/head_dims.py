@@ -1,6 +1,8 @@
-"""Values of another head size than keys, for kernels that take one head size only.
+"""Padding of keys or values with different head sizes, for kernels that take a single head size.
 
 Zeros appended to the shorter features change neither the scores nor the other features of the output.
+
+Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ from torch import Tensor
 
 
 class EqualHeads(NamedTuple):
-    """Queries, keys and values of one head size D, all [B, heads, positions, D].
+    """Queries, keys and values of one head size D.
 
-    scale: of the scores, where padding hides the size that it is made from; None: the kernel's own, D^-0.5.
+    Attributes:
+        q: [B, heads, positions, D].
+        k: [B, heads, positions, D].
+        v: [B, heads, positions, D].
+        scale: Scale of the scores, from the head size before padding; None for the kernel's default, D^-0.5.
     """
 
     q: Tensor
@@ -24,7 +30,7 @@ class EqualHeads(NamedTuple):
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:
-    """Pad q and k [.., Dk] or v [.., Dv] to max(Dk, Dv) features; nothing is copied where the sizes are equal."""
+    """Pad q and k [.., Dk] or v [.., Dv] to max(Dk, Dv) features. Copies nothing if the sizes are equal."""
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     if key_dim == value_dim:
         return EqualHeads(q, k, v, None)
@@ -33,10 +39,10 @@ def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:
 
 
 def pad_features(x: Tensor, size: int) -> Tensor:
-    """[.., D] to [.., size], with zeros after the features; ``x`` itself where it has that size."""
+    """Pad [.., D] to [.., size] with zeros after the features. Returns ``x`` itself if it has that size."""
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def cut_features(x: Tensor, size: int) -> Tensor:
-    """Undo ``pad_features``: the first features of [.., D], ``x`` itself where it has no more."""
+    """Undo ``pad_features``: return the first ``size`` features of [.., D], or ``x`` itself if it has that size."""
     return x if x.shape[-1] == size else x.narrow(-1, 0, size)

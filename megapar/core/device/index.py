@@ -1,4 +1,7 @@
-"""Orders as index tensors on a device, each brought there once."""
+"""Cache of index tensors on a device.
+
+Tested in ``tests/model/layers/test_arrangement.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,22 @@ from torch import Tensor
 
 
 class Indices:
-    """What its owner indexes by again and again; an index made of a list each time would wait for the device."""
+    """Index tensors that their owner uses repeatedly. Creating one from a list each time would wait for the device."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Hashable, torch.device], Tensor] = {}
+        self._tensors: dict[tuple[Hashable, torch.device], Tensor] = {}
 
     def of(self, key: Hashable, device: torch.device, order: Callable[[], Sequence[int]]) -> Tensor:
-        """[n] int64 on ``device``; ``order`` is asked the first time. key: the owner's name for this order."""
-        if (key, device) not in self._made:
-            self._made[key, device] = torch.tensor(order(), device=device)
-        return self._made[key, device]
+        """Return the index tensor of ``key`` on a device.
+
+        Args:
+            key: The owner's name for the order.
+            device: Device of the tensor.
+            order: Returns the n indices; called the first time only.
+
+        Returns:
+            [n] int64.
+        """
+        if (key, device) not in self._tensors:
+            self._tensors[key, device] = torch.tensor(order(), device=device)
+        return self._tensors[key, device]

@@ -1,6 +1,6 @@
-"""Kinds of devices: what one can hold, compute and send, and at which sizes its class works well.
+"""Kinds of devices: memory, compute, bandwidths, and the sizes at which their kernels are efficient.
 
-The run and the planner read the same rows, from ``kinds.yaml``, with their sources. Without torch.
+The run and the planner read the same rows, with their sources, from ``kinds.yaml``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ from megapar.core.units import GIBIBYTE, MEGABYTE
 from megapar.errors import Complaint, ConfigError
 
 GIGA, TERA, MICRO = 10**9, 10**12, 1e-6
-LINK_SHARE = 0.80  # what links reach of their data sheets; what predictions are fitted with
-# All units at work reach so much of the data sheet, and a product starts and ends in so long (a model, not measured).
+LINK_SHARE = 0.80  # Fraction of the data sheet's bandwidth that links reach; predictions are fitted with it.
+# Fraction of the data sheet's FLOP/s with all units busy, and time to start and end a product (a model, not measured).
 _TILE_SHARE, _START_SECONDS = 0.80, 2e-6
-# What stands for a device of a class whose name nobody knows.
+# The row that is used for an unknown device of each class.
 _UNNAMED = MappingProxyType({"cuda": "h100-80g", "npu": "ascend-910b", "cpu": "cpu"})
 
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """What devices with the same kernels do alike, in bytes and seconds; ``kinds.yaml`` says what each is."""
+    """Parameters that devices with the same kernels share. ``kinds.yaml`` gives their sources.
+
+    Attributes:
+        tile: Rows and columns of a tile of a matrix product.
+        launch_seconds: Minimum time between two kernels.
+        latency_seconds: Minimum time of a collective.
+        pieces: Maximum number of pieces of a collective that is hidden under a product.
+        piece_bytes: Minimum bytes that a piece sends to each rank.
+        least_rows: Minimum rows of a product that is cut, all its batches together.
+        batched: Products of several batches with one weight are one kernel.
+        hides: Collectives of linear layers are always hidden; otherwise only if predicted to be faster.
+        logits_bytes: Bytes of fp32 logits that the loss computes at a time.
+    """
 
     tile: tuple[int, int]
     launch_seconds: float
@@ -40,9 +52,20 @@ class DeviceClass:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One row. memory_bytes: of one device. memory_bandwidth, inside, between: bytes per second, the last two of what
-    one device can send to others of its node and to other nodes. flops: FLOP/s by dtype. units: that share a product.
-    node: devices per node. kernels: which forms of operators run there. drivers_say: parts of its names there.
+    """One row of the device table.
+
+    Attributes:
+        name: Name of the row.
+        memory_bytes: Memory of one device.
+        memory_bandwidth: Bytes per second.
+        flops: FLOP/s of matrix products, by dtype.
+        units: Multiprocessors that share a product.
+        node: Devices per node.
+        inside: Bytes per second that one device can send inside its node.
+        between: Bytes per second that one device can send to other nodes.
+        kernels: Class of the device, whose forms of operators it runs: cuda, npu or cpu.
+        source: Source of the figures.
+        driver_names: Parts of the names that drivers report.
     """
 
     name: str
@@ -55,10 +78,10 @@ class DeviceKind:
     between: float
     kernels: str
     source: str
-    drivers_say: tuple[str, ...]
+    driver_names: tuple[str, ...]
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matrix products. Raises ConfigError where the device has none in this dtype."""
+        """Return the FLOP/s of matrix products. Raises ConfigError if the device has none in this dtype."""
         if dtype not in self.flops:
             known = ", ".join(self.flops)
             raise ConfigError([Complaint("device-dtype", f"{self.name} has no {dtype} products; it has {known}.")])
@@ -66,18 +89,18 @@ class DeviceKind:
 
     @property
     def default_dtype(self) -> str:
-        """What --dtype auto would choose there."""
+        """Dtype that --dtype auto would choose."""
         return "fp32" if self.kernels == "cpu" else "bf16" if "bf16" in self.flops else "fp16"
 
     @property
     def of(self) -> DeviceClass:
-        """What it has in common with others."""
+        """Class of the device."""
         return _tables()[1][self.kernels]
 
     def product_seconds(self, rows: int, inner: int, columns: int, dtype: str, batches: int = 1) -> float:
-        """One product [rows, inner] @ [inner, columns], or ``batches`` of them in one kernel.
+        """Return the seconds of one product [rows, inner] @ [inner, columns], or of ``batches`` of them in one kernel.
 
-        The units compute tiles in waves; a wave that is not full takes as long as a full one.
+        The units compute tiles in waves. A partial wave takes as long as a full one.
         """
         high, wide = self.of.tile
         waves = -(-batches * -(-rows // high) * -(-columns // wide) // self.units)
@@ -85,29 +108,29 @@ class DeviceKind:
         return max(waves * tile_seconds + _START_SECONDS, self.of.launch_seconds)
 
     def send_seconds(self, size: float) -> float:
-        """A collective in which each rank sends so many bytes to others of its node; 0 for none."""
+        """Return the seconds of a collective in which each rank sends ``size`` bytes inside its node."""
         return size / (self.inside * LINK_SHARE) + self.of.latency_seconds if size else 0.0
 
 
 def kinds() -> Mapping[str, DeviceKind]:
-    """All rows by name."""
+    """Return all rows by name."""
     return _tables()[0]
 
 
 def device_class(device_type: str) -> DeviceClass:
-    """Of torch's device type; the CPU's where there is none, as of meta tensors."""
+    """Return the class of torch's device type; the CPU's for other types, such as meta."""
     classes = _tables()[1]
     return classes.get(device_type, classes["cpu"])
 
 
 def kind_called(device: str) -> DeviceKind | None:
-    """The row whose devices' drivers give them this name; the longest part that fits counts."""
-    fits = {part: kind for kind in kinds().values() for part in kind.drivers_say if part.lower() in device.lower()}
+    """Return the row for the name that a driver reports, by the longest matching part; None if there is none."""
+    fits = {part: kind for kind in kinds().values() for part in kind.driver_names if part.lower() in device.lower()}
     return fits[max(fits, key=len)] if fits else None
 
 
 def kind_of(device_type: str, name: str) -> DeviceKind:
-    """The row of a device that is there: by its drivers' name for it, or what stands for its class (cuda, npu, cpu)."""
+    """Return the row of a device: by the name that its driver reports, or the default of its type (cuda, npu, cpu)."""
     return kind_called(name) or kinds()[_UNNAMED[device_type]]
 
 
@@ -135,7 +158,7 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
         between=row["between"] * GIGA,
         kernels=row["kernels"],
         source=row["source"],
-        drivers_say=tuple(row["drivers_say"]),
+        driver_names=tuple(row["driver_names"]),
     )
 
 

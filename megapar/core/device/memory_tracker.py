@@ -1,4 +1,4 @@
-"""Bytes of live tensor storages, counted where no allocator of torch's counts them: on a CPU, and of fake tensors."""
+"""Bytes of live tensor storages where torch has no allocator that counts them: on a CPU, and for fake tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What has a storage of its own; any other subclass is taken apart first.
+# Types with a separate storage. Any other subclass dispatches its inner tensors first.
 _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 _SEQUENCES = frozenset((tuple, list))
 _DEVICE = torch.ops.prim.device.default
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows every storage that an operator makes while this is entered, until it is freed.
+    """Tracker of all storages that operators allocate inside the context, until they are freed.
 
-    bytes: of those that live now. peak_bytes: the most so far. Storages that are resized (FSDP2 gives the memory of
-    gathered parameters back so) count with the size they have.
+    Resized storages count with their current size (FSDP2 frees gathered parameters by resizing).
+
+    Attributes:
+        bytes: Bytes of live storages.
+        peak_bytes: Peak of ``bytes``.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,7 @@ class MemoryTracker(TorchDispatchMode):
         self._resize: list[Callable[..., Any]] = []
 
     def __enter__(self) -> MemoryTracker:
-        """Follow from here on. Resizing a storage is no operator, so its method is wrapped meanwhile."""
+        """Start to track. Resizing a storage is not an operator, so the method is wrapped until the exit."""
         original = UntypedStorage.resize_
         self._resize.append(original)
 
@@ -47,19 +50,19 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Follow no longer."""
+        """Stop tracking."""
         super().__exit__(*raised)
         UntypedStorage.resize_ = self._resize.pop()  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator and note what it returns; what it is given and nobody made was there before."""
+        """Run the operator and count new storages of its results. Unknown storages of its arguments existed before."""
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].device  # of every fake tensor that C++ looks at: more often than all else together
+            return args[0].device  # A fast path: C++ calls this for fake tensors more often than all other operators.
         for kind in types:
             if kind not in _PLAIN:
-                return NotImplemented  # a subclass: its inner operators come by
+                return NotImplemented  # A subclass, whose inner operators are dispatched again.
         for tensor in _tensors((args, kwargs), []):
             self._note(tensor.untyped_storage(), 0)
         result = func(*args, **(kwargs or {}))
@@ -70,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def forget(self, tensor: Tensor) -> None:
-        """Do not count this storage: it stands for memory elsewhere, such as the host's."""
+        """Stop counting this storage, because it represents memory elsewhere, such as the host's."""
         storage = tensor.untyped_storage()
         if self._knows(storage):
             self.bytes -= self._alive[storage._cdata][1]
@@ -78,11 +81,11 @@ class MemoryTracker(TorchDispatchMode):
         self._note(storage, 0)
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak to the bytes that are live now."""
         self.peak_bytes = self.bytes
 
     def sizes(self) -> Counter[int]:
-        """How many storages of which size live now."""
+        """Return size -> number of live storages of this size."""
         return Counter(size for _, size in list(self._alive.values()) if size)
 
     def _knows(self, storage: UntypedStorage) -> bool:
@@ -112,15 +115,15 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
-def _tensors(values: Iterable[Any], found: list[Tensor]) -> list[Tensor]:
-    """Those among an operator's arguments or results that have memory, added to ``found``."""
+def _tensors(values: Iterable[Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Append the tensors with memory among an operator's arguments or results to ``tensors``, and return it."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
             if value.device.type != "meta":
-                found.append(value)
+                tensors.append(value)
         elif kind in _SEQUENCES:
-            _tensors(value, found)
+            _tensors(value, tensors)
         elif kind is dict:
-            _tensors(value.values(), found)
-    return found
+            _tensors(value.values(), tensors)
+    return tensors

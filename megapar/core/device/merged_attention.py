@@ -1,11 +1,15 @@
-"""Causal attention of the last positions of a sequence on a CPU, whose kernel aligns a causal mask top left only.
+"""Causal attention of the last positions of a sequence on a CPU, whose kernel supports top-left alignment only.
 
-    k, v   | prefix: all of it is seen | diagonal: causal |      q is above the diagonal block
+    k, v   | prefix: unmasked | diagonal: causal |      q is above the diagonal block
     o      merged from both by their log-sum-exps, and so is the gradient: each part's backward with the merged
-           output and log-sum-exp gives exactly that part's share (as in ring attention, arXiv 2310.01889)
+           output and log-sum-exp gives exactly the share of that part (as in ring attention, arXiv 2310.01889)
 
-No mask is made and no score is held. Shape letters: B batch, N query heads, G key-value heads, S positions of q,
-L of k and v, P = L - S of the prefix, D head size of q and k, V of v and the output.
+Neither a mask nor the scores are materialised.
+
+Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, P = L - S of the prefix,
+D head size of q and k, V of v and the output.
+
+Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class MergedAttention(torch.autograd.Function):
-    """q [B, N, S, D], k [B, G, L, D], v [B, G, L, V] to [B, N, S, V]; position i of q sees k and v up to P + i."""
+    """Attention of q [B, N, S, D], k [B, G, L, D], v [B, G, L, V] to [B, N, S, V]; position i attends to 0..P + i."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Merge the two parts."""
+        """Compute both parts and merge them to [B, N, S, V]."""
         prefix, ctx.value_dim = k.shape[2] - q.shape[2], v.shape[-1]
         ctx.key_dim = q.shape[-1]
         q, k, v, ctx.scale = equal_head_dims(q, k, v)

@@ -1,4 +1,7 @@
-"""Ascend NPUs through torch_npu."""
+"""Ascend NPUs, by torch_npu.
+
+Tested in ``tests/core/device/test_base.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megapar.core.device.communicators import SMALL_HCCL_MIB, is_light
 
 
 class NpuDevice(Accelerator):
-    """An Ascend NPU; importing torch_npu registers the device type and the hccl backend."""
+    """An Ascend NPU. Creating one imports torch_npu, which registers the device type and the hccl backend."""
 
     type = "npu"
     backend = "cpu:gloo,npu:hccl"
@@ -22,21 +25,21 @@ class NpuDevice(Accelerator):
     repeatable: ClassVar[Mapping[str, str]] = {"HCCL_DETERMINISTIC": "true"}
 
     def __init__(self, local_rank: int = 0) -> None:
-        import torch_npu  # noqa: F401  importing it is what registers the device
+        import torch_npu  # noqa: F401  the import registers the device
 
         super().__init__(local_rank)
 
     def prepare_process(self) -> None:
-        """Tensors stay as torch lays them out: of the vendor's layouts every view and collective makes a copy."""
+        """Keep torch's memory layout of tensors: each view and collective would copy the vendor's internal formats."""
         super().prepare_process()
         self.module.config.allow_internal_format = False
 
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
-        """npu_grouped_matmul takes rows of any width."""
+        """Return a reason for unsupported dtypes only: npu_grouped_matmul accepts rows of any width."""
         return super().grouped_lacks(dtype, ())
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """Small buffers for queues and for axes that carry little, where this torch_npu lets a group choose its own."""
+        """Request small buffers for queues and for axes with small messages, if this version of torch_npu allows it."""
         import torch_npu
 
         groups = getattr(torch_npu._C._distributed_c10d, "ProcessGroupHCCL", None)
@@ -48,5 +51,5 @@ class NpuDevice(Accelerator):
         return options
 
     def compiler_lacks(self) -> str:
-        """Nothing that this version would use."""
+        """Return a reason in every case: this version does not compile for NPUs."""
         return "torch.compile makes code for CPUs and GPUs here"

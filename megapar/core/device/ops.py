@@ -1,6 +1,6 @@
-"""Operators with faster forms on some devices: a table op -> device -> function, and a plain reference for each.
+"""Operators with faster forms on some devices: a table op -> device -> function, with a plain reference for each.
 
-``op`` picks by the device and dtype of a tensor; what the table does not know, and every fp64 tensor, takes the
+``op`` selects the form for the device and dtype of a tensor. Devices without an entry, and all fp64 tensors, use the
 reference. One test per entry compares it with its reference.
 
 Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values and
@@ -55,7 +55,7 @@ from megapar.core.device.packed_attention import (
 
 
 def op(name: str, like: Tensor) -> Callable[..., Tensor]:
-    """The function for ``name`` on the device and in the dtype of ``like``. Raises KeyError for an unknown op."""
+    """Return the form of ``name`` for the device and dtype of ``like``. Raises KeyError for an unknown op."""
     forms = OPS[name]
     if like.dtype == torch.float64:
         return forms["reference"]
@@ -65,12 +65,21 @@ def op(name: str, like: Tensor) -> Callable[..., Tensor]:
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v by plain products; the scores are held whole.
+    """Compute grouped-query attention softmax(q k^T / sqrt(D)) v by plain products. Materialises all scores.
 
-    q: [B, N, S, D]. k: [B, G, S, D]. v: [B, G, S, V]. Each key-value head serves N / G consecutive query heads.
-    causal: position i sees 0..i. valid: [B, S] bool, False where a key is padding; not used together with causal
-    (padding comes after the text, where no position of the text looks). dropout: probability, on the weights.
-    Returns [B, N, S, V].
+    Each key-value head serves N / G consecutive query heads.
+
+    Args:
+        q: [B, N, S, D].
+        k: [B, G, S, D].
+        v: [B, G, S, V].
+        causal: Position i attends to 0..i.
+        valid: [B, S] bool, False for padding keys. Ignored if causal: padding is after the text, whose positions do
+            not attend to it.
+        dropout: Dropout probability of the attention weights.
+
+    Returns:
+        [B, N, S, V].
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
@@ -87,9 +96,9 @@ def attention_reference(
 def attention_fused(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """``attention_reference`` by torch's fused kernels; the scores are never held."""
+    """Compute ``attention_reference`` by torch's fused kernels, without materialising the scores."""
     mask = None if causal or valid is None else valid[:, None, None, :]
-    grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbols where this is compiled
+    grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     y = F.scaled_dot_product_attention(
@@ -99,27 +108,32 @@ def attention_fused(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim, computed in max(fp32, dtype)."""
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in max(fp32, dtype)."""
     x_wide = x.to(at_least_fp32(x.dtype))
     scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * (x_wide * scale).to(x.dtype)
 
 
 def rms_norm_fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``rms_norm_reference`` as one kernel; rounds once, after the weight."""
+    """Compute ``rms_norm_reference`` by one kernel, which rounds once, after the weight."""
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; gate_up: [.., 2, F], returns [.., F]."""
+    """Compute silu(gate) * up for gate_up [.., 2, F]. Returns [.., F]."""
     gate, up = gate_up.unbind(-2)
     return F.silu(gate) * up
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x[2i], x[2i + 1]) by their angles, in max(fp32, dtype).
+    """Rotate the pairs (x[2i], x[2i + 1]) by their angles, in max(fp32, dtype).
 
-    x: [B, S, N, D]. cos, sin: [B, S, D / 2]. Source: GPT-J's interleaved form, as ERNIE 4.5 uses it.
+    Source: GPT-J's interleaved rotary embedding, as ERNIE 4.5 uses it.
+
+    Args:
+        x: [B, S, N, D].
+        cos: [B, S, D / 2].
+        sin: [B, S, D / 2].
     """
     even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
@@ -127,10 +141,10 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotary_reference`` as one product of complex numbers, forward and backward: a twelfth of its time on a CPU."""
+    """Compute ``rotary_reference`` by one product of complex numbers: a twelfth of its time on a CPU."""
     pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)))
-    turned = pairs * torch.complex(cos, sin).unsqueeze(2)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    rotated = pairs * torch.complex(cos, sin).unsqueeze(2)
+    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
 
 
 OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(

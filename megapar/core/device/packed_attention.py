@@ -1,7 +1,9 @@
-"""Causal attention inside the documents of packed samples: block-diagonal, and no S x S mask but in the reference.
+"""Causal attention inside the documents of packed samples: block-diagonal, with an S x S mask in the reference only.
 
 Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size of queries and keys, V of
 values and outputs.
+
+Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from megapar.core.torch_names import varlen_attention
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents that a micro-batch of T = B S places is packed with; none crosses the end of a sample.
+    """The documents of a packed micro-batch of T = B S positions. None of them crosses the end of a sample.
 
-    ends: the place after each, ascending, the last one T; on the host. starts: [documents + 1] int32, 0 and the same
-    ends, on the device of the activations, for kernels.
+    Attributes:
+        ends: Position after each document, ascending to T; on the host.
+        starts: [documents + 1] int32, 0 and the same ends, on the device of the activations; for kernels.
     """
 
     ends: tuple[int, ...]
@@ -31,18 +34,23 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, ends: Sequence[int] | Tensor, device: torch.device) -> PackedDocuments:
-        """Build from the host's list of ends; the host does not wait where that is a tensor in pinned memory."""
+        """Build from ends on the host. The host does not wait for the copy if they are a tensor in pinned memory."""
         ends_D = torch.as_tensor(ends)
         starts = F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32)
         return cls(tuple(ends_D.tolist()), starts)
 
     @property
     def lengths(self) -> list[int]:
-        """Places of each document."""
+        """Number of positions of each document."""
         return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
     def cut(self, place: slice, samples: int) -> tuple[DocumentPiece, ...]:
-        """The parts of documents in positions ``place`` of each of ``samples`` samples, in order; none is empty."""
+        """Return the non-empty parts of documents in a slice of the sequence, in order.
+
+        Args:
+            place: Positions of the slice in each sample.
+            samples: Number of samples.
+        """
         length, pieces = self.ends[-1] // samples, []
         for start, end in zip((0, *self.ends), self.ends, strict=False):
             sample = start // length
@@ -58,7 +66,10 @@ class PackedDocuments:
 class DocumentPiece(NamedTuple):
     """The part of a document that is in a slice of the sequence.
 
-    queries: of the slice, [start, stop) counted from its own start. first: where the document begins in its sample.
+    Attributes:
+        sample: Number of the sample.
+        queries: Positions of the part, relative to the start of the slice.
+        first: Start of the document in its sample.
     """
 
     sample: int
@@ -69,10 +80,19 @@ class DocumentPiece(NamedTuple):
 def packed_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v where a place sees itself and what comes before it in its document.
+    """Compute softmax(q k^T / sqrt(D)) v, causal inside each document. Materialises all scores.
 
-    q: [B, N, S, D]. k: [B, G, S, D]. v: [B, G, S, V]. Each key-value head serves N / G consecutive query heads.
-    dropout: probability, on the weights. Returns [B, N, S, V]. The scores are held whole.
+    Each key-value head serves N / G consecutive query heads.
+
+    Args:
+        q: [B, N, S, D].
+        k: [B, G, S, D].
+        v: [B, G, S, V].
+        documents: The documents of the micro-batch.
+        dropout: Dropout probability of the attention weights.
+
+    Returns:
+        [B, N, S, V].
     """
     batch, _, length, size = q.shape
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -86,7 +106,7 @@ def packed_attention_reference(
 def packed_attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_reference`` by one fused causal call per document."""
+    """Compute ``packed_attention_reference`` by one fused causal call per document."""
     grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     done = []
@@ -102,8 +122,9 @@ def packed_attention_by_document(
 def packed_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
-    """``packed_attention_reference`` by torch's kernel for sequences of unequal lengths, where it can: on CUDA in bf16
-    and fp16 without dropout. Elsewhere one call per document.
+    """Compute ``packed_attention_reference`` by torch's kernel for sequences of variable lengths, if it supports this.
+
+    The kernel is for CUDA, bf16 and fp16, without dropout. Otherwise each document is one call.
     """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
         return packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
@@ -111,7 +132,7 @@ def packed_attention_varlen(
 
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
-    """Call torch's kernel, which takes one head size."""
+    """Call torch's kernel for variable lengths, which takes a single head size."""
     longest, size = max(documents.lengths), v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     scaled = {} if scale is None else {"scale": scale}
@@ -123,10 +144,10 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Te
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[B, heads, S, D] to [T, heads, D]."""
+    """Reorder [B, heads, S, D] to [T, heads, D]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _unflat(y: Tensor, like: Tensor) -> Tensor:
-    """[T, heads, D] to [B, heads, S, D]."""
+    """Reorder [T, heads, D] to [B, heads, S, D]."""
     return y.view(like.shape[0], like.shape[2], *y.shape[1:]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What a device could compute at best, for MFU."""
+"""Peak FLOP/s of a device, for MFU."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import kind_called
 
-_TOLD = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # in others a product may be made of narrower ones
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # products in other dtypes may use narrower ones
 
 _LEAST_SECONDS = 0.02
-_MEASURED: dict[tuple[str, torch.dtype], float] = {}  # by name of the device: one process has one of a kind
+_MEASURED: dict[tuple[str, torch.dtype], float] = {}  # by name: a process has one device of a kind
 
 
 def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s of the device in ``dtype`` and where the figure comes from: ``table`` or ``measured``.
+    """Return the FLOP/s of the device in ``dtype`` and the source of the figure: ``table`` or ``measured``.
 
-    Measured is the best of a few square GEMMs on this machine with this process's threads.
+    The measured figure is the best of a few square GEMMs on this machine with this process's threads.
     """
     kind = kind_called(device.name)
-    if kind is not None and kind.kernels != "cpu" and _TOLD.get(dtype) in kind.flops:
-        return kind.flops[_TOLD[dtype]], "table"
+    if kind is not None and kind.kernels != "cpu" and _DTYPES.get(dtype) in kind.flops:
+        return kind.flops[_DTYPES[dtype]], "table"
     key = device.name, dtype
     if key not in _MEASURED:
         _MEASURED[key] = _measure(device, dtype)
@@ -32,13 +32,13 @@ def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
 def _measure(device: Device, dtype: torch.dtype) -> float:
     if device.type != "cpu":
         return _gemm_flops(device, dtype, 8192)
-    # Some dtypes have no fast kernel on a CPU: what a small product shows must do where a large one would take seconds.
+    # Some dtypes have no fast kernel on a CPU, so a large product would take seconds; a small one must be enough.
     small = _gemm_flops(device, dtype, 128)
     return small if small < 10e9 else _gemm_flops(device, dtype, 512)
 
 
 def _gemm_flops(device: Device, dtype: torch.dtype, size: int) -> float:
-    """The best of a few square products, of small ones many: threads that wake up are not the device's peak."""
+    """Return the best of a few square products, or of many small ones, as threads that wake up are slow at first."""
     a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
     best = float("inf")
     tries, began = 0, time.perf_counter()

@@ -1,4 +1,7 @@
-"""Chooses the device once, by flag or by asking torch."""
+"""Selection of the device, by flag or by availability.
+
+Tested in ``tests/training/test_loss_scaling.py``, which starts a world on a picked device.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from megapar.errors import Complaint, ConfigError
 
 
 def available(kind: str) -> bool:
-    """Whether this machine has a device of this kind: cpu, cuda or npu."""
+    """Return True if this machine has a device of this kind: cpu, cuda or npu."""
     return not no_device(kind) and (kind != "cuda" or torch.cuda.is_available())
 
 
 def pick(kind: str, local_rank: int = 0) -> Device:
-    """The device of this kind for a rank; ``auto`` takes a GPU, else an NPU, else the CPU.
+    """Return the device of this kind for a rank; ``auto`` selects a GPU, else an NPU, else the CPU.
 
-    Raises ConfigError where the kind is asked for and this machine has none.
+    Raises ConfigError if this machine does not have the requested kind.
     """
     classes: dict[str, type[Device]] = {"cuda": CudaDevice, "npu": NpuDevice, "cpu": Device}
     if kind == "auto":

@@ -1,9 +1,9 @@
-"""Page-locked host memory of exactly the size that is asked for.
+"""Pinned (page-locked) host memory of exactly the requested size.
 
-torch's own allocator of such memory rounds up to the next power of two, so that the masters and moments of a model may
-take nearly twice their size of the host's memory. Large buffers that live as long as the run are mapped and registered
-with the driver here. That allocator also keeps memory back while a copy runs; whoever takes a buffer from here must
-keep it until its last copy has been waited for.
+torch's allocator of pinned memory rounds up to the next power of two, so the master weights and moments of a model may
+take nearly twice their size in host memory. This module maps large buffers that live as long as the run, and registers
+them with the driver. Unlike torch's allocator, it does not hold memory back while a copy runs: the owner must keep the
+buffer until its last copy has been waited for.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import mmap
 import torch
 from torch import Tensor
 
-# Below it a rounded size costs little, and a mapping of whole pages would.
+# Below this size rounding costs little, but a mapping of whole pages would cost more.
 LEAST_BYTES = 1 << 20
 
 
 def pinned_exactly(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] zeros that a CUDA device copies from and to by itself; freed when its storage is.
+    """Return [numel] zeros that a CUDA device can read and write by itself, freed with their storage.
 
-    Raises RuntimeError where the driver refuses to register the memory (``ulimit -l``, a container's limit).
+    Raises RuntimeError if the driver refuses to register the memory (``ulimit -l``, the limit of a container).
     """
-    pages = _Pages(-1, numel * dtype.itemsize)  # zeros, and nothing else on their pages
+    pages = _Pages(-1, numel * dtype.itemsize)  # zeros on pages that nothing else uses
     zeros = torch.frombuffer(pages, dtype=dtype)
     pages.register(zeros.data_ptr())
     return zeros
 
 
 class _Pages(mmap.mmap):
-    """A mapping that the driver lets go of before it ends; a weak reference would be told behind its end."""
+    """A mapping that is unregistered from the driver before it is unmapped; a weak reference would be too late."""
 
     address = 0
 

@@ -50,7 +50,7 @@ class Price:
     gathered: bool
 
     def best(self, layers: Sequence[CutLinear]) -> str:
-        """Return ``on`` if it takes less time than ``off``. A class that ``hides``, like the CPU, measured ``on``."""
+        """Return ``on`` if it is faster than ``off``, or if the class always ``hides``, as measured on a CPU."""
         if self.kind.of.hides:
             return ON
         return min((OFF, ON), key=lambda form: self.seconds(layers, form))
