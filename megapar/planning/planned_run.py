@@ -68,7 +68,7 @@ class PlannedRun:
             item_bytes=item,
             stored_item_bytes=1 if self.assumed.fp8_activations else item,
             kernels=self.kind.kernels,
-            logits_bytes=self.kind.of.logits_bytes,
+            logits_bytes=self.kind.device_class.logits_bytes,
             mp=grid.mp,
             cp=grid.cp,
             ep=grid.ep,

@@ -72,8 +72,8 @@ class Ticket:
         exchange = self.exchange
         if self.waited:
             raise DistributedError(
-                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; what was launched "
-                "before a recomputed unit arrives through Replay.arrival"
+                f"a ticket for {exchange.kind} over {exchange.axis.name} was waited for twice; wait through "
+                "Replay.arrival for an exchange that was launched before a recomputed unit"
             )
         self.waited = True
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from megapar.core.grid import Grid
 
-# "shard" and "expert_shard" cut the master weights, "replica" and "expert_replica" repeat them. The positions along
+# "shard" and "expert_shard" shard the master weights, "replica" and "expert_replica" replicate them. The ranks along
 # "data" read different samples.
 AXES: tuple[str, ...] = (
     *("dp", "pp", "sharding", "cp", "mp", "data", "shard", "replica"),

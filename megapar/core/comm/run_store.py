@@ -35,7 +35,7 @@ def meet(url: str | None, rank: int, world_size: int, timeout: timedelta) -> dis
             "It is set by MASTER_ADDR and MASTER_PORT, which megapar launch --rdzv-endpoint HOST:PORT and torchrun set."
         )
         raise DistributedError(
-            f"rank {rank} of {world_size} cannot meet the others at {where}: {str(error).splitlines()[0]}. {advice}"
+            f"rank {rank} of {world_size} cannot reach the others at {where}: {str(error).splitlines()[0]}. {advice}"
         ) from error
     return store
 

@@ -80,12 +80,12 @@ def block_backward_reference(
     exact = block.lse.dtype
     weights = (_scores(q, k_N, causal=causal) - block.lse.unsqueeze(-1)).exp()
     grad_weights = (grad @ v_N.mT).to(exact)
-    given = weights
+    dropped = weights
     if block.drawn:
-        grad_weights, given = grad_weights * block.drawn[0], weights * block.drawn[0]
+        grad_weights, dropped = grad_weights * block.drawn[0], weights * block.drawn[0]
     row = (grad.to(exact) * block.out.to(exact)).sum(-1, keepdim=True)
     grad_scores = (weights * (grad_weights - row) * q.shape[-1] ** -0.5).to(q.dtype)
-    dk, dv = grad_scores.mT @ q, given.to(q.dtype).mT @ grad
+    dk, dv = grad_scores.mT @ q, dropped.to(q.dtype).mT @ grad
     return BlockGradients(grad_scores @ k_N, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 

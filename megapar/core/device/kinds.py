@@ -93,7 +93,7 @@ class DeviceKind:
         return "fp32" if self.kernels == "cpu" else "bf16" if "bf16" in self.flops else "fp16"
 
     @property
-    def of(self) -> DeviceClass:
+    def device_class(self) -> DeviceClass:
         """Class of the device."""
         return _tables()[1][self.kernels]
 
@@ -102,14 +102,14 @@ class DeviceKind:
 
         The units compute tiles in waves. A partial wave takes as long as a full one.
         """
-        high, wide = self.of.tile
+        high, wide = self.device_class.tile
         waves = -(-batches * -(-rows // high) * -(-columns // wide) // self.units)
         tile_seconds = 2 * high * wide * inner / (self.peak(dtype) * _TILE_SHARE / self.units)
-        return max(waves * tile_seconds + _START_SECONDS, self.of.launch_seconds)
+        return max(waves * tile_seconds + _START_SECONDS, self.device_class.launch_seconds)
 
     def send_seconds(self, size: float) -> float:
         """Return the seconds of a collective in which each rank sends ``size`` bytes inside its node."""
-        return size / (self.inside * LINK_SHARE) + self.of.latency_seconds if size else 0.0
+        return size / (self.inside * LINK_SHARE) + self.device_class.latency_seconds if size else 0.0
 
 
 def kinds() -> Mapping[str, DeviceKind]:

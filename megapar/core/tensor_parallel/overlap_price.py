@@ -51,7 +51,7 @@ class Price:
 
     def best(self, layers: Sequence[CutLinear]) -> str:
         """Return ``on`` if it is faster than ``off``, or if the class always ``hides``, as measured on a CPU."""
-        if self.kind.of.hides:
+        if self.kind.device_class.hides:
             return ON
         return min((OFF, ON), key=lambda form: self.seconds(layers, form))
 
@@ -113,10 +113,10 @@ class Price:
 
     def _cut(self, layer: CutLinear, whole: bool = False) -> list[float]:
         """Return the seconds of each piece of the product: of the other ranks' rows, or of all rows if ``whole``."""
-        of = self.kind.of
+        device = self.kind.device_class
         sent = self.rows / self.ranks * self._width(layer) * self.item
         least = self.rows if whole else self.rows / self.ranks
-        count = max(1, min(of.pieces, int(sent // of.piece_bytes), int(least // of.least_rows)))
+        count = max(1, min(device.pieces, int(sent // device.piece_bytes), int(least // device.least_rows)))
         if whole:
             return [self._share(layer, self.ranks / count)] * count
         halves = (self.ranks - 1) // 2, self.ranks - 1 - (self.ranks - 1) // 2
@@ -138,7 +138,7 @@ class Price:
 
     def _arriving(self, products: Sequence[float], message: float, own: float) -> float:
         """Return the end of the last product, each of which waits for its piece and starts after ``own``."""
-        now, latency = own, self.kind.of.latency_seconds
+        now, latency = own, self.kind.device_class.latency_seconds
         for number, product in enumerate(products, 1):
             arrival = (message - latency) * number / len(products) + number * latency
             now = max(now, arrival) + product
@@ -147,7 +147,8 @@ class Price:
     def _leaving(self, products: Sequence[float], message: float, later: float = 0.0) -> float:
         """Return the end of the last message, each sent after its product; ``later`` is computed in the meantime."""
         now = sent = 0.0
-        piece = (message - self.kind.of.latency_seconds) / len(products) + self.kind.of.latency_seconds
+        latency = self.kind.device_class.latency_seconds
+        piece = (message - latency) / len(products) + latency
         for product in products:
             now += product
             sent = max(sent, now) + piece

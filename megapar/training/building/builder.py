@@ -147,7 +147,7 @@ def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
             fix = "Choose an --mp-degree that fits into a node, or --tp-comm-overlap on."
             raise ConfigError([Complaint("tp-comm-overlap-node", message, fix)])
         enable(mp)
-    of = kind.of
+    of = kind.device_class
     return Overlap(of.pieces, of.piece_bytes, of.least_rows, of.batched, blocking=form == OFF, fused=form == FUSED)
 
 

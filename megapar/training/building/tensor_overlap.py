@@ -17,8 +17,8 @@ def hiding(config: Config, kind: DeviceKind, dtype: str, sizes: ModelSizes | Non
     asked = config.parallel.tp_comm_overlap
     if asked != "auto":
         return asked
-    if kind.of.hides or dtype not in kind.flops:
-        return ON if kind.of.hides else OFF
+    if kind.device_class.hides or dtype not in kind.flops:
+        return ON if kind.device_class.hides else OFF
     mp = config.grid.mp
     sizes = sizes or config.model
     rows = config.training.micro_batch_size * sizes.seq_length // config.grid.cp

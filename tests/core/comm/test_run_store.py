@@ -40,7 +40,7 @@ def test_ranks_of_one_node_meet_by_the_launchers_file() -> None:
 
 def test_a_file_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANK_FILE, str(tmp_path / "gone/ranks-1"))
-    with pytest.raises(DistributedError, match=r"rank 0 of 2 cannot meet the others at .*ranks-1: .*gone does not"):
+    with pytest.raises(DistributedError, match=r"rank 0 of 2 cannot reach the others at .*ranks-1: .*gone does not"):
         meet(None, 0, 2, timedelta(seconds=1))
 
 

@@ -39,7 +39,7 @@ def test_a_device_that_nobody_knows_has_its_class() -> None:
 
 @pytest.mark.parametrize("kind", kinds().values(), ids=lambda kind: kind.name)
 def test_every_row_has_what_its_class_has(kind: DeviceKind) -> None:
-    assert kind.of.logits_bytes >= 2**20
+    assert kind.device_class.logits_bytes >= 2**20
     assert kind.peak(kind.default_dtype) > 0
     assert 0 < kind.send_seconds(1e6) < kind.send_seconds(1e9)
 
@@ -50,7 +50,7 @@ def test_a_wave_of_tiles_that_is_not_full_takes_as_long_as_a_full_one() -> None:
     assert h200.product_seconds(128, 4096, 128, "bf16") == full
     assert h200.product_seconds(128 * 132 + 1, 4096, 128, "bf16") > 1.8 * full
     assert h200.product_seconds(128, 4096, 128, "bf16", batches=132) == full
-    assert h200.product_seconds(1, 1, 1, "bf16") == h200.of.launch_seconds
+    assert h200.product_seconds(1, 1, 1, "bf16") == h200.device_class.launch_seconds
 
 
 def test_without_torch() -> None:

@@ -79,4 +79,4 @@ def test_a_gpus_sizes_reach_the_layers():
     config = config_of(f"{MP} --tp-comm-overlap on")
     world = SimpleNamespace(device=Gpu(), grid=config.grid, axis=lambda name: Axis(name, 2, 0, None, (0, 1)))
     overlap = make_overlap(config, world, config.model)
-    assert (overlap.batched, overlap.least_rows, overlap.whole) == (True, H200.of.least_rows, False)
+    assert (overlap.batched, overlap.least_rows, overlap.whole) == (True, H200.device_class.least_rows, False)
