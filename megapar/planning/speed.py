@@ -249,7 +249,7 @@ class Clock:
             return 0.0
         outside = found.outside(message.kind)
         inside, between = self._kind.inside * self._c.inside, self._kind.between * self._c.between
-        latency = self._kind.of.latency_seconds
+        latency = self._kind.device_class.latency_seconds
         if found.nodes == 1:
             return message.bytes / inside + latency
         return max(message.bytes * (1 - outside) / inside, message.bytes * outside / between) + 2 * latency

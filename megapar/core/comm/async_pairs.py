@@ -197,29 +197,29 @@ class Deferred:
         if self._builder is not None:
             raise DistributedError("a deferred message was launched twice")
         self._builder, inputs, self._inputs = builder, self._inputs, ()
-        comm, aside = self._comm, after is not None
-        stream = comm.stream(exchanges[0].axis) if aside else None
+        comm, side_stream = self._comm, after is not None
+        stream = comm.stream(exchanges[0].axis) if side_stream else None
 
         @torch.no_grad()
         def send() -> None:
-            if aside:  # The inputs may have no other owner, and this stream has yet to read them.
+            if side_stream:  # The inputs may have no other owner, and this stream has yet to read them.
                 for x in inputs:
                     comm.device.adopt(x)
             parts = builder.build(*inputs).split(list(rows))
             self._unsent = list(zip(self.tickets, exchanges, parts, strict=True))
             while self._unsent:
-                self.send_next(aside)
+                self.send_next(side_stream)
                 if first_only:
                     break
 
         comm.device.launch(send, stream, after)
 
-    def send_next(self, aside: bool = False) -> None:
+    def send_next(self, side_stream: bool = False) -> None:
         """Send the next part. Does nothing if all parts have been sent."""
         if self._unsent:
             ticket, exchange, part = self._unsent.pop(0)
             ticket._exchange = exchange
-            ticket.forward_flight = self._comm.launch(exchange, part, aside)
+            ticket.forward_flight = self._comm.launch(exchange, part, side_stream)
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of all parts and return the gradients of the inputs."""

@@ -82,13 +82,13 @@ class CommContext:
         for flight in [flight for key, flight in self._open.items() if key not in before and not flight.owned]:
             self.wait(flight)
 
-    def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
+    def launch(self, exchange: Exchange, x: Tensor, side_stream: bool = False, owned: bool = False) -> InFlight:
         """Launch one exchange. The returned object keeps its input alive.
 
         Args:
             exchange: The exchange.
             x: Its input.
-            aside: The output will be used on a different stream than the current one.
+            side_stream: The output will be used on a different stream than the current one.
             owned: Only the caller waits for it; ``wait_since`` does not.
         """
         x = x.contiguous()
@@ -96,13 +96,13 @@ class CommContext:
         if exchange.axis.size == 1:
             output, work = x, None
         elif exchange.axis.name in self.chained:
-            stream, aside = self._stream("link"), True
+            stream, side_stream = self._stream("link"), True
             output, work = self.device.launch(lambda: self._after_others(exchange, x), stream)
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
         # An exchange that sends nothing has no work to wait for, but its output is still computed on that stream.
-        made = stream.record_event() if aside and work is None else None
-        flight = InFlight(exchange, x, output, work, aside, owned, made)
+        ready = stream.record_event() if side_stream and work is None else None
+        flight = InFlight(exchange, x, output, work, side_stream, owned, ready)
         if work is not None:
             self.launched[exchange.kind] += 1
         self._open[id(flight)] = flight
@@ -119,9 +119,9 @@ class CommContext:
             flight.work.wait()
         elif flight.work is not None:
             self.meter.wait(flight.work, flight.kind)
-        if flight.made is not None:
-            self.device.current_stream().wait_event(flight.made)
-        if flight.aside:
+        if flight.ready is not None:
+            self.device.current_stream().wait_event(flight.ready)
+        if flight.side_stream:
             self.device.adopt(flight.output)
         del self._open[id(flight)]
         return flight.output
@@ -134,7 +134,7 @@ class CommContext:
                 if self.device.is_async:
                     # Some works compute inside ``wait``; this runs that computation here, on the link's stream.
                     flight.work.wait()
-                    flight.made = self.device.event()
+                    flight.ready = self.device.event()
                 else:
                     self.meter.wait(flight.work, flight.kind)
         return exchange.launch(x)
@@ -158,19 +158,19 @@ class InFlight:
         input: Its input, kept alive.
         output: Its output, valid after the wait.
         work: Handle to wait for; None if nothing is sent.
-        aside: Launched on a different stream than the one that uses the output.
+        side_stream: Launched on a different stream than the one that uses the output.
         owned: Only its caller waits for it.
-        made: Event after which the output is valid, if ``work`` does not cover it, because it is None or another stream
-            has waited for it.
+        ready: Event after which the output is valid, if ``work`` does not cover it: it is None, or another stream has
+            waited for it.
     """
 
     exchange: Exchange
     input: Tensor
     output: Tensor
     work: dist.Work | None
-    aside: bool = False
+    side_stream: bool = False
     owned: bool = False
-    made: Event | None = None
+    ready: Event | None = None
 
     @property
     def kind(self) -> str:

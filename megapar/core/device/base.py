@@ -80,7 +80,7 @@ class Device:
         queue_backend: Backend of groups that only send tensors of the device; None for that of all groups.
         is_async: The host enqueues work without waiting for it. Waits of the host are then deferred by one slice, so
             that the device always has queued work. On a synchronous device this would only delay the launch.
-        skips_updates: The optimizer's kernel can skip an update depending on a value on the device.
+        skips_updates: The kernel of the optimizer can skip an update by a value on the device, found_inf.
         repeatable: Environment variables that make its libraries sum in a fixed order, read at their first use.
         local_rank: Number of the device on this machine.
         torch_device: Device of the tensors.
