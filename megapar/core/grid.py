@@ -112,8 +112,8 @@ class Grid:
         flat = 0
         for axis in ("dp", "sharding", "cp", "mp"):
             flat = flat * self.size(axis) + at[axis]
-        rest, emp = divmod(flat, self.emp)
-        edp, ep = divmod(rest, self.ep)
+        outer, emp = divmod(flat, self.emp)
+        edp, ep = divmod(outer, self.ep)
         return {"pp": at["pp"], "edp": edp, "ep": ep, "emp": emp}
 
     def coordinates(self, rank: int) -> dict[str, int]:

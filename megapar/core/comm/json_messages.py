@@ -64,9 +64,9 @@ def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
     count = dist.get_world_size(group)
     sizes = torch.tensor([part.numel() for part in parts] if parts else [0] * count, device=device)
     dist.broadcast(sizes, group=group, group_src=0)
-    most = int(sizes.max().item())
-    own = torch.empty(most, dtype=torch.uint8, device=device)
-    padded = None if parts is None else [_padded(part, most) for part in parts]
+    longest = int(sizes.max().item())
+    own = torch.empty(longest, dtype=torch.uint8, device=device)
+    padded = None if parts is None else [_padded(part, longest) for part in parts]
     dist.scatter(own, padded, group=group, group_src=0)
     return _decoded(own[: int(sizes[rank].item())])
 

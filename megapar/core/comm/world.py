@@ -161,9 +161,9 @@ class World:
     def group_bytes(self) -> int:
         """Estimated bytes that these communicators occupy on the device."""
         world = [("world",)] if self.grid.world_size > 1 else []
-        node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        here = [self.launched[rank] // node for rank in self.axis("ep").ranks]
-        peers = here.count(self.launched[self.rank] // node) - 1
+        node_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        nodes = [self.launched[rank] // node_size for rank in self.axis("ep").ranks]
+        peers = nodes.count(self.launched[self.rank] // node_size) - 1
         return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues), peers)
 
     def axis(self, name: str) -> Axis:
@@ -287,9 +287,9 @@ class World:
         # A split of the world's communicator waits for all ranks of the world.
         splits = self.device.device_id is not None and backend != "gloo"
         called = self.launched if splits else tuple(self.launched[rank] for rank in ranks)
-        here = self.launched[self.rank]
+        number = self.launched[self.rank]
         store = dist.PrefixStore(f"round/{self._rounds}/{'all' if splits else ranks[0]}", self._store)
-        roll_call(store, f"{name}, in round {self._rounds}," if splits else name, called, here, self._timeout)
+        roll_call(store, f"{name}, in round {self._rounds}," if splits else name, called, number, self._timeout)
         try:
             group: dist.ProcessGroup = dist.new_group(
                 ranks,
@@ -302,7 +302,7 @@ class World:
             place = self.device.torch_device if backend != "gloo" else torch.device("cpu")
             self._try(group, ranks, torch.ones(1, device=place), queue=queue)
         except RuntimeError as error:
-            silent = silent_ranks(store, called, here)
+            silent = silent_ranks(store, called, number)
             cause = f"ranks {silent} are silent" if silent else "all its ranks answered, so check the network"
             if splits:
                 cause += (

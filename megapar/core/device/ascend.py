@@ -43,8 +43,8 @@ def attention_npu(
     """Compute ``attention_reference`` by npu_fusion_attention."""
     if causal or valid is None:
         return _attend(q, k, v, causal, dropout).out
-    unseen = (~valid)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
-    return _attend(q, k, v, False, dropout, atten_mask=unseen.contiguous(), sparse_mode=WHOLE_MASK).out
+    masked = (~valid)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+    return _attend(q, k, v, False, dropout, atten_mask=masked.contiguous(), sparse_mode=WHOLE_MASK).out
 
 
 def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:

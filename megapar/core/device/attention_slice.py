@@ -39,8 +39,8 @@ def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float
     """
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout, training=dropout > 0.0) @ v
 
 
@@ -65,13 +65,13 @@ def packed_attention_slice_reference(
 ) -> Tensor:
     """Compute ``attention_slice_reference`` inside documents. ``pieces`` are their parts (``PackedDocuments.cut``)."""
     before = k.shape[2] - q.shape[2]
-    seen = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
+    visible = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
     for sample, queries, first in pieces:
-        seen[sample, 0, queries, first : before + queries.stop] = True
-    seen = seen.tril(before).to(q.device)
+        visible[sample, 0, queries, first : before + queries.stop] = True
+    visible = visible.tril(before).to(q.device)
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.mT).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
+    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout, training=dropout > 0.0) @ v
 
 
@@ -94,9 +94,11 @@ def _by_document(
 ) -> Tensor:
     """Call ``form`` for each document's part of the slice, with all keys of the document up to it."""
     before, samples = k.shape[2] - q.shape[2], list(zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True))
-    done: list[list[Tensor]] = [[] for _ in samples]
+    outputs: list[list[Tensor]] = [[] for _ in samples]
     for sample, queries, first in pieces:
         q_NSD, k_GLD, v_GLD = samples[sample]
         keys = slice(first, before + queries.stop)
-        done[sample].append(form(q_NSD[None, :, queries], k_GLD[None, :, keys], v_GLD[None, :, keys], dropout=dropout))
-    return torch.cat([torch.cat(parts, dim=2) for parts in done])
+        outputs[sample].append(
+            form(q_NSD[None, :, queries], k_GLD[None, :, keys], v_GLD[None, :, keys], dropout=dropout)
+        )
+    return torch.cat([torch.cat(parts, dim=2) for parts in outputs])

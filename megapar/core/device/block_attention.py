@@ -158,6 +158,6 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     """Return the scores [B, N, S, L] in max(fp32, dtype)."""
     scores: Tensor = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
     if causal:
-        unseen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(unseen, -torch.inf)
+        masked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(masked, -torch.inf)
     return scores

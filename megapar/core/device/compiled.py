@@ -89,8 +89,8 @@ class Compiled:
             result: T = forms[form](*arguments)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit, _TooManyError) as e:
             self.given_up.add(function)
-            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            message = f"{function.__name__} runs uncompiled from now on ({why}); the numbers are the same"
+            reason = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+            message = f"{function.__name__} runs uncompiled from now on ({reason}); the numbers are the same"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return function(*arguments)
         return result

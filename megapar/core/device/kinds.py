@@ -102,9 +102,9 @@ class DeviceKind:
 
         The units compute tiles in waves. A partial wave takes as long as a full one.
         """
-        high, wide = self.device_class.tile
-        waves = -(-batches * -(-rows // high) * -(-columns // wide) // self.units)
-        tile_seconds = 2 * high * wide * inner / (self.peak(dtype) * _TILE_SHARE / self.units)
+        tile_rows, tile_columns = self.device_class.tile
+        waves = -(-batches * -(-rows // tile_rows) * -(-columns // tile_columns) // self.units)
+        tile_seconds = 2 * tile_rows * tile_columns * inner / (self.peak(dtype) * _TILE_SHARE / self.units)
         return max(waves * tile_seconds + _START_SECONDS, self.device_class.launch_seconds)
 
     def send_seconds(self, size: float) -> float:
@@ -163,9 +163,9 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
 
 
 def _class(row: Mapping[str, Any]) -> DeviceClass:
-    high, wide = row["tile"]
+    rows, columns = row["tile"]
     return DeviceClass(
-        tile=(high, wide),
+        tile=(rows, columns),
         launch_seconds=row["launch"] * MICRO,
         latency_seconds=row["latency"] * MICRO,
         pieces=row["pieces"],

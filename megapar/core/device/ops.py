@@ -85,8 +85,8 @@ def attention_reference(
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
     least = torch.finfo(scores.dtype).min  # not -inf: a sample that is all padding must stay finite
     if causal:
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, least)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible, least)
     elif valid is not None:
         scores = scores.masked_fill(~valid[:, None, None, :], least)
     weights = F.dropout(scores.softmax(-1).to(q.dtype), dropout, training=dropout > 0.0)

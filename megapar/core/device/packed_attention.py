@@ -97,9 +97,9 @@ def packed_attention_reference(
     batch, _, length, size = q.shape
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     number = torch.repeat_interleave(torch.tensor(documents.lengths)).to(q.device).view(batch, 1, length)
-    seen = (number.mT == number).tril()[:, None]  # [B, 1, S, S]
+    visible = (number.mT == number).tril()[:, None]  # [B, 1, S, S]
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * size**-0.5
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
+    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
     return F.dropout(weights, dropout, training=dropout > 0.0) @ v
 
 
@@ -109,14 +109,14 @@ def packed_attention_by_document(
     """Compute ``packed_attention_reference`` by one fused causal call per document."""
     grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
-    done = []
-    for one in zip(*(_flat(x).split(documents.lengths) for x in (q, k, v)), strict=True):
-        q_own, k_own, v_own = (x.transpose(0, 1)[None] for x in one)
+    outputs = []
+    for document in zip(*(_flat(x).split(documents.lengths) for x in (q, k, v)), strict=True):
+        q_own, k_own, v_own = (x.transpose(0, 1)[None] for x in document)
         y = F.scaled_dot_product_attention(
             q_own, k_own, v_own, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
         )
-        done.append(cut_features(y[0], size).transpose(0, 1))
-    return _unflat(torch.cat(done), q)
+        outputs.append(cut_features(y[0], size).transpose(0, 1))
+    return _unflat(torch.cat(outputs), q)
 
 
 def packed_attention_varlen(

@@ -115,8 +115,8 @@ class Price:
         """Return the seconds of each piece of the product: of the other ranks' rows, or of all rows if ``whole``."""
         device = self.kind.device_class
         sent = self.rows / self.ranks * self._width(layer) * self.item
-        least = self.rows if whole else self.rows / self.ranks
-        count = max(1, min(device.pieces, int(sent // device.piece_bytes), int(least // device.least_rows)))
+        rows = self.rows if whole else self.rows / self.ranks
+        count = max(1, min(device.pieces, int(sent // device.piece_bytes), int(rows // device.least_rows)))
         if whole:
             return [self._share(layer, self.ranks / count)] * count
         halves = (self.ranks - 1) // 2, self.ranks - 1 - (self.ranks - 1) // 2
