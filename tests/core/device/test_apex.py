@@ -14,7 +14,7 @@ from megapar.core.device.apex import apex_installed
     [
         ([], ""),
         (["apex/__init__.py", "apex/optimizers/__init__.py"], "is installed and not used"),
-        (["apex/__init__.py", "apex/models.py"], "not NVIDIA's package of that name but PyPI's"),
+        (["apex/__init__.py", "apex/models.py"], "not NVIDIA's package but PyPI's of the same name"),
     ],
 )
 def test_it_is_recognised_without_an_import(
