@@ -1,1 +1,1 @@
-"""Context parallelism: the ranks of cp share the positions of a sequence (docs/context.md)."""
+"""Context parallelism: the ranks of the cp axis share the positions of each sequence (docs/context.md)."""

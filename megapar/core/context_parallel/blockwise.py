@@ -1,10 +1,11 @@
-"""Attention whose keys and values come from other ranks while this rank attends to its own.
+"""Blockwise attention: keys and values of other ranks arrive while this rank attends to its own.
 
-    forward    kv ^        own tiles        kv v        tiles of others                     (^ launch, v wait)
-    backward   kv ^        own, early       kv v        tiles of others    dkv ^   own, late   dkv v
+    forward    kv ^        own tiles        kv v        remote tiles                        (^ launch, v wait)
+    backward   kv ^        own, early       kv v        remote tiles       dkv ^   own, late   dkv v
 
-The ``Transport`` brings keys and values: round a ring, block by block (``ring``), or all at once (``gathered``).
-Nothing of them is kept for the backward: they come again. Their gradients are summed, and travel, in max(fp32, dtype).
+The ``Transport`` moves keys and values: block by block around a ring (``ring``), or all at once (``gathered``).
+Remote keys and values are not kept for the backward, which fetches them again. Their gradients are summed and sent in
+max(fp32, dtype).
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of this rank, D head size of queries and keys, V
 of values and outputs.
@@ -28,9 +29,11 @@ from megapar.core.device.dtypes import at_least_fp32
 
 
 class Columns(NamedTuple):
-    """Keys and values, or their gradients, as one message: per head the features of the key, then those of the value.
+    """Keys and values, or their gradients, as one message: for each head the key's features, then the value's.
 
-    message: [S, B, G, D + V]. key_dim: D.
+    Attributes:
+        message: [S, B, G, D + V].
+        key_dim: D.
     """
 
     message: Tensor
@@ -38,25 +41,25 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Columns:
-        """Copy k [B, G, S, D] and v [B, G, S, V]."""
+        """Copy k [B, G, S, D] and v [B, G, S, V] into one message."""
         return cls(torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1), k.shape[-1])
 
     def with_message(self, message: Tensor) -> Columns:
-        """Columns of the same features at other positions, [any, B, G, D + V]."""
+        """Return columns with the same features at other positions. message: [any, B, G, D + V]."""
         return Columns(message, self.key_dim)
 
     def zeros(self) -> Columns:
-        """Room for gradients."""
+        """Return a zeroed buffer for the gradients of these columns, in max(fp32, dtype)."""
         return self.with_message(self.message.new_zeros(self.message.shape, dtype=at_least_fp32(self.message.dtype)))
 
     @property
     def k(self) -> Tensor:
-        """[B, G, S, D], a view."""
+        """Keys [B, G, S, D], a view."""
         return self.message.narrow(-1, 0, self.key_dim).permute(1, 2, 0, 3)
 
     @property
     def v(self) -> Tensor:
-        """[B, G, S, V], a view."""
+        """Values [B, G, S, V], a view."""
         return self.message.narrow(-1, self.key_dim, self.message.shape[-1] - self.key_dim).permute(1, 2, 0, 3)
 
 
@@ -69,8 +72,11 @@ SeeColumnsBackward = Callable[[Iterable[Tile], Columns, Columns], None]
 class TilePlan:
     """The tiles that this rank computes in one micro-batch.
 
-    own: tiles of its own columns. early, late: the same in two parts, for a backward. others: tiles of the columns of
-    other ranks, one list for each arrival.
+    Attributes:
+        own: tiles over this rank's own columns.
+        early: the part of ``own`` that a backward computes first, while remote columns arrive.
+        late: the rest of ``own``, computed last, while gradients return.
+        others: tiles over the columns of other ranks, one tuple per arrival.
     """
 
     own: tuple[Tile, ...]
@@ -80,23 +86,28 @@ class TilePlan:
 
 
 class Transport(Protocol):
-    """Brings columns to the rows of other ranks, and gradients back to their columns."""
+    """Moves columns to the ranks whose rows attend to them, and their gradients back."""
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
-        """Let the rows see all columns."""
+        """Attend to all columns: call ``see`` for the own tiles and for each arrival."""
         ...
 
     def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
-        """Let the rows see all columns; return the gradients of this rank's columns, summed over all ranks."""
+        """Call ``see`` for all columns; return the gradients of this rank's columns, summed over all ranks."""
         ...
 
 
 def attend_blockwise(
     q: Tensor, k: Tensor, v: Tensor, transport: Transport, plan: TilePlan, *, flash: bool, dropout: float = 0.0
 ) -> Tensor:
-    """q [B, N, S, D], k [B, G, S, D] and v [B, G, S, V] of this rank's positions to [B, N, S, V].
+    """Attend from this rank's positions to those of all ranks; returns [B, N, S, V].
 
-    flash: fused kernels where the device has them. dropout: probability, on the weights.
+    Args:
+        q: [B, N, S, D], this rank's positions; k [B, G, S, D] and v [B, G, S, V] likewise.
+        transport: moves keys and values between ranks.
+        plan: the tiles to compute.
+        flash: use fused kernels where the device has them.
+        dropout: probability, applied to the attention weights.
     """
     call = _BlockwiseCall(transport, plan, flash, dropout)
     return _Blockwise.apply(q, k, v, call)  # type: ignore[no-any-return]
@@ -104,7 +115,7 @@ def attend_blockwise(
 
 @dataclass(frozen=True)
 class _BlockwiseCall:
-    """The arguments of ``attend_blockwise`` that are not tensors."""
+    """The non-tensor arguments of ``attend_blockwise``."""
 
     transport: Transport
     plan: TilePlan
@@ -132,7 +143,7 @@ class _Blockwise(torch.autograd.Function):
         drawn: Iterator[tuple[Any, ...]] = iter(ctx.drawn)
         plan = call.plan
         if call.dropout:
-            # Every tile drew its numbers in the forward, so the backward's tiles must be the same ones.
+            # Dropout masks were drawn per tile in the forward, so the backward must use exactly the same tiles.
             own = len(plan.own)
             drawn = itertools.chain(ctx.drawn[own:], ctx.drawn[:own])
             plan = TilePlan(plan.own, (), plan.own, plan.others)

@@ -1,6 +1,7 @@
-"""Keys and values of all ranks at once: one all-gather, and for the gradients one reduce-scatter.
+"""Keys and values of all ranks at once: one all-gather, and one reduce-scatter for the gradients.
 
-The own tiles hide the all-gather, and in the backward both. Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+Computing the own tiles hides the all-gather, and in the backward both messages.
+Source: Llama 3, arXiv 2407.21783, section 3.3.2. Tested in ``tests/core/context_parallel/test_blockwise.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megapar.core.context_parallel.tiles import Sight, gathered_tiles, halves, o
 
 
 def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
-    """One arrival, of everything, in order of position."""
+    """Plan one arrival that brings all remote columns, in order of position."""
     own = own_tiles(layout, rank, sight)
     early, late = halves(own, len(layout.runs(sight.length, rank)[0]))
     return TilePlan(tuple(own), tuple(early), tuple(late), (tuple(gathered_tiles(layout, rank, sight)),))
@@ -27,9 +28,12 @@ def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
 
 @dataclass(frozen=True)
 class Gathered:
-    """All columns on every rank of cp, for as long as a layer attends to them; at least two ranks.
+    """A transport that keeps all columns on every rank of cp while a layer attends to them.
 
-    axis: cp. layout: which rank holds which positions. comm: takes part in what is launched.
+    Attributes:
+        axis: cp, at least two ranks.
+        layout: the positions of each rank.
+        comm: launches the collectives and tracks those in flight.
     """
 
     axis: Axis
@@ -37,15 +41,15 @@ class Gathered:
     comm: CommContext
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
-        """All-gather under the own tiles."""
-        whole, mine = self._room(own)
+        """Overlap the all-gather with the own tiles."""
+        whole, mine = self._gather_buffer(own)
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.own, mine)
         see(plan.others[0], own.with_message(self._in_order(self.comm.wait(flight))))
 
     def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
-        """All-gather under the early tiles, reduce-scatter under the late ones."""
-        whole, mine = self._room(own)
+        """Overlap the all-gather with the early tiles and the reduce-scatter with the late ones."""
+        whole, mine = self._gather_buffer(own)
         gradients = own.zeros()
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.early, mine, gradients)
@@ -57,8 +61,8 @@ class Gathered:
         gradients.message.add_(self.comm.wait(flight))
         return gradients
 
-    def _room(self, own: Columns) -> tuple[Tensor, Columns]:
-        """Room for the columns of all ranks, and this rank's rows of it, filled."""
+    def _gather_buffer(self, own: Columns) -> tuple[Tensor, Columns]:
+        """Return a buffer for the columns of all ranks, and this rank's rows of it, filled in."""
         length = own.message.shape[0]
         whole = own.message.new_empty((self.axis.size * length, *own.message.shape[1:]))
         mine = whole[self.axis.rank * length : (self.axis.rank + 1) * length]
@@ -66,7 +70,7 @@ class Gathered:
         return whole, own.with_message(mine)
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """From order of rank to order of position: first runs rise with the rank, second ones fall."""
+        """Reorder from rank order to position order: in zig-zag, first runs ascend by rank and second runs descend."""
         if not self.layout.zigzag:
             return x
         first, second = x.unflatten(0, (self.axis.size, 2, -1)).unbind(1)

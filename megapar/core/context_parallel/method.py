@@ -1,4 +1,4 @@
-"""The method by which the layers of a model attend across the ranks of cp: ring, heads or gathered keys."""
+"""The context parallel algorithm of a model: ring attention, Ulysses (heads) or gathered keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from megapar.core.context_parallel.tiles import Sight
 class ContextParallel:
     """The ranks that share a sequence, and their algorithm.
 
-    axis: cp. algorithm: ring, ulysses or gathered (``layout``). layout: which rank holds which positions. comm:
-    takes part in what is launched.
+    Attributes:
+        axis: cp.
+        algorithm: ``RING``, ``ULYSSES`` or ``GATHERED`` (``positions``).
+        layout: the positions of each rank.
+        comm: launches the collectives and tracks those in flight.
     """
 
     axis: Axis = field(default_factory=lambda: Axis.single("cp"))
@@ -31,28 +34,28 @@ class ContextParallel:
 
     @property
     def active(self) -> bool:
-        """True where ranks share sequences."""
+        """True if ranks share sequences."""
         return self.axis.size > 1
 
     @property
     def deals_heads(self) -> bool:
-        """True where attention sees whole sequences, of some heads."""
+        """True if attention sees whole sequences of some heads (Ulysses)."""
         return self.active and self.algorithm == ULYSSES
 
     @property
     def transport(self) -> Transport:
-        """The transport of keys and values to the queries of other ranks."""
+        """The transport that moves keys and values to the queries of other ranks."""
         if self.algorithm == RING:
             return Ring(self.axis, self.comm)
         return Gathered(self.axis, self.layout, self.comm)
 
     @property
     def slice_transport(self) -> SliceTransport:
-        """The same where attention runs slice by slice."""
+        """The transport used when attention runs slice by slice."""
         return (RingSlices if self.algorithm == RING else GatheredSlices)(self.axis, self.comm)
 
     def share(self, mp: Axis, *, sequence_parallel: bool) -> Share:
-        """The ranks that have positions of one micro-batch."""
+        """Return the ranks that share the positions of a micro-batch."""
         return Share.of(self.axis, self.layout, mp, sequence_parallel=sequence_parallel)
 
     def plan(
@@ -64,9 +67,14 @@ class ContextParallel:
         ends: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> TilePlan | None:
-        """The tiles of a micro-batch; None where attention sees whole sequences.
+        """Return the tiles of a micro-batch, or None if attention sees whole sequences.
 
-        own_length: positions of this rank. ends, lengths: documents or padding of the whole, see ``Sight``.
+        Args:
+            samples: sequences of the micro-batch.
+            own_length: positions per sequence on this rank.
+            causal: apply a causal mask.
+            ends: document ends over the whole micro-batch, see ``Sight.of``.
+            lengths: positions of each sample that are not padding, see ``Sight``.
         """
         if not self.active or self.deals_heads:
             return None
@@ -77,7 +85,7 @@ class ContextParallel:
     def slice_plans(
         self, samples: int, own_length: int, *, ends: Sequence[int] | None = None
     ) -> tuple[SlicePlan, ...] | None:
-        """The tiles of a micro-batch slice by slice, causal; None where attention sees whole slices."""
+        """Return the causal tiles of a micro-batch slice by slice, or None if attention sees whole slices."""
         if not self.active or self.deals_heads:
             return None
         sight = Sight.of(samples, own_length * self.axis.size, causal=True, ends=ends)

@@ -1,7 +1,7 @@
-"""Attention of a rank's queries tile by tile: an online softmax, whose tiles are merged by their log-sum-exps.
+"""Online softmax: attention of a rank's queries tile by tile, merging tiles by their log-sum-exps.
 
 Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D head size of queries and keys, V of
-values and outputs.
+values and outputs. Tested in ``tests/core/context_parallel/test_blockwise.py``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,28 @@ Index = tuple[slice, slice, slice]
 
 
 def merge(out: Tensor, lse: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Merge rows that saw some keys with the same rows that saw others. lse: -inf where no key was seen."""
+    """Merge the result of rows over some keys with the result of the same rows over other keys.
+
+    lse: log-sum-exp of each row so far; -inf if the row has not attended to any key yet.
+    """
     both = torch.logaddexp(lse, block.lse)
     before, now = ((part - both).exp().unsqueeze(-1) for part in (lse, block.lse))
     return out * before + block.out * now, both
 
 
 class OnlineSoftmax:
-    """The rows of the attention matrix that belong to q [B, N, S, D], over the tiles that they have seen so far.
+    """The rows of the attention matrix for queries q [B, N, S, D], accumulated over the tiles so far.
 
-    value_dim: V. flash: fused kernels where the device has them. out: [B, N, S, V], lse: [B, N, S], both in
-    max(fp32, dtype). drawn: per tile what repeats its dropout.
+    Args:
+        q: [B, N, S, D].
+        value_dim: V.
+        flash: use fused kernels where the device has them.
+        dropout: probability, applied to the attention weights.
+
+    Attributes:
+        out: [B, N, S, V], in max(fp32, dtype).
+        lse: [B, N, S], log-sum-exp of each row, in max(fp32, dtype).
+        drawn: the random state of each tile, with which the backward repeats its dropout.
     """
 
     def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0) -> None:
@@ -43,10 +54,10 @@ class OnlineSoftmax:
         self.drawn: list[tuple[Any, ...]] = []
 
     def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor) -> None:
-        """Let rows attend to columns: k [B, G, L, D] and v [B, G, L, V]."""
+        """Attend to the columns k [B, G, L, D] and v [B, G, L, V], tile by tile."""
         for tile in tiles:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
-            # (an AttentionBlock: the table's operators are typed as functions of tensors)
+            # The operator table types every operator as a function of tensors; this one returns an AttentionBlock.
             block: AttentionBlock = self._attend(  # type: ignore[assignment]
                 self._q[rows], k[columns], v[columns], causal=tile.causal, dropout=self._dropout
             )
@@ -54,14 +65,14 @@ class OnlineSoftmax:
             self.out[rows], self.lse[rows] = merge(self.out[rows], self.lse[rows], block)
 
     def result(self) -> AttentionBlock:
-        """The rows over all tiles, in q's dtype; ``drawn`` is left out."""
+        """Return the rows merged over all tiles, in q's dtype and without ``drawn``."""
         return AttentionBlock(self.out.to(self._q.dtype), self.lse)
 
 
 class OnlineSoftmaxBackward:
-    """The backward of ``OnlineSoftmax``: dq [B, N, S, D] in max(fp32, dtype), over the tiles seen so far.
+    """The backward of ``OnlineSoftmax``: accumulates dq [B, N, S, D] in max(fp32, dtype).
 
-    drawn: per tile, in the order in which they are seen here.
+    drawn: the random state of each tile, in the order in which ``see`` receives the tiles.
     """
 
     def __init__(
@@ -79,7 +90,7 @@ class OnlineSoftmaxBackward:
         self.dq = torch.zeros(q.shape, dtype=at_least_fp32(q.dtype), device=q.device)
 
     def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add to the gradients of columns: k and dk [B, G, L, D], v and dv [B, G, L, V]."""
+        """Add to dq, and to the columns' gradients: k and dk [B, G, L, D], v and dv [B, G, L, V]."""
         for tile in tiles:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
             block = AttentionBlock(self._rows.out[rows], self._rows.lse[rows], next(self._drawn))

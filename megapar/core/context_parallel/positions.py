@@ -1,9 +1,9 @@
 """The positions of a sequence that each rank of cp holds. Standard library only.
 
-Every rank holds two runs of consecutive positions. In order, they are neighbours; in zig-zag the second one mirrors the
-first, so that under a causal mask every rank has the same number of keys to look at. Where the sequence is cut into
-slices that are computed one after another (AMPipe), every rank holds a run of each slice, and in zig-zag every second
-slice is mirrored: two slices in zig-zag are what zig-zag is anyway.
+Every rank holds two runs of consecutive positions. In the plain layout ("in order") they are adjacent. In zig-zag the
+second run mirrors the first, so that under a causal mask every rank attends to the same number of keys. When the
+sequence is cut into slices that are computed consecutively (AMPipe), every rank holds a run of each slice, and in
+zig-zag every second slice is mirrored; with two slices that is ordinary zig-zag.
 
     cp 4                 position   0 ........................ S
     in order             rank       0  0  1  1  2  2  3  3
@@ -26,10 +26,14 @@ RING, ULYSSES, GATHERED = "megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_a
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The order in which ``size`` ranks share a sequence.
+    """The order in which ranks share a sequence.
 
-    slices: the sequence is cut into so many first, by ``cut_sequence``, and every rank has a part of each. balanced: as
-    ``cut_sequence`` takes it. parts: ranks that share what one of these ranks holds.
+    Attributes:
+        size: ranks of cp.
+        zigzag: balance causal work by mirroring every second run.
+        slices: slices that ``cut_sequence`` makes first; every rank has a part of each.
+        balanced: passed to ``cut_sequence``.
+        parts: ranks (of mp) that share the positions of one cp rank.
     """
 
     size: int = 1
@@ -39,14 +43,14 @@ class SequenceLayout:
     parts: int = 1
 
     def order(self, number: int) -> tuple[int, ...]:
-        """The ranks in order of their positions in slice ``number`` (without slices, in the first or second run)."""
+        """Return the ranks ordered by position in slice ``number``; without slices, in run ``number`` (0 or 1)."""
         ranks = tuple(range(self.size))
         return ranks[::-1] if self.zigzag and number % 2 else ranks
 
     def runs(self, length: int, rank: int) -> tuple[range, ...]:
-        """The runs of a rank, in order: two, of which one may be empty in a short sequence; or one of each slice.
+        """Return the runs of a rank in order: two (one may be empty in a short sequence), or one per slice.
 
-        Raises ValueError where ``size`` (in zig-zag twice that) does not divide the length.
+        Raises ValueError if the length is not a multiple of ``size`` (twice ``size`` in zig-zag).
         """
         if self.slices > 1:
             slices = cut_sequence(length, self.size * self.parts, self.slices, balanced=self.balanced)
@@ -62,14 +66,14 @@ class SequenceLayout:
         return range(start, start + piece // 2), range(start + piece // 2, stop)
 
     def positions(self, length: int, rank: int) -> list[int]:
-        """All positions of a rank, in the order in which it holds them."""
+        """Return all positions of a rank, in storage order."""
         return [position for run in self.runs(length, rank) for position in run]
 
     def places(self, length: int, parts: int = 1) -> tuple[HeldRun, ...]:
-        """The runs of all ranks in order of position, where each rank's positions are cut further into ``parts`` ranks.
+        """Return the runs of all ranks in order of position, with each rank's positions split over ``parts`` ranks.
 
-        Ranks are numbered rank * parts + part. Neighbouring runs of one rank are one run. Not for slices, whose ranks
-        cut each slice separately.
+        Ranks are numbered rank * parts + part. Adjacent runs of one rank are merged. Not for slices: their ranks cut
+        each slice separately.
         """
         share = length // self.size
         found: list[tuple[int, HeldRun]] = []
@@ -88,13 +92,13 @@ class SequenceLayout:
         return tuple(place for _, place in sorted(found))
 
     def _run(self, place: slice, number: int) -> range:
-        """Part ``number`` of a slice."""
+        """Return part ``number`` of a slice."""
         share = (place.stop - place.start) // self.size
         return range(place.start + number * share, place.start + (number + 1) * share)
 
 
 class HeldRun(NamedTuple):
-    """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of those that it holds."""
+    """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of the rank's storage."""
 
     rank: int
     start: int
@@ -104,10 +108,10 @@ class HeldRun(NamedTuple):
 def choose_layout(
     algorithm: str, size: int, *, causal: bool, length: int, slices: int = 1, balanced: bool = False, parts: int = 1
 ) -> SequenceLayout:
-    """Zig-zag where it evens out the work: under a causal mask, unless heads are shared, which are alike.
+    """Choose zig-zag where it balances the work: under a causal mask, except for Ulysses, whose heads cost the same.
 
-    Gathered keys can do with any even cut, so a length that zig-zag does not divide stays in order. slices, balanced,
-    parts: as ``SequenceLayout`` has them; mirrored slices go with every length.
+    Gathered keys work with any even cut, so a length that zig-zag does not divide stays in order. Mirrored slices work
+    with every length. slices, balanced, parts: see ``SequenceLayout``.
     """
     fits = algorithm == RING or slices > 1 or length % (2 * size) == 0
     zigzag = size > 1 and causal and algorithm != ULYSSES and fits
@@ -115,21 +119,21 @@ def choose_layout(
 
 
 def cut_sequence(length: int, parts: int, slices: int, *, balanced: bool) -> tuple[slice, ...]:
-    """The slices of a sequence of ``length`` positions, each a multiple of ``parts`` (ranks that share it).
+    """Cut a sequence of ``length`` positions into slices, each a multiple of ``parts`` (the ranks that share it).
 
-    Equal slices differ by at most ``parts``. Balanced ones end at length · sqrt(j / slices), where causal attention's
-    triangle is cut into equal areas. Raises ValueError where a slice would be empty.
+    Equal slices differ by at most ``parts``. Balanced ones end at length · sqrt(j / slices), which cuts the triangle of
+    causal attention into equal areas. Raises ValueError if a slice would be empty.
     """
     units, rest = divmod(length, parts)
     if rest or units < slices:
         raise ValueError(f"{length} positions on {parts} ranks cannot be cut into {slices} slices")
     share = [math.sqrt(j / slices) if balanced else j / slices for j in range(slices + 1)]
     edges = [round(units * part) for part in share]
-    for j in range(1, slices):  # a short sequence still gives every slice a position
+    for j in range(1, slices):  # every slice gets a position, however short the sequence
         edges[j] = min(max(edges[j], edges[j - 1] + 1), units - (slices - j))
     return tuple(slice(a * parts, b * parts) for a, b in itertools.pairwise(edges))
 
 
 def same(values: Sequence[object]) -> bool:
-    """True where all are equal."""
+    """Return True if all values are equal."""
     return all(value == values[0] for value in values)

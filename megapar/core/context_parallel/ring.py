@@ -1,12 +1,13 @@
-"""Keys and values round a ring: each rank passes on the block that has just arrived, while it computes with it.
+"""Ring attention: each rank forwards the block that has just arrived while it computes with it.
 
     cp 4, rank 0        own      block of 3      block of 2      block of 1
     kv in flight       3 -> 0      2 -> 0          1 -> 0
     backward            early    block of 3      block of 2      block of 1      late
     dkv in flight                              3's to rank 1    2's to rank 1    1's to rank 1, own from rank 3
 
-The gradients of a block follow it round the ring and come home while their owner computes its last own tiles.
-Source: ring attention, arXiv 2310.01889; the order of the backward, which hides every message, is new here.
+The gradients of a block follow it around the ring and return while their owner computes its late own tiles.
+Source: Ring Attention, arXiv 2310.01889; the order of the backward, which hides every message, is ours.
+Tested in ``tests/core/context_parallel/test_blockwise.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_
 
 
 def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
-    """Blocks arrive from the ranks before this one, the nearest first."""
+    """Plan one arrival per remote block: from the ranks before this one, nearest first."""
     own = own_tiles(layout, rank, sight)
     sources = [(rank - step) % layout.size for step in range(1, layout.size)]
     others = (tuple(tiles_between(layout, rank, source, sight)) for source in sources)
@@ -32,16 +33,18 @@ def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of cp as a ring; at least two.
+    """A transport that passes blocks around a ring.
 
-    axis: cp. comm: takes part in what is launched.
+    Attributes:
+        axis: cp, at least two ranks.
+        comm: launches the messages and tracks those in flight.
     """
 
     axis: Axis
     comm: CommContext
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
-        """One block per step, the next one on its way."""
+        """Compute one block per step while the next one is in flight."""
         flight = self._pass_on(own)
         see(plan.own, own)
         for step, tiles in enumerate(plan.others, start=1):
@@ -51,7 +54,7 @@ class Ring:
             see(tiles, columns)
 
     def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
-        """The same round; the gradients of each block follow it one step later."""
+        """Go around the ring again; the gradients of each block follow it one step later."""
         flight, gradients = self._pass_on(own), own.zeros()
         going: InFlight | None = None
         see(plan.early, own, gradients)

@@ -1,4 +1,7 @@
-"""The ranks that share the positions of a micro-batch: those of cp and, under sequence parallelism, of mp."""
+"""The ranks that share the positions of a micro-batch: those of cp and, under sequence parallelism, of mp.
+
+Tested in ``tests/core/context_parallel/test_positions.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ from megapar.core.device.index import Indices
 class Runs(NamedTuple):
     """The runs of consecutive positions that ranks hold, numbered in order of position.
 
-    own: (number, positions) of this rank's runs. most: how many a rank has at most. order: the place of each run in a
-    list by rank in which every rank has ``most`` entries.
+    Attributes:
+        own: (number, positions) of each of this rank's runs.
+        most: the maximum number of runs on a rank.
+        order: the index of each run in a list by rank that has ``most`` entries per rank.
     """
 
     own: tuple[tuple[int, int], ...]
@@ -29,9 +34,12 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share. mp: one rank where positions are not cut over it. layout: how cp ranks cut them.
+    """This rank's share of the positions of a micro-batch. Ranks are numbered cp.rank * mp.size + mp.rank.
 
-    Ranks are numbered cp.rank * mp.size + mp.rank.
+    Attributes:
+        cp: the context parallel axis.
+        mp: the tensor parallel axis; an axis of one rank if positions are not split over it.
+        layout: the positions of each cp rank.
     """
 
     cp: Axis = field(default_factory=lambda: Axis.single("cp"))
@@ -41,12 +49,12 @@ class Share:
 
     @classmethod
     def of(cls, cp: Axis, layout: SequenceLayout, mp: Axis, *, sequence_parallel: bool) -> Share:
-        """sequence_parallel: positions are cut over mp, too."""
+        """Make the share of this rank. sequence_parallel: positions are split over mp as well."""
         return cls(cp, mp if sequence_parallel else Axis.single("mp"), layout)
 
     @property
     def size(self) -> int:
-        """Ranks that share a micro-batch."""
+        """The number of ranks that share a micro-batch."""
         return self.cp.size * self.mp.size
 
     @property
@@ -55,24 +63,24 @@ class Share:
         return self.cp.rank * self.mp.size + self.mp.rank
 
     def gather(self, x: Tensor) -> Tensor:
-        """[n, ..] to [size * n, ..], by rank; what is computed from it must be the same on every rank."""
+        """Gather [n, ..] to [size * n, ..], by rank. Every rank must compute the same from the result."""
         return gather(gather(x, self.mp, 0), self.cp, 0)
 
     def slice_order(self, number: int) -> list[int]:
-        """The ranks in order of their positions in slice ``number`` of the sequence, of which each has one run."""
+        """Return the ranks ordered by position in slice ``number`` of the sequence; each has one run of it."""
         return [rank * self.mp.size + part for rank in self.layout.order(number) for part in range(self.mp.size)]
 
     def places(self, own_length: int, number: int | None = None) -> tuple[HeldRun, ...]:
-        """The runs of all ranks in order of position, where each rank holds ``own_length`` positions.
+        """Return the runs of all ranks in order of position, with ``own_length`` positions on each rank.
 
-        number: of the slice of the sequence that these are; without one they are all of them.
+        number: the slice that these positions belong to; None: they are the whole sequence.
         """
         if number is not None:
             return tuple(HeldRun(rank, 0, own_length) for rank in self.slice_order(number))
         return self.layout.places(own_length * self.size, self.mp.size)
 
     def runs(self, own_length: int) -> Runs:
-        """The runs of consecutive positions that the ranks hold, numbered in order of position."""
+        """Return the runs of consecutive positions that the ranks hold, numbered in order of position."""
         places = self.places(own_length)
         held = [[number for number, place in enumerate(places) if place.rank == rank] for rank in range(self.size)]
         most = max(map(len, held))
@@ -81,16 +89,19 @@ class Share:
         return Runs(mine, most, tuple(where[number] for number in range(len(places))))
 
     def sort(self, x: Tensor, order: Sequence[int]) -> Tensor:
-        """Entries of [n, ..] in the order that ``slice_order`` or ``runs`` gives; waits once for each order."""
-        wanted = tuple(order)
-        if wanted == tuple(range(x.shape[0])):
+        """Reorder the entries of [n, ..] as ``slice_order`` or ``runs`` returns.
+
+        The host waits for the device once per new order; its indices stay on the device.
+        """
+        key = tuple(order)
+        if key == tuple(range(x.shape[0])):
             return x
-        return x.index_select(0, self._indices.of(wanted, x.device, lambda: wanted))
+        return x.index_select(0, self._indices.of(key, x.device, lambda: key))
 
     def in_order(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
-        """[size * own_length * n, ..] by rank to order of position; each position has n rows, one after the other.
+        """Reorder [size * own_length * n, ..] from rank order to position order; each position has n adjacent rows.
 
-        number: as ``places`` takes it.
+        number: see ``places``.
         """
         per_position = x.shape[0] // (self.size * own_length)
         rows = [
@@ -100,9 +111,9 @@ class Share:
         return torch.cat([x[own] for own in rows]) if len(rows) > 1 else x
 
     def own(self, x: Tensor, own_length: int, number: int | None = None) -> Tensor:
-        """[size * own_length * n, ..] in order of position to this rank's [own_length * n, ..].
+        """Select this rank's [own_length * n, ..] of [size * own_length * n, ..] in position order.
 
-        The inverse of ``in_order``.
+        On this rank's rows the inverse of ``in_order``.
         """
         per_position = x.shape[0] // (self.size * own_length)
         mine, offset = [], 0

@@ -1,12 +1,12 @@
-"""Attention slice by slice of the sequence where the ranks of cp share every slice.
+"""Attention slice by slice of the sequence when the ranks of cp share every slice.
 
-    forward    kv of slice c ^             earlier slices, own keys     kv v     keys of others in slice c
-    backward   keys of others in slice c   dkv of slice c ^             earlier slices, own keys     dkv v
+    forward    kv of slice c ^             earlier slices, own keys     kv v     remote keys of slice c
+    backward   remote keys of slice c      dkv of slice c ^             earlier slices, own keys     dkv v
 
-(``^`` launch, ``v`` wait.) Slice c has the keys of slices 0..c, in order of position. They come round the ring, block
-by block, or all at once, and stay until the backward of the layer: later slices need them again. A key's gradient is
-summed over the slices that saw it, in max(fp32, dtype), and goes home when its own slice's queries, the last in the
-backward, have added theirs.
+(``^`` launch, ``v`` wait.) Slice c attends to the keys of slices 0..c, in order of position. They arrive block by block
+around a ring or all at once, and are kept until the layer's backward, since later slices need them again. A key's
+gradient is summed in max(fp32, dtype) over the slices that attended to it. It returns to its owner once the queries of
+its own slice, which come last in the backward, have added their part.
 
 Shape letters: B batch, N query heads, G key-value heads, S sequence, s positions of this rank in a slice, D head size
 of queries and keys, V of values and outputs.
@@ -35,10 +35,12 @@ from megapar.core.device.block_attention import AttentionBlock
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The tiles of one slice that this rank computes. Columns of tiles are positions of the whole sequence.
+    """The tiles of one slice that this rank computes. The columns of tiles are positions of the whole sequence.
 
-    runs: the positions that each rank has. near: tiles of earlier slices' and of own keys; others: of the keys of other
-    ranks, one list for each arrival.
+    Attributes:
+        runs: the positions of each rank in this slice.
+        near: tiles over the keys of earlier slices and over this rank's own keys, which need no message.
+        others: tiles over the keys of other ranks in this slice, one tuple per arrival.
     """
 
     runs: tuple[range, ...]
@@ -47,7 +49,10 @@ class SlicePlan:
 
 
 def slice_plans(layout: SequenceLayout, rank: int, sight: Sight, *, ring: bool) -> tuple[SlicePlan, ...]:
-    """Plan every slice of ``layout``. ring: keys arrive from the ranks before this one, the nearest first."""
+    """Plan every slice of ``layout``.
+
+    ring: remote keys arrive one block at a time from the ranks before this one, nearest first; otherwise all at once.
+    """
     plans, start = [], 0
     for runs in zip(*(layout.runs(sight.length, other) for other in range(layout.size)), strict=True):
         own = runs[rank]
@@ -67,26 +72,29 @@ SeeTiles = Callable[[Iterable[Tile]], None]
 
 
 class SliceTransport(Protocol):
-    """Brings the keys and values of a slice to the other ranks, and their gradients home."""
+    """Moves the keys and values of a slice to the other ranks, and their gradients back to the owner."""
 
     def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
-        """See all tiles; the slice's columns [S, ..] of other ranks are filled in."""
+        """Call ``see`` for all tiles, filling in the slice's remote ``columns`` [S, ..] as they arrive."""
         ...
 
-    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """See all tiles; return what other ranks add to the gradients [S, ..] of this rank's columns, [s, ..]."""
+    def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
+        """Call ``see`` for all tiles; return the other ranks' part of the gradients of this rank's columns, [s, ..].
+
+        gradients: [S, ..], of all columns, summed over the slices so far.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class GatheredSlices:
-    """One all-gather, and one reduce-scatter, for each slice."""
+    """A transport with one all-gather and one reduce-scatter per slice."""
 
     axis: Axis
     comm: CommContext
 
     def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
-        """All-gather under what is near."""
+        """Overlap the all-gather with the near tiles."""
         flight = self.comm.launch(AllGather(self.axis), _rows(columns, plan.runs[self.axis.rank]).clone())
         see(plan.near)
         pieces = self.comm.wait(flight).chunk(self.axis.size)
@@ -95,11 +103,11 @@ class GatheredSlices:
                 _rows(columns, run).copy_(pieces[rank])
         see(plan.others[0])
 
-    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """Reduce-scatter under what is near."""
+    def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
+        """Overlap the reduce-scatter with the near tiles."""
         see(plan.others[0])
         message = torch.cat([_rows(gradients, run) for run in plan.runs])
-        message.chunk(self.axis.size)[self.axis.rank].zero_()  # it is here
+        message.chunk(self.axis.size)[self.axis.rank].zero_()  # already in ``gradients``
         flight = self.comm.launch(ReduceScatter(self.axis), message)
         see(plan.near)
         return self.comm.wait(flight)
@@ -107,13 +115,13 @@ class GatheredSlices:
 
 @dataclass(frozen=True)
 class RingSlices:
-    """Blocks go round a ring, each passed on before it is used; their gradients follow them and come home."""
+    """A transport around a ring: each block is forwarded before it is used, and its gradients follow it."""
 
     axis: Axis
     comm: CommContext
 
     def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
-        """The first block arrives under what is near."""
+        """Overlap the first block's arrival with the near tiles."""
         flight = self._pass_on(_rows(columns, plan.runs[self.axis.rank]).clone())
         see(plan.near)
         for step, tiles in enumerate(plan.others, start=1):
@@ -123,8 +131,8 @@ class RingSlices:
             _rows(columns, self._source(plan, step)).copy_(block)
             see(tiles)
 
-    def bring_home(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """The own block's gradients come home under what is near."""
+    def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
+        """Overlap the return of the own block's gradients with the near tiles."""
         going: InFlight | None = None
         for step, tiles in enumerate(plan.others, start=1):
             see(tiles)
@@ -145,10 +153,15 @@ class RingSlices:
 
 
 class SharedSlices:
-    """Attention of one layer over one micro-batch whose slices ranks share; ``attend`` is called slice after slice.
+    """Attention of one layer over one micro-batch whose slices ranks share; call ``attend`` slice by slice.
 
-    flash: fused kernels where the device has them. columns: those of all slices so far, and gradients: theirs, while
-    the backward runs.
+    Attributes:
+        axis: cp.
+        transport: moves keys and values between ranks.
+        plans: the tiles of each slice.
+        flash: use fused kernels where the device has them.
+        columns: keys and values of all slices so far.
+        gradients: the gradients of ``columns`` while the backward runs.
     """
 
     def __init__(self, axis: Axis, transport: SliceTransport, plans: Sequence[SlicePlan], *, flash: bool) -> None:
@@ -158,13 +171,16 @@ class SharedSlices:
         self._token: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float) -> Tensor:
-        """q [B, N, s, D], k [B, G, s, D], v [B, G, s, V] of slice ``number`` on this rank to [B, N, s, V]."""
+        """Attend from slice ``number`` to itself and earlier slices; returns [B, N, s, V].
+
+        q [B, N, s, D], k [B, G, s, D] and v [B, G, s, V] are this rank's positions of the slice.
+        """
         out: Tensor
         out, self._token = _Attend.apply(q, k, v, self._token, _Call(self, number, dropout))
         return out
 
     def put(self, k: Tensor, v: Tensor, run: range) -> Columns:
-        """Add this rank's columns of a slice to those of all slices."""
+        """Copy this rank's columns of a slice into those of the whole sequence."""
         own = Columns.of(k, v)
         if self.columns is None:
             length = sum(len(part) for plan in self.plans for part in plan.runs)
@@ -175,7 +191,7 @@ class SharedSlices:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one slice that are not tensors."""
+    """The non-tensor arguments of one slice."""
 
     shared: SharedSlices
     number: int
@@ -191,7 +207,7 @@ class _Call:
 
 
 class _Attend(torch.autograd.Function):
-    """The token passed from slice to slice brings gradients back last slice first."""
+    """Attention of one slice. The token passed from slice to slice makes the backward run last slice first."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
@@ -214,15 +230,15 @@ class _Attend(torch.autograd.Function):
         if shared.gradients is None:
             shared.gradients = columns.zeros()
         sums, near = shared.gradients, len(call.plan.near)
-        # The forward saw what is near first.
+        # The forward computed the near tiles first; the backward computes them last.
         drawn = itertools.chain(ctx.drawn[near:], ctx.drawn[:near])
         rows = OnlineSoftmaxBackward(
             grads[0], q, AttentionBlock(out, lse), drawn, flash=shared.flash, dropout=call.dropout
         )
-        landed = shared.transport.bring_home(
+        received = shared.transport.return_gradients(
             sums.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v, sums.k, sums.v)
         )
-        own = columns.with_message(_rows(sums.message, call.own) + landed)
+        own = columns.with_message(_rows(sums.message, call.own) + received)
         if ctx.first:
             shared.gradients = None
         token = None if ctx.first else grads[1]

@@ -1,13 +1,13 @@
 """Tiles: the rectangles of the attention matrix that a rank computes. Standard library only.
 
-A tile is wholly seen, or causal (square, on the diagonal), so that kernels need no mask. Zig-zag, cp 2, rank 0's rows
-and columns in the order in which the ranks hold them (runs 0, 3 | 1, 2; # seen):
+A tile is either fully visible or causal (square, on the diagonal), so that kernels need no mask. Example: zig-zag,
+cp 2, the rows of rank 0 and columns in storage order (runs 0, 3 | 1, 2; # visible):
 
               keys of rank 0   of rank 1
-    run 0       #.   ..          .. ..       own: one causal tile, or for a backward in two parts
+    run 0       #.   ..          .. ..       own: one causal tile; for a backward in two parts,
     run 3       ##   ##          ## ##       the square below the diagonal and two causal ones
                                              other: run 3 sees both runs of rank 1
-Documents that are kept apart cut tiles down to the documents that they touch: between two runs that is one at most.
+If documents must not attend to each other, tiles are trimmed to the documents they touch: at most one between two runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from megapar.core.context_parallel.positions import SequenceLayout, same
 
 
 class Tile(NamedTuple):
-    """Rows that see columns, both as places among those that ranks hold.
+    """A rectangle of rows (queries) and columns (keys), both as indices into the storage of their ranks.
 
-    sample: of the micro-batch; None: all of them. causal: square and on the diagonal; else all pairs are seen.
+    Attributes:
+        sample: index into the micro-batch; None: all samples.
+        queries: rows.
+        keys: columns.
+        causal: square and on the diagonal, with a causal mask; otherwise all pairs are visible.
     """
 
     sample: int | None
@@ -33,18 +37,21 @@ class Tile(NamedTuple):
 
     @property
     def area(self) -> float:
-        """Pairs that are computed."""
+        """The number of pairs computed."""
         whole = len(self.queries) * len(self.keys)
         return whole / 2 if self.causal else whole
 
 
 @dataclass(frozen=True)
 class Sight:
-    """The pairs that attention may connect in a micro-batch of ``samples`` sequences of ``length`` positions.
+    """The attention mask of a micro-batch: the pairs of positions that may attend to each other.
 
-    causal: a position sees itself and what comes before it, in its document where ``ends`` are given: per sample, the
-    place after each document, the last one ``length``. Otherwise every position sees the first ``lengths`` of its
-    sample (what follows is padding), by default all.
+    Attributes:
+        samples: sequences of the micro-batch.
+        length: positions per sequence.
+        causal: each position sees itself and the positions before it (in its document, if ``ends`` is given).
+        ends: per sample, the position after each document; the last is ``length``.
+        lengths: per sample, positions before the padding; all of them if None. Read only if not causal.
     """
 
     samples: int
@@ -63,7 +70,7 @@ class Sight:
         ends: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Sight:
-        """ends: flat into samples * length, as micro-batches have them."""
+        """Make the mask of a micro-batch. ends: indices into samples * length, as in micro-batches."""
         own = None
         if ends is not None:
             cut = [bisect.bisect_right(ends, sample * length) for sample in range(samples + 1)]
@@ -73,7 +80,7 @@ class Sight:
         return cls(samples, length, causal, own, None if lengths is None else tuple(lengths))
 
     def groups(self) -> list[tuple[int | None, tuple[int, ...], int]]:
-        """(sample, ends of its documents, keys that may be seen); one group of all samples where they are alike."""
+        """Return (sample, document ends, visible keys) per sample; one group (sample None) if all are equal."""
         ends = self.ends or ((self.length,),) * self.samples
         lengths = self.lengths or (self.length,) * self.samples
         if same(ends) and same(lengths):
@@ -82,7 +89,7 @@ class Sight:
 
 
 def own_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
-    """A rank's rows against its own columns."""
+    """Return the tiles of a rank's rows over its own columns."""
     first, second = layout.runs(sight.length, rank)
     held = len(first) + len(second)
     tiles = []
@@ -92,7 +99,7 @@ def own_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
             tiles += [Tile(sample, range(held), keys)] if keys else []
             continue
         start = 0
-        for end in ends:  # a document is contiguous here: the end of one run and the head of the next
+        for end in ends:  # a document is contiguous in storage: the end of one run and the start of the next
             own = range(_held(first, second, start), _held(first, second, end))
             tiles += [Tile(sample, own, own, causal=True)] if own else []
             start = end
@@ -100,23 +107,23 @@ def own_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
 
 
 def tiles_between(layout: SequenceLayout, rank: int, source: int, sight: Sight) -> list[Tile]:
-    """A rank's rows against the columns of another one."""
+    """Return the tiles of a rank's rows over the columns of rank ``source``."""
     return _tiles(layout.runs(sight.length, rank), layout.runs(sight.length, source), sight)
 
 
 def gathered_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
-    """A rank's rows against the columns of all others, which are in order of position."""
+    """Return the tiles of a rank's rows over the columns of all other ranks, which are in order of position."""
     own = layout.runs(sight.length, rank)
     return _tiles(own, _gaps(own, sight.length), sight, in_order=True)
 
 
 def tiles_before(own: range, keys: range, sight: Sight) -> list[Tile]:
-    """Rows of consecutive positions against columns before them, both named by position in the columns."""
+    """Return the tiles of consecutive rows over earlier columns; ``own`` and ``keys`` are positions of the sequence."""
     return _tiles([own], [keys], sight, in_order=True)
 
 
 def diagonal_tiles(own: range, sight: Sight) -> list[Tile]:
-    """Rows of consecutive positions against their own columns, which are named by position; causal."""
+    """Return the causal tiles of consecutive rows over their own columns, which are indexed by position."""
     tiles = []
     for sample, ends, _ in sight.groups():
         start = 0
@@ -128,10 +135,10 @@ def diagonal_tiles(own: range, sight: Sight) -> list[Tile]:
 
 
 def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
-    """A rank's own tiles as two parts of about the same work. middle: rows of its first run.
+    """Split a rank's own tiles into two parts of about equal work. middle: rows of its first run.
 
-    One part hides the arrival of other ranks' columns, the other the return of gradients that other ranks computed for
-    this rank's columns.
+    The first part hides the arrival of remote columns, the second the return of the gradients that other ranks computed
+    for this rank's columns.
     """
     early: list[Tile] = []
     late: list[Tile] = []
@@ -151,8 +158,8 @@ def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
 
 
 def _tiles(rows: Sequence[range], columns: Sequence[range], sight: Sight, *, in_order: bool = False) -> list[Tile]:
-    """Rows against columns of other ranks: each run of columns is wholly before or after each run of rows."""
-    found = []
+    """Return tiles over columns of other ranks, whose runs are each entirely before or after each run of rows."""
+    tiles = []
     row_offsets, column_offsets = _offsets(rows), [run.start for run in columns] if in_order else _offsets(columns)
     for sample, ends, seen in sight.groups():
         own = []
@@ -170,12 +177,12 @@ def _tiles(rows: Sequence[range], columns: Sequence[range], sight: Sight, *, in_
                     queries = range(min(len(run), ends[document] - run.start)) if run else queries
                 if queries and visible:
                     own.append(Tile(sample, _shift(queries, at), _shift(visible, key_at - keys.start)))
-        found += _joined(own)
-    return found
+        tiles += _joined(own)
+    return tiles
 
 
 def _joined(tiles: Sequence[Tile]) -> list[Tile]:
-    """Join tiles that make one larger rectangle."""
+    """Merge tiles that form one larger rectangle."""
     by_keys: list[Tile] = []
     for tile in tiles:
         if by_keys and by_keys[-1].queries == tile.queries and by_keys[-1].keys.stop == tile.keys.start:
@@ -192,19 +199,19 @@ def _joined(tiles: Sequence[Tile]) -> list[Tile]:
 
 
 def _gaps(own: Sequence[range], length: int) -> list[range]:
-    """The positions of a sequence outside two runs."""
+    """Return the positions of a sequence outside two runs."""
     first, second = own
     gaps = (range(first.start), range(first.stop, second.start), range(second.stop, length))
     return [gap for gap in gaps if gap]
 
 
 def _visible(runs: Sequence[range], seen: int) -> range:
-    """Places of a rank's columns that are not padding, which comes after the rest."""
+    """Return the storage range of a rank's columns that are not padding; padding is always at the end."""
     return range(sum(len(range(run.start, min(run.stop, seen))) for run in runs))
 
 
 def _held(first: range, second: range, position: int) -> int:
-    """Count the rows of a rank that are before a position."""
+    """Count the rows of a rank that precede a position."""
     return sum(min(max(position - run.start, 0), len(run)) for run in (first, second))
 
 
