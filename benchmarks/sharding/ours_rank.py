@@ -56,7 +56,7 @@ class Turns:
         sharding = self._trainer.job.sharding
         assert isinstance(sharding, ZeroSharding)
         sharding.wait()
-        segments = sharding.segments
+        segments = sharding.buckets
         dist.barrier()
         kinds = {
             "reduce": self._timed(partial(_fly, [_reduction(segment) for segment in reversed(segments)])),

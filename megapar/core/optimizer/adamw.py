@@ -1,4 +1,4 @@
-"""AdamW on this rank's master pieces, the global norm and clipping."""
+"""AdamW on this rank's master weights (a shard of them), the global gradient norm, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def global_norm(
     parts: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """2-norm of all gradients of the model, each parameter counted once over every axis; a scalar, the same everywhere.
+    """Return the global gradient norm, and sums of other numbers that share its all-reduce. The host does not wait.
 
-    One rank counts each piece (``MasterShard.counted``), so that one sum over the world is right whatever replicates or
-    splits a parameter. The squares are added in the device's widest dtype, so that the order of ranks does not show.
-    besides: small numbers of this rank that travel with it, of the host or scalars on the device; the second tensor is
-    their sums over all ranks. Both lie where the gradients do, whatever memory the masters have: the host waits for
-    neither.
+    The 2-norm counts each parameter of the model once, however it is replicated or split: exactly one rank counts each
+    shard (``MasterShard.counted``), and one sum over the world adds them. The squares are added in the device's widest
+    dtype, so that the order of ranks does not affect the result.
+
+    Args:
+        parts: this rank's master shards, with gradients.
+        world: the axis of all ranks.
+        besides: small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
+
+    Returns:
+        The norm (a scalar, the same on all ranks) and the sums of ``besides``, both on the device of the gradients.
     """
     grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
     made = next((part.grad for part in parts if part.grad is not None), parts[0].master)
@@ -45,7 +51,7 @@ def global_norm(
 
 
 def clip(parts: Sequence[MasterShard], norm: Tensor, limit: float) -> None:
-    """Gradient clipping: scale all gradients by min(1, limit / (norm + 1e-6)), without a host wait."""
+    """Clip gradients: scale all of them by min(1, limit / (norm + 1e-6)), without a host wait."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     grads = [part.grad for part in parts if part.grad is not None]
     torch._foreach_mul_(grads, factor)
@@ -58,7 +64,14 @@ def scale_gradients(parts: Sequence[MasterShard], factor: float) -> None:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Its numbers. router_lr_ratio: learning rate of routers' weights over that of all others."""
+    """The hyperparameters of AdamW.
+
+    Attributes:
+        betas: decay rates of the first and the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay.
+        router_lr_ratio: learning rate of router weights relative to all other weights.
+    """
 
     betas: tuple[float, float]
     eps: float
@@ -67,7 +80,7 @@ class AdamW:
 
 
 class Optimizer:
-    """AdamW (decoupled weight decay) over parts; moments lie beside ``parts`` one for one."""
+    """AdamW (decoupled weight decay) over master shards; moments correspond to ``parts`` one to one."""
 
     def __init__(self, parts: Sequence[MasterShard], numbers: AdamW) -> None:
         self._parts = parts
@@ -79,7 +92,7 @@ class Optimizer:
             }
             for kind in ((True, False), (True, True), (False, False))
         ]
-        # Fused: of several kernels torch would look at every parameter's count of steps, and wait for the device.
+        # Fused: the unfused implementation would read every parameter's step count and wait for the device.
         self._adamw: Any = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=0.0, betas=numbers.betas, eps=numbers.eps, fused=True
         )
@@ -90,9 +103,9 @@ class Optimizer:
             }
 
     def step(self, lr: float, found_inf: Tensor | None = None) -> None:
-        """One update of all masters from their parts' gradients.
+        """Update all masters from their gradients.
 
-        found_inf: a scalar on the device, where it is 1 nothing changes; only where the device ``skips_updates``.
+        found_inf: a scalar on the device; if it is 1, nothing changes. Only for devices that ``skips_updates``.
         """
         self._adamw.found_inf = found_inf
         for group in self._adamw.param_groups:
@@ -104,12 +117,12 @@ class Optimizer:
             part.master.grad = None
 
     def moments(self, name: str) -> list[Tensor]:
-        """``exp_avg`` or ``exp_avg_sq`` of every part."""
+        """Return ``exp_avg`` or ``exp_avg_sq`` of every part."""
         return [self._adamw.state[part.master][name] for part in self._parts]
 
     @property
     def num_steps(self) -> int:
-        """Updates so far; drives the bias correction."""
+        """Number of updates so far, used for the bias correction."""
         return int(self._adamw.state[self._parts[0].master]["step"].item())
 
     @num_steps.setter

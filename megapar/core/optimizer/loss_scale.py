@@ -1,7 +1,7 @@
-"""The dynamic loss scale of fp16 training.
+"""Dynamic loss scaling for fp16 training.
 
-Sources: Micikevicius et al. 2018, "Mixed Precision Training" (grow after a window of good steps, shrink on overflow);
-the hysteresis is Megatron-LM's: so many overflows are passed over before the scale shrinks, anew after each growth.
+Sources: Micikevicius et al. 2018, "Mixed Precision Training" (grow after a window of good steps, shrink on overflow).
+The hysteresis is Megatron-LM's: the scale shrinks only at the Nth overflow, and the count restarts after each growth.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LossScale:
-    """The factor that keeps small fp16 gradients from vanishing.
+    """The factor that keeps small fp16 gradients from underflowing.
 
-    value: the scale now. minimum: it never falls below. factor: it grows and shrinks by. window: steps in a row without
-    overflow before it grows. hysteresis: overflows before it shrinks. good_steps, chances: counters of the two.
+    Attributes:
+        value: the current scale.
+        minimum: lower bound of ``value``.
+        factor: by which the scale grows and shrinks.
+        window: consecutive steps without overflow before the scale grows.
+        hysteresis: overflows before the scale shrinks.
+        good_steps: consecutive steps without overflow so far.
+        chances: overflows left before the scale shrinks.
     """
 
     value: float
@@ -30,7 +36,7 @@ class LossScale:
             self.chances = self.hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """Note how a step went."""
+        """Adjust the scale after a step."""
         if not overflow:
             self.good_steps += 1
             if self.good_steps == self.window:
@@ -44,14 +50,14 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether an overflow cannot be answered by a smaller scale any more."""
+        """True if the scale is at its minimum and cannot shrink after another overflow."""
         return self.value == self.minimum and self.chances <= 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint stores."""
         return {"value": self.value, "good_steps": self.good_steps, "chances": self.chances}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint's state."""
+        """Restore the state from a checkpoint."""
         self.value = float(state["value"])
         self.good_steps, self.chances = int(state["good_steps"]), int(state["chances"])

@@ -1,13 +1,14 @@
-"""AdamW whose state and master weights live in host memory and visit the device for the update.
+"""AdamW with optimizer state and master weights offloaded to host memory, copied to the device for the update.
 
-Two slots on the device; program order of the streams for parts 0, 1, 2, ..:
+The device has two slots; program order of the streams for parts 0, 1, 2, ..:
 
     in        load 0   load 1             load 2 (after store 0)   ..
     compute            update 0  update 1                update 2
     out                          store 0  store 1                  ..
 
-Source: the optimizer-state offload of Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2, with the update left on
-the device. On a CPU host and device are the same memory: the copies are made and nothing runs beside them.
+Source: the optimizer-state offload of Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2, with the update on the
+device. On a CPU, host and device are the same memory: the copies are made, and nothing overlaps with them.
+Tested in ``tests/core/device/test_streams.py``.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from megapar.core.sharding.master_shard import MasterShard
 
 
 class Visitors(Protocol):
-    """Who wants to see a part's master and moments while they are on the device, by the part's number."""
+    """A reader of each part's master and moments while they are on the device."""
 
     def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """They are there as host memory has them."""
+        """Read the tensors of part ``number`` before the update, as they are in host memory."""
 
     def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """They have been updated."""
+        """Read the tensors of part ``number`` after the update."""
 
 
 class OffloadedOptimizer:
-    """The updates of ``Optimizer``, bit for bit, for parts whose masters lie in host memory.
+    """The updates of ``Optimizer``, bit for bit, for parts whose masters are in host memory.
 
-    Gradients are on the device. Moments are pinned host tensors beside ``parts`` one for one. slots: two places on the
-    device for a part's master and moments. seen_by: whom they are shown there.
+    Gradients are on the device. Moments are pinned host tensors that correspond to ``parts`` one to one.
+
+    Attributes:
+        slots: device memory for the master and the moments of two parts, [2, 3, elements of the largest part].
+        seen_by: reader of the tensors while they are on the device; None: no reader.
     """
 
     def __init__(self, parts: Sequence[MasterShard], device: Device, numbers: AdamW) -> None:
@@ -49,21 +53,21 @@ class OffloadedOptimizer:
             name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
         }
         largest = max(part.master.numel() for part in parts)
-        largest += largest % 2  # so that each begins at a whole 64-bit integer
+        largest += largest % 2  # so that each tensor is aligned to 64-bit integers
         self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
         self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self._in, self._out = device.new_stream(), device.new_stream()
         self.seen_by: Visitors | None = None
 
     def step(self, lr: float, found_inf: Tensor | None = None) -> None:
-        """One update of all masters from their parts' gradients; the current stream sees them in host memory.
+        """Update all masters from their gradients; on return the current stream waits for the copies to the host.
 
-        found_inf: as in ``Optimizer``.
+        found_inf: see ``Optimizer.step``.
         """
         current = self._device.current_stream()
         self._in.wait_stream(current)
         self._load(0)
-        steps = self._step.clone()  # each update counts up its own
+        steps = self._step.clone()  # each update increments its own copy
         for number, part in enumerate(self._parts):
             current.wait_stream(self._in)
             if number + 1 < len(self._parts):
@@ -78,7 +82,7 @@ class OffloadedOptimizer:
         current.wait_stream(self._out)
 
     def visit(self) -> None:
-        """Bring every part's master and moments to the device, to be seen and not changed."""
+        """Copy every part's master and moments to the device for the reader, without changing them."""
         current = self._device.current_stream()
         for number in range(len(self._parts)):
             self._in.wait_stream(current)
@@ -88,13 +92,13 @@ class OffloadedOptimizer:
                 self.seen_by.arrived(number, self._views(number)[1])
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """A part's master and moments: in host memory, and in its slot."""
+        """Return a part's master and moments: (in host memory, in its slot)."""
         host = [self._parts[number].master, *(self._moments[name][number] for name in MOMENTS)]
         slot = self.slots[number % 2, :, : host[0].numel()]
         return host, list(slot.unbind())
 
     def _load(self, number: int) -> None:
-        # What the slot held before must have been stored.
+        # The slot's previous contents must have been stored.
         self._in.wait_stream(self._out)
         with self._in:
             for source, target in zip(*self._views(number), strict=True):
@@ -129,12 +133,12 @@ class OffloadedOptimizer:
         )
 
     def moments(self, name: str) -> list[Tensor]:
-        """``exp_avg`` or ``exp_avg_sq`` of every part, in host memory."""
+        """Return ``exp_avg`` or ``exp_avg_sq`` of every part, in host memory."""
         return self._moments[name]
 
     @property
     def num_steps(self) -> int:
-        """Updates so far; drives the bias correction."""
+        """Number of updates so far, used for the bias correction."""
         return int(self._step.item())
 
     @num_steps.setter

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: how layers are cut into stages, schedules as data, and what runs them."""
+"""Pipeline parallelism: cutting layers into stages, schedules as data, and the runner (docs/pipeline.md)."""

@@ -1,7 +1,8 @@
-"""Draws a simulated schedule: as text for a terminal, as SVG for a page. Standard library only.
+"""Drawings of a simulated schedule: text for a terminal, SVG for a page. Standard library only.
 
-One line per stage, time from left to right. ``F2``: forward of micro-batch 2, ``B2`` its backward, ``I2`` and ``W2``
-its two parts; with several chunks per stage the chunk stands in front (``4F2``). ``=`` goes on, ``.`` is bubble.
+One line per stage, time from left to right. ``F2`` is the forward of micro-batch 2, ``B2`` its backward, ``I2`` and
+``W2`` the two parts of a split backward. With several chunks per stage the chunk comes first (``4F2``). ``=`` continues
+the computation to its left, ``.`` is pipeline bubble. Tested in ``tests/core/pipeline/test_simulate.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _UNIT, _ROW, _LEFT, _TOP = 26, 30, 70, 34
 
 
 def label(schedule: Schedule, action: Action) -> str:
-    """What a computation is called."""
+    """Return the label of a computation, such as ``F2`` or ``4F2``."""
     chunk = str(action.chunk) if schedule.num_chunks > schedule.num_ranks else ""
     return f"{chunk}{action.kind}{action.micro_batch}"
 
 
 def as_text(schedule: Schedule, simulation: Simulation) -> str:
-    """One line per stage; a column is one unit of time. Durations are rounded to whole units."""
+    """Draw one line per stage; a column is one unit of time, and times are rounded to whole units."""
     names = [label(schedule, slot.action) for slots in simulation.slots for slot in slots]
     width = max(map(len, names)) + 1
     columns = round(simulation.end)
@@ -37,7 +38,7 @@ def as_text(schedule: Schedule, simulation: Simulation) -> str:
 
 
 def as_svg(schedule: Schedule, simulation: Simulation, title: str) -> str:
-    """The same as a picture. Later chunks of a stage are darker."""
+    """Draw the same as an SVG picture. Later chunks of a stage are darker."""
     width = _LEFT + round(simulation.end * _UNIT) + 20
     height = _TOP + _ROW * len(simulation.slots) + 14
     lines = [

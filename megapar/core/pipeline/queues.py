@@ -1,16 +1,17 @@
-"""The queues of a pipeline rank: what it sends to its neighbours and receives from them.
+"""The queues of a pipeline rank: point-to-point messages with its neighbours.
 
-    stage 0   0>1 send  ->  stage 1   0>1 receive        one communicator for each ordered pair, so that
-              1>0 receive  <-         1>0 send           on each a rank does nothing but send, or nothing but receive
+    stage 0   0>1 send  ->  stage 1   0>1 receive        one communicator per ordered pair, so that on each
+              1>0 receive  <-         1>0 send           one rank only sends and the other only receives
 
-A communicator of an accelerator runs what it was given in the order of its launch. A receipt that stands before a send
-would hold it up until its own message comes, and one launched from the stream of the computations would first wait for
-those: ``simulate`` has what both cost. So sends are launched behind the computation that made them, and receipts from
-a stream on which nothing is computed, as soon as the host comes to them.
+An accelerator's communicator runs operations in launch order. On a shared communicator, a receive launched before a
+send would delay the send until the receive's message arrives; and a receive launched from the compute stream would
+first wait for the computations before it. ``simulate`` shows the cost of both. Therefore sends are launched after the
+computation that produced them, and receives from a separate stream without computations, as soon as the host reaches
+them.
 
-Kernels of receipts wait on the device, while others run. All waits go back to actions that stand earlier in the
-programs, which ``check`` proves to end even if every rank did one action after the other: so however few hardware
-queues there are, nothing waits in a circle.
+Receive kernels wait on the device while other kernels run. Every wait is for an action that is earlier in the programs,
+and ``check`` proves that the programs end even if every rank performs one action at a time. So there is no deadlock,
+however few hardware queues the device has.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from megapar.core.device.base import Device
 
 
 class Queues:
-    """Both ends of this rank's queues.
+    """This rank's ends of the queues to and from its neighbours.
 
-    rank: of the pipeline. axes: (sender, receiver) -> the two of them, the sender first. device: what launches.
+    Attributes:
+        rank: pipeline rank.
+        axes: (sender, receiver) -> the axis of the two, the sender first.
+        device: launches receives on a separate stream.
     """
 
     def __init__(self, rank: int, axes: Mapping[tuple[int, int], Axis], device: Device) -> None:
@@ -40,16 +44,19 @@ class Queues:
         self._before = device.event()
 
     def send(self, x: Tensor, to: int) -> dist.Work:
-        """Launch ``x`` behind what was computed so far; it must live and stay as it is until that was waited for."""
+        """Send ``x`` after all computations launched so far.
+
+        The caller must keep ``x`` alive and unchanged until it has waited for the returned work.
+        """
         return transport.send(x, self._axes[self.rank, to], 1)
 
     def receive(self, room: Callable[[], Tensor], source: int) -> tuple[Tensor, dist.Work]:
-        """Launch a receipt behind no computation: (the buffer that ``room`` makes, what ``land`` waits for).
+        """Launch a receive that waits for no computation; return (buffer, work) for ``land``.
 
-        The buffer is made on the stream of receipts. Made on the stream of the computations it could be memory that
-        these have freed and still read, which only a wait for them would rule out; on its own stream the allocator
-        gives out what earlier receipts were in, and not before the stream that adopted them (``land``) has come past
-        their release.
+        ``room`` allocates the buffer, on the receive stream. On the compute stream, the allocator could return a block
+        that computations have freed but still read, and only waiting for them would make that safe. On the receive
+        stream, it returns blocks of earlier receives, and only after the stream that adopted them (in ``land``) has
+        passed their release.
         """
         axis = self._axes[source, self.rank]
 
@@ -57,11 +64,11 @@ class Queues:
             buffer = room()
             return buffer, transport.receive(buffer, axis, 0)
 
-        # An event of the time when the queues were made: without one the stream would wait for the current one.
+        # An event from when the queues were made: by default the receive stream would wait for the current stream.
         return self._device.launch(launch, self._stream, after=self._before)
 
     def land(self, buffer: Tensor, work: dist.Work, meter: WaitMeter | None = None) -> Tensor:
-        """The buffer, once its message is there, for the current stream."""
+        """Return the buffer after making the current stream wait for its message."""
         if meter is None:
             work.wait()
         else:

@@ -1,13 +1,14 @@
-"""Runs a schedule on this rank: one action after the other, sends and receives in the order both ends agree on.
+"""The runner of a schedule: performs this rank's actions one at a time, with messages in the order of both ends.
 
     RECV_F  an empty buffer, filled while earlier actions run     F  waits for it; keeps what the backward needs
-    SEND_F  launched, not waited for                              B  waits for the gradient; dx goes to the chunk before
-    I, W    B in two parts: the gradient of the input, then the products of the weights
+    SEND_F  launched, not waited for                              B  waits for the gradient; sends dx to chunk - 1
+    I, W    B in two parts: the gradient of the input, then the gradients of the weights
 
-Messages go by ``Queues``, one for each ordered pair of neighbours.
+Messages go through ``Queues``, one for each ordered pair of neighbours.
 
-Torch's own runtime is not used: it allocates the receive buffers of all micro-batches at once, agrees on one shape for
-a whole run, and its split backward runs the graph twice, collectives included. Schedules are torch's (``schedule``).
+Schedules are torch's (``schedule``), the runtime is not: torch's allocates the receive buffers of all micro-batches at
+once, fixes one shape for a whole run, and its split backward runs the graph twice, collectives included.
+Tested in ``tests/core/pipeline/test_queues.py``.
 """
 
 from __future__ import annotations
@@ -32,26 +33,30 @@ Place = tuple[int, int]  # chunk, micro-batch
 
 
 class StageComputation(Protocol):
-    """What is computed; the pipeline only moves activations and gradients."""
+    """The computation of the stages; the pipeline only moves activations and gradients."""
 
     def empty(self, micro_batch: int, chunk: int) -> Tensor:
-        """Room for the activations between ``chunk`` and the one before it."""
+        """Allocate a buffer for the activations that enter ``chunk``."""
         ...
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(activations for the next chunk, or None behind the last; this chunk's own loss, or None without)."""
+        """Return (activations for the next chunk, None for the last; this chunk's own loss, or None)."""
         ...
 
     def before_backward(self, chunk: int, micro_batch: int) -> None:
-        """Called before a micro-batch's gradients of a chunk begin to appear."""
+        """Prepare for a micro-batch's gradients of a chunk; called just before its backward."""
         ...
 
 
 class Runner:
-    """One run through a schedule; everything of it is gone afterwards.
+    """One run through a schedule; it keeps nothing afterwards.
 
-    queues: to and from the neighbours. weight_gradients: where I and W meet; None for schedules without them. meter:
-    of the time spent waiting for other stages, which is the bubble and what of the messages nothing hid.
+    Args:
+        schedule: the programs of all ranks.
+        queues: messages to and from the neighbours.
+        work: the computation of the stages.
+        weight_gradients: passes work from I to W; None for schedules without a split backward.
+        meter: measures the time spent waiting for other stages: the bubble plus exposed communication.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Runner:
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
 
     def run(self) -> None:
-        """The whole program of this rank; nothing is in flight when it returns."""
+        """Perform this rank's whole program; nothing is in flight when it returns."""
         perform = {
             kinds.FORWARD: self._forward,
             kinds.BACKWARD: self._backward,
@@ -87,7 +92,7 @@ class Runner:
         }
         for action in self._schedule.programs[self._queues.rank]:
             perform[action.kind](action)
-        self._settle(0)
+        self._wait_for_sends(0)
 
     def _forward(self, action: Action) -> None:
         place = (action.chunk, action.micro_batch)
@@ -95,7 +100,7 @@ class Runner:
         if x is not None:
             self._inputs[place] = x.requires_grad_()
         y, loss = self._work.forward(*place, x)
-        # The backward needs the graph behind y, not its values, which are free once they have been sent.
+        # The backward needs the graph of y, not its values, whose memory is free once they have been sent.
         self._results[place] = (None if y is None else get_gradient_edge(y), loss)
         if y is not None:
             self._hand_over(kinds.SEND_F, kinds.RECV_F, place, action.chunk + 1, y.detach())
@@ -129,7 +134,7 @@ class Runner:
         self._weight_gradients.run((action.chunk, action.micro_batch))
 
     def _hand_over(self, send: str, receive: str, place: Place, to: int, x: Tensor) -> None:
-        """To chunk ``to``: through a send that follows in the program, or directly where it is on this rank."""
+        """Pass ``x`` to chunk ``to``: by a later send of the program, or directly if the chunk is on this rank."""
         if self._schedule.rank_of(to) == self._queues.rank:
             self._received[receive, (to, place[1])] = (x, None)
         else:
@@ -139,8 +144,8 @@ class Runner:
         x = self._to_send.pop((action.kind, (action.chunk, action.micro_batch)))
         to = action.chunk + (1 if action.kind == kinds.SEND_F else -1)
         self._sent.append((x, self._queues.send(x, self._schedule.rank_of(to))))
-        # Even if every send were waited for at once nothing could hang: both ends have the same order.
-        self._settle(self._schedule.sends_kept)
+        # Waiting for every send at once could not deadlock either: both ends have the same order.
+        self._wait_for_sends(self._schedule.sends_kept)
 
     def _receive(self, action: Action) -> None:
         into = action.chunk if action.kind == kinds.RECV_F else action.chunk + 1
@@ -154,16 +159,16 @@ class Runner:
         buffer, work = self._received.pop((kind, place))
         return buffer if work is None else self._queues.land(buffer, work, self._meter)
 
-    def _settle(self, remaining: int) -> None:
-        """Wait for the oldest sends until only so many are left."""
+    def _wait_for_sends(self, remaining: int) -> None:
+        """Wait for the oldest sends until only ``remaining`` are in flight."""
         while len(self._sent) > remaining:
             self._meter.wait(self._sent.popleft()[1], "pp/send")
 
 
 def run_forward(stages: Stages, queues: Queues, work: StageComputation, micro_batch: int = 0) -> None:
-    """One micro-batch through this rank's chunks, without a backward; returns when what it sent has arrived.
+    """Run one micro-batch forward through this rank's chunks, without a backward; returns after its sends complete.
 
-    Both ends of a queue go through their chunks in forward order, so that its messages have the same order on both.
+    Both ends of a queue visit their chunks in forward order, so messages have the same order on both.
     """
     sent = []
     x: Tensor | None = None

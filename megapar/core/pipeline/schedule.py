@@ -1,14 +1,15 @@
-"""Schedules as data: for every pipeline rank the list of what it does, one action after the other.
+"""Schedules as data: a list of actions for every pipeline rank, performed one at a time.
 
-The orders come from torch.distributed.pipelining, which also puts sends and receives between the computations so that
-both ends of every pair of ranks see the same order (then nothing can wait in a circle: ``simulate`` proves it).
+The orders come from torch.distributed.pipelining, which also places sends and receives between the computations so that
+both ends of every pair of ranks have the same order. This rules out deadlocks, as ``simulate`` proves.
 
 An action is written as in torch: chunk, kind, micro-batch. ``2F0`` is the forward of micro-batch 0 through chunk 2.
 
     F  forward           B  backward                    SEND_F RECV_F   activations to the next chunk
-    I  backward, inputs  W  backward, weights           SEND_B RECV_B   gradients to the chunk before
+    I  backward, inputs  W  backward, weights           SEND_B RECV_B   gradients to the previous chunk
 
 Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved (arXiv 2104.04473), zero bubble and ZBV (arXiv 2401.10241).
+Tested in ``tests/core/pipeline/test_simulate.py``.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = "gpipe", "1f1b", "interleaved", "
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
-# A rank waits for its oldest send when it has more unfinished ones than this for every chunk of the pipeline.
+# A rank waits for its oldest send when more than this many per chunk of the pipeline are in flight.
 SENDS_PER_CHUNK = 4
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """One step of a rank's program: a computation, a send or a receive.
+
+    Attributes:
+        chunk: index in forward order.
+        kind: F, B, I, W, or a send or receive.
+        micro_batch: number within the step.
+    """
 
     chunk: int
     kind: str
@@ -42,10 +49,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one step.
+    """The programs of all pipeline ranks for one step.
 
-    name: of --pp-schedule. programs: per pp rank its actions in order, computations and communication.
-    num_chunks: pp x vpp. style: where chunks live, "loop" or "v".
+    Attributes:
+        name: a value of --pp-schedule.
+        programs: the actions of each pp rank in order, computations and communication.
+        num_chunks: pp x vpp.
+        num_micro_batches: micro-batches per step.
+        style: placement of chunks on ranks, "loop" or "v" (``rank_of_chunk``).
     """
 
     name: str
@@ -56,46 +67,46 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline ranks."""
         return len(self.programs)
 
     @property
     def sends_kept(self) -> int:
-        """Sends that a rank leaves unfinished behind it."""
+        """The maximum number of sends that a rank leaves in flight."""
         return SENDS_PER_CHUNK * self.num_chunks
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
+        """True if weight gradients are computed separately from input gradients."""
         return self.name == ZERO_BUBBLE
 
     def rank_of(self, chunk: int) -> int:
-        """Where a chunk lives."""
+        """Return the pipeline rank of a chunk."""
         return rank_of_chunk(chunk, self.num_ranks, self.style)
 
     def backward_order(self, chunk: int) -> tuple[int, ...]:
-        """Micro-batches in the order in which a chunk's gradients (with split backward: its weights') are complete."""
+        """Return the micro-batches in the order in which a chunk's weight gradients are complete."""
         kinds = (BACKWARD, WEIGHT)
         program = self.programs[self.rank_of(chunk)]
         return tuple(a.micro_batch for a in program if a.chunk == chunk and a.kind in kinds)
 
 
 def style_of(name: str, chunks_per_rank: int) -> str:
-    """Where a schedule wants its chunks: ZBV, which is zero-bubble with two chunks, comes back to the first rank."""
+    """Return the placement of a schedule's chunks: "v" for ZBV (zero bubble with two chunks per rank), else "loop"."""
     return "v" if name == ZERO_BUBBLE and chunks_per_rank == 2 else "loop"
 
 
 def least_micro_batches(name: str, num_ranks: int) -> int:
-    """Micro-batches without which a schedule does not work."""
+    """Return the minimum number of micro-batches per step that a schedule needs."""
     return 1 if name == GPIPE else num_ranks
 
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, num_ranks: int, chunks_per_rank: int, num_micro_batches: int) -> Schedule:
-    """The schedule ``name`` for pp x vpp chunks.
+    """Make the schedule ``name`` for pp x vpp chunks.
 
-    Raises ValueError where it does not exist: fewer micro-batches than ranks (but for GPipe), or several chunks per
-    rank where it has one.
+    Raises ValueError for fewer micro-batches than ranks (except GPipe), or for several chunks per rank in a schedule
+    that has one.
     """
     if num_micro_batches < least_micro_batches(name, num_ranks):
         raise ValueError(f"{name} over {num_ranks} ranks needs {num_ranks} micro-batches or more: {num_micro_batches}")
@@ -108,7 +119,7 @@ def make_schedule(name: str, num_ranks: int, chunks_per_rank: int, num_micro_bat
 
 
 def _orders(name: str, num_ranks: int, chunks_per_rank: int, num_micro_batches: int) -> dict[int, list[Any]]:
-    """Computations per rank, as torch's actions."""
+    """Return the computations of each rank, as torch's actions."""
     from torch.distributed.pipelining import schedules
 
     if name in (GPIPE, ONE_F_ONE_B):
@@ -118,17 +129,17 @@ def _orders(name: str, num_ranks: int, chunks_per_rank: int, num_micro_batches: 
     if name == ZERO_BUBBLE:
         v_shaped = style_of(name, chunks_per_rank) == "v"
         kind = schedules.ScheduleZBVZeroBubble if v_shaped else schedules.ScheduleInterleavedZeroBubble
-    # A schedule's constructor works out the orders of all ranks; it wants stages, of which it only asks numbers.
+    # A schedule's constructor computes the orders of all ranks; it takes stages but reads only their numbers.
     stages = [_stage(index, num_ranks, num_ranks * chunks_per_rank) for index in range(chunks_per_rank)]
     order = kind(stages, num_micro_batches).pipeline_order
     return {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
 
 
 def _one_chunk(rank: int, num_ranks: int, num_micro_batches: int, early: int) -> list[Any]:
-    """GPipe and 1F1B: ``early`` forwards (1F1B: as many as ranks follow), then one backward behind every forward.
+    """Return the order of GPipe and 1F1B: warmup forwards, then one backward after every forward.
 
-    Torch 2.13 writes 1F1B out only inside the function that runs it; the order it draws skips the last rank's first
-    micro-batch.
+    Torch 2.13 has the order of 1F1B only inside the function that runs it; the order it draws skips the last rank's
+    first micro-batch. early: warmup forwards; 0: as many as there are later ranks (1F1B).
     """
     from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
@@ -143,7 +154,7 @@ def _one_chunk(rank: int, num_ranks: int, num_micro_batches: int, early: int) ->
 
 
 def _stage(index: int, num_ranks: int, num_chunks: int) -> Any:
-    """What a schedule's constructor asks of a stage."""
+    """Return a stand-in for a stage, with the numbers that a schedule's constructor reads."""
     return SimpleNamespace(
         stage_index=index * num_ranks,
         num_stages=num_chunks,
@@ -159,9 +170,9 @@ def _stage(index: int, num_ranks: int, num_chunks: int) -> Any:
 def _with_communication(
     orders: dict[int, list[Any]], num_ranks: int, num_chunks: int, style: str
 ) -> tuple[tuple[Action, ...], ...]:
-    """Put sends and receives between the computations.
+    """Insert sends and receives between the computations.
 
-    An I and the W behind it are not made one B: the gradient leaves before the weights' part begins.
+    An I and the W after it are not merged into one B, so that the input's gradient is sent before W begins.
     """
     from torch.distributed.pipelining.schedules import _add_send_recv
 

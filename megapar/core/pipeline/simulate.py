@@ -1,12 +1,12 @@
-"""Runs a schedule without processes: deadlocks, the time of every action, and the pipeline bubble.
+"""Simulation of a schedule without processes: deadlocks, the time of every action, and the pipeline bubble.
 
-Standard library only. Two questions, two models of a message:
+Standard library only. There are two models of a message:
 
-    check       a send waits until its receiver is at the receive, and both go on together. What passes cannot hang on
-                any network: whatever a backend buffers only makes it freer.
-    simulate    sends and receives cost nothing to launch, and the host launches them long before they run. A message
-                takes ``send`` and begins when both of its ends have come to it, each on the queue that carries it
-                there (``Wiring``); computations wait for it, and a rank keeps only so many sends unfinished.
+    check       A send blocks until its receiver has reached the receive. A schedule that ends under this model cannot
+                hang on any network: buffering in a backend only relaxes it.
+    simulate    Sends and receives cost nothing to launch, and the host launches them long before they run. A message
+                takes ``send`` and starts when both ends have reached it, each on its queue (``Wiring``).
+                Computations wait for it, and the number of sends in flight on a rank is limited.
 """
 
 from __future__ import annotations
@@ -34,13 +34,19 @@ from megapar.core.pipeline.schedule import (
 
 
 class DeadlockError(RuntimeError):
-    """Ranks wait for each other in a circle, or for what never comes."""
+    """A cycle of ranks that wait for each other, or a wait for a message that is never sent."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one chunk's parts, in any one unit. forward, input, weight: computation; a whole backward is input +
-    weight. send: from the launch of a message to its arrival. chunks: a factor for every chunk, by default 1.
+    """Durations of one chunk's actions, in any one unit. A whole backward takes ``input + weight``.
+
+    Attributes:
+        forward: forward.
+        input: backward of the input.
+        weight: backward of the weights.
+        send: from the launch of a message to its arrival.
+        chunks: a factor for every chunk; empty: 1 for all.
     """
 
     forward: float = 1.0
@@ -50,7 +56,7 @@ class Costs:
     chunks: tuple[float, ...] = ()
 
     def of(self, action: Action) -> float:
-        """How long a computation takes."""
+        """Return the duration of a computation."""
         one = {
             FORWARD: self.forward,
             BACKWARD: self.input + self.weight,
@@ -62,11 +68,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Which messages share a queue: a communicator runs what it was given in the order of its launch, on every rank.
+    """Assignment of messages to queues (communicators), each of which runs in launch order on every rank.
 
-    queue: (sender, receiver) -> what names the queue on both; None, as a result: each message has one of its own.
-    receipts_aside: a receipt is launched from a stream of its own; else it waits, as a send does, until what was
-    computed before it is done, and holds up whatever stands behind it on its queue.
+    Attributes:
+        queue: (sender, receiver) -> the queue's name on both; None: a separate queue for each message.
+        receipts_aside: receives are launched from a separate stream. Otherwise a receive waits, as a send does, for
+            the computations before it, and blocks everything after it on its queue.
     """
 
     queue: Callable[[int, int], Hashable | None]
@@ -77,7 +84,7 @@ FREE = Wiring(lambda sender, receiver: None, receipts_aside=True)
 ONE_QUEUE = Wiring(lambda sender, receiver: "pp", receipts_aside=False)
 PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), receipts_aside=False)
 PER_DIRECTION = Wiring(lambda sender, receiver: (sender, receiver), receipts_aside=True)
-# What the runner has (``queues``).
+# The wiring of the runner (``queues``).
 RUNNERS = PER_DIRECTION
 
 
@@ -91,28 +98,33 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened when. slots: per rank, in order. in_flight: per rank the most forwards that waited for backward."""
+    """The timeline of a simulated schedule.
+
+    Attributes:
+        slots: the computations of each rank, in order.
+        in_flight: for each rank, the maximum number of forwards whose backward is still to come.
+    """
 
     slots: tuple[tuple[Slot, ...], ...]
     in_flight: tuple[int, ...]
 
     @property
     def end(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank finishes."""
         return max(slots[-1].end for slots in self.slots)
 
     @property
     def bubble_share(self) -> float:
-        """The part of all ranks' time, from the common start to the common end, in which nothing is computed."""
+        """The pipeline bubble: the fraction of all ranks' time in which nothing is computed."""
         busy = sum(slot.end - slot.start for slots in self.slots for slot in slots)
         return 1 - busy / (self.end * len(self.slots))
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that a schedule cannot hang, even where every message waits for its receiver.
+    """Prove that a schedule cannot hang, even if every send blocks until its receiver is ready.
 
-    Raises DeadlockError naming what every rank waits for; also where a computation comes before its input, a message is
-    not the next one that its receiver expects, or work is missing or done twice.
+    Raises DeadlockError naming the action at which each rank waits; also if a computation precedes its input, a message
+    is not the next one that its receiver expects, or work is missing or done twice.
     """
     programs = [list(program) for program in schedule.programs]
     done: set[Action] = set()
@@ -136,7 +148,7 @@ def check(schedule: Schedule) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FREE) -> Simulation:
-    """When every computation runs. Raises DeadlockError where some never does."""
+    """Compute the start and end of every computation. Raises DeadlockError if one never runs."""
     costs = costs or Costs()
     waits_for = _dependencies(schedule, wiring)
     then: defaultdict[Action, list[Action]] = defaultdict(list)
@@ -155,7 +167,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
             if not missing[following]:
                 ready.append(following)
     if len(slots) < len(waits_for):
-        left = [[action for action in program if _seen(action) not in slots] for program in schedule.programs]
+        left = [[action for action in program if _by_receive(action) not in slots] for program in schedule.programs]
         waiting = ", ".join(f"rank {rank} before {own[0]}" for rank, own in enumerate(left) if own)
         raise DeadlockError(f"{schedule.name} over {schedule.num_ranks} ranks never ends: {waiting}")
     programs = schedule.programs
@@ -164,15 +176,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
 
 
 def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Action]]:
-    """What must have ended before each computation and each message; a message is known by its receipt."""
-    found: defaultdict[Action, list[Action]] = defaultdict(list)
+    """Map each computation and each message (represented by its receive) to what must end before it."""
+    dependencies: defaultdict[Action, list[Action]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
         computed: Action | None = None
         queued: dict[Hashable, Action] = {}
         unfinished: deque[Action] = deque()
         for action in program:
-            seen = _seen(action)
-            needs = found[seen]
+            event = _by_receive(action)
+            needs = dependencies[event]
             if action.kind in COMPUTE:
                 needs += _needs(schedule, action)
                 needs += [unfinished.popleft() for _ in range(len(unfinished) - schedule.sends_kept)]
@@ -182,23 +194,23 @@ def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Actio
             sends = action.kind in (SEND_F, SEND_B)
             if computed is not None and (sends or not wiring.receipts_aside):
                 needs.append(computed)
-            ends = (rank, schedule.rank_of(seen.chunk)) if sends else (schedule.rank_of(_source(seen)), rank)
+            ends = (rank, schedule.rank_of(event.chunk)) if sends else (schedule.rank_of(_source(event)), rank)
             name = wiring.queue(*ends)
             if name is not None:
                 needs += [queued[name]] if name in queued else []
-                queued[name] = seen
+                queued[name] = event
             if sends:
-                unfinished.append(seen)
-    return dict(found)
+                unfinished.append(event)
+    return dict(dependencies)
 
 
 def bubble_formula(name: str, num_ranks: int, chunks_per_rank: int, num_micro_batches: int) -> float | None:
-    """The bubble share that the literature gives: every stage alike, a backward twice a forward, messages free.
+    """Return the published bubble share: equal stages, a backward twice as long as a forward, free messages.
 
     With p ranks, v chunks per rank, m micro-batches: (p - 1) / (m + p - 1) for GPipe and 1F1B, (p - 1) / (v m + p - 1)
-    interleaved (arXiv 2104.04473, 2.2). Zero-bubble leaves p - 1 units of a third of a micro-batch's chunk (ZB-H1 and
-    ZBV of arXiv 2401.10241 for equal thirds, table 2): (p - 1) / (3 v m + p - 1). None, as there is none: ZBV of fewer
-    than 2 p - 1 micro-batches.
+    interleaved (arXiv 2104.04473, 2.2). Zero bubble leaves p - 1 units of a third of a micro-batch's chunk (ZB-H1 and
+    ZBV of arXiv 2401.10241 for equal thirds, table 2): (p - 1) / (3 v m + p - 1). None if there is no formula: ZBV with
+    fewer than 2 p - 1 micro-batches.
     """
     if style_of(name, chunks_per_rank) == "v" and num_micro_batches < 2 * num_ranks - 1:
         return None
@@ -212,7 +224,7 @@ def _ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
 
 
 def _needs(schedule: Schedule, action: Action) -> list[Action]:
-    """What must be there before a computation: its own forward (or I), and what comes from the neighbouring chunk."""
+    """Return the inputs of a computation: its own forward (or I), and the message from the neighbouring chunk."""
     chunk, kind, number = action
     own = schedule.rank_of(chunk)
     if kind == FORWARD:
@@ -237,19 +249,19 @@ def _sendable(action: Action, done: set[Action]) -> bool:
 
 
 def _receipt(action: Action) -> Action:
-    """The receive that a send is for."""
+    """Return the receive that matches a send."""
     if action.kind == SEND_F:
         return Action(action.chunk + 1, RECV_F, action.micro_batch)
     return Action(action.chunk - 1, RECV_B, action.micro_batch)
 
 
-def _seen(action: Action) -> Action:
-    """A message by its receipt, whichever end is asked; a computation as it is."""
+def _by_receive(action: Action) -> Action:
+    """Return the matching receive of a send, and every other action unchanged."""
     return _receipt(action) if action.kind in (SEND_F, SEND_B) else action
 
 
 def _source(receipt: Action) -> int:
-    """The chunk that a message comes from."""
+    """Return the chunk that a message comes from."""
     return receipt.chunk + (-1 if receipt.kind == RECV_F else 1)
 
 
@@ -270,7 +282,7 @@ def _check_complete(schedule: Schedule, done: set[Action]) -> None:
 
 
 def _most_in_flight(program: Sequence[Action]) -> int:
-    """Micro-batches (of a chunk) whose activations are kept at once: from F to B, or to W."""
+    """Return the maximum number of micro-batches whose activations are kept at once, from F to B or W."""
     most = now = 0
     for action in program:
         now += (action.kind == FORWARD) - (action.kind in (BACKWARD, WEIGHT))

@@ -1,14 +1,14 @@
-"""How the layers of a model are cut into the chunks that pipeline ranks hold. Standard library only.
+"""Pipeline stages: the cut of a model's layers into the chunks that pipeline ranks hold. Standard library only.
 
 A model is a list of layers between an embedding and a head:
 
     embedding | 0 1 2 3 | 4 5 6 7 | .. | head          pp x vpp chunks of consecutive layers
       chunk       0         1       ..
 
-Chunk c lives on rank c mod pp ("loop": 1F1B, GPipe, interleaved) or goes down the ranks and comes back up ("v": two
-chunks per rank, the first and the last chunk on rank 0).
+Chunk c is on rank c mod pp ("loop": 1F1B, GPipe, interleaved), or chunks descend through the ranks and come back up
+("v": two chunks per rank, the first and the last chunk on rank 0).
 
-Source of the ways to cut: PipelineLayer of PaddlePaddle (seg_method "uniform", "layer:REGEX" and explicit starts).
+Source of the cut methods: PipelineLayer of PaddlePaddle (seg_method "uniform", "layer:REGEX" and explicit starts).
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ UNIFORM, BALANCED, PATTERN = "uniform", "balanced", "layer:"
 
 
 class CutError(ValueError):
-    """The layers cannot be cut as asked."""
+    """A cut that the layers do not allow."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive layers that a rank runs as one: a stage, or one of several stages of a rank.
 
-    index: place in the forward order, 0 <= index < pp x vpp. rank: coordinate on pp. layers: global numbers.
-    first: has the embedding too. last: has the head and the losses too.
+    Attributes:
+        index: position in forward order, 0 <= index < pp x vpp.
+        rank: coordinate on pp.
+        layers: global layer numbers.
+        first: also contains the embedding.
+        last: also contains the head and the losses.
     """
 
     index: int
@@ -42,7 +46,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StageContents:
-    """What of a model one rank builds: layers by global number, and whether it has the embedding and the head."""
+    """The part of a model that one rank builds.
+
+    Attributes:
+        layers: global layer numbers.
+        first: contains the embedding.
+        last: contains the head.
+    """
 
     layers: tuple[int, ...]
     first: bool
@@ -50,16 +60,17 @@ class StageContents:
 
     @classmethod
     def whole(cls, num_layers: int) -> StageContents:
-        """All of it, on one rank."""
+        """Return the contents of a single rank: the whole model."""
         return cls(tuple(range(num_layers)), True, True)
 
 
 @dataclass(frozen=True)
 class PipelineLayers:
-    """A model as the cut sees it.
+    """The entries of a model that are cut into chunks: the embedding, every layer, and the head, in this order.
 
-    names: kinds of all entries, the embedding first, then every layer, the head last. costs: of each entry, in any one
-    unit, for ``balanced``.
+    Attributes:
+        names: the kind of each entry.
+        costs: the cost of each entry, in any one unit, for ``balanced``.
     """
 
     names: tuple[str, ...]
@@ -67,15 +78,19 @@ class PipelineLayers:
 
     @property
     def num_layers(self) -> int:
-        """Layers between the embedding and the head."""
+        """The number of layers between the embedding and the head."""
         return len(self.names) - 2
 
     def starts(self, parts: int, method: str = UNIFORM) -> tuple[int, ...]:
-        """The first layer of each of ``parts`` chunks. Raises CutError with what was wrong and what would be legal.
+        """Return the first layer of each of ``parts`` chunks.
 
-        uniform: as equal as whole layers allow, longer chunks at the end. balanced: the cheapest dearest chunk.
-        layer:REGEX: the entries whose name matches (case does not matter) are shared out evenly; entries before the
-        first match go to the first chunk. ``0,5,10``: as said.
+        Raises CutError, naming what is wrong and what is legal, if the cut is not possible.
+
+        Args:
+            parts: number of chunks.
+            method: ``uniform``: equal numbers of layers, longer chunks last. ``balanced``: minimise the cost of the
+                most expensive chunk. ``layer:REGEX``: distribute the entries whose name matches (ignoring case)
+                evenly; entries before the first match belong to the first chunk. ``0,5,10``: explicit starts.
         """
         if parts > self.num_layers:
             raise CutError(f"{self.num_layers} layers cannot fill {parts} chunks; every chunk holds at least one layer")
@@ -101,7 +116,7 @@ class PipelineLayers:
         try:
             regex = re.compile(pattern, re.IGNORECASE)
         except re.error as error:
-            raise CutError(f"layer:{pattern} is no regular expression: {error}") from error
+            raise CutError(f"layer:{pattern} is not a regular expression: {error}") from error
         hits = [number for number, name in enumerate(self.names) if regex.search(name)]
         kinds = ", ".join(dict.fromkeys(self.names))
         if not hits:
@@ -116,21 +131,26 @@ class PipelineLayers:
         return (0, *(hits[part * share] - 1 for part in range(1, parts)))
 
     def cost(self, chunk: Chunk) -> float:
-        """Of all entries of a chunk."""
+        """Return the cost of all entries of a chunk."""
         inner = sum(self.costs[layer + 1] for layer in chunk.layers)
         return inner + (self.costs[0] if chunk.first else 0) + (self.costs[-1] if chunk.last else 0)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The chunks of a pipeline, in forward order, and where they live. num_ranks: of pp."""
+    """The chunks of a pipeline and their ranks.
+
+    Attributes:
+        chunks: all chunks, in forward order.
+        num_ranks: the size of pp.
+    """
 
     chunks: tuple[Chunk, ...]
     num_ranks: int
 
     @classmethod
     def of(cls, starts: Sequence[int], num_layers: int, num_ranks: int, style: str = "loop") -> Stages:
-        """Chunks that begin at ``starts``; style: "loop" or "v"."""
+        """Make chunks that begin at layers ``starts``. style: "loop" or "v" (``rank_of_chunk``)."""
         count = len(starts)
         bounds = pairwise((*starts, num_layers))
         return cls(
@@ -143,31 +163,31 @@ class Stages:
 
     @classmethod
     def single(cls, num_layers: int) -> Stages:
-        """All on one rank."""
+        """Make one chunk of all layers on one rank."""
         return cls.of((0,), num_layers, 1)
 
     @property
     def goes_round(self) -> bool:
-        """Whether a chunk of the last rank hands on to one of the first."""
+        """True if a chunk of the last rank sends its output to a chunk of the first."""
         ends = {(one.rank, other.rank) for one, other in pairwise(self.chunks)}
         return self.num_ranks > 1 and (self.num_ranks - 1, 0) in ends
 
     def on(self, rank: int) -> tuple[Chunk, ...]:
-        """Chunks of a pp coordinate, in forward order."""
+        """Return the chunks of a pp coordinate, in forward order."""
         return tuple(chunk for chunk in self.chunks if chunk.rank == rank)
 
     def holding(self, rank: int) -> StageContents:
-        """What a pp coordinate builds."""
+        """Return the part of the model that a pp coordinate builds."""
         mine = self.on(rank)
         layers = tuple(layer for chunk in mine for layer in chunk.layers)
         return StageContents(layers, any(chunk.first for chunk in mine), any(chunk.last for chunk in mine))
 
     def rank_of_unit(self, unit: str) -> int:
-        """The pp coordinate that answers for a unit of the parameter table: embedding, layers.N or head."""
+        """Return the pp coordinate that owns a unit of the parameter table: embedding, layers.N or head."""
         return self.chunk_of_unit(unit).rank
 
     def chunk_of_unit(self, unit: str) -> Chunk:
-        """The chunk that has a unit of the parameter table."""
+        """Return the chunk that contains a unit of the parameter table."""
         if unit == "embedding":
             return self.chunks[0]
         if unit == "head":
@@ -177,7 +197,7 @@ class Stages:
 
 
 def rank_of_chunk(index: int, num_ranks: int, style: str) -> int:
-    """Where chunk ``index`` lives: round and round ("loop"), or down and up again ("v")."""
+    """Return the rank of chunk ``index``: cyclic ("loop"), or down the ranks and back up ("v")."""
     turn, place = divmod(index, num_ranks)
     return num_ranks - 1 - place if style == "v" and turn % 2 else place
 
@@ -195,9 +215,9 @@ def _explicit(method: str) -> tuple[int, ...]:
 
 
 def _balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Starts of the cut whose dearest chunk is cheapest; of several the one with the longest first chunks.
+    """Return the starts that minimise the cost of the most expensive chunk; among ties, with the longest first chunks.
 
-    best[n] is, for the number of chunks so far, the dearest chunk of the best cut of the first n layers.
+    best[n] is the cost of the most expensive chunk in the best cut of the first n layers into the chunks so far.
     """
     inner = costs[1:-1]
     total = [0.0]
@@ -214,9 +234,9 @@ def _balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
         following, cut = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(part + 1, count + 1):
             for start in range(part, end):
-                dearest = max(best[start], span(start, end))
-                if dearest <= following[end]:
-                    following[end], cut[end] = dearest, start
+                highest = max(best[start], span(start, end))
+                if highest <= following[end]:
+                    following[end], cut[end] = highest, start
         best = following
         cuts.append(cut)
     starts, end = [], count

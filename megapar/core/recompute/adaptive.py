@@ -1,11 +1,11 @@
-"""Adaptive recompute: measure what each layer would keep, then recompute as few layers as memory allows.
+"""Adaptive recompute: measure the activations of each layer, then recompute as few layers as memory allows.
 
-    step 1    every layer recomputed; each recomputation tells what its layer would keep
-    step 2    every layer recomputed; its peak is what the run needs besides
-    step 3 .. peak + what the other layers keep <= memory
+    step 1    every layer recomputed; each recomputation reports the bytes its layer would keep
+    step 2    every layer recomputed; its peak is the memory that the run needs anyway
+    step 3 .. peak + bytes of the layers that are not recomputed <= memory
 
-The sum is an upper bound: a layer that is not recomputed adds what it keeps to the memory of any moment, at most. All
-ranks choose from the largest numbers of any rank, so that they recompute, and communicate, alike.
+The sum is an upper bound: a layer that is not recomputed adds at most its kept bytes to memory at any moment. All ranks
+choose from the maximum over ranks, so that they recompute, and communicate, identically.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ MEASURED_STEPS = 2
 
 
 class Chosen(NamedTuple):
-    """What was chosen. layers: those recomputed, counted on this rank. needed_bytes: the bound of the peak."""
+    """The result of the choice.
+
+    Attributes:
+        layers: the recomputed layers, numbered on this rank.
+        num_layers: layers of this rank.
+        needed_bytes: upper bound of the peak.
+    """
 
     layers: tuple[int, ...]
     num_layers: int
@@ -41,7 +47,15 @@ class Chosen(NamedTuple):
 
 
 class Adaptive:
-    """The choice of ``--adaptive-recompute-device-size``. num_layers: of the whole model."""
+    """The choice made by ``--adaptive-recompute-device-size``.
+
+    Args:
+        budget_bytes: memory that a rank may use.
+        num_layers: layers of the whole model.
+
+    Attributes:
+        chosen: the result; None while measuring.
+    """
 
     def __init__(self, budget_bytes: int, num_layers: int) -> None:
         self._budget = budget_bytes
@@ -52,24 +66,29 @@ class Adaptive:
 
     @property
     def measuring(self) -> bool:
-        """The first step: recomputations are to be measured."""
+        """True in the first step, while recomputations must be measured."""
         return self._steps == 0
 
     def spans(self, num_layers: int) -> list[LayerSpan]:
-        """See ``recompute.Choice``."""
+        """See ``RecomputeChoice``."""
         self._own = num_layers
         layers = range(num_layers)
         return [LayerSpan(n, n + 1, self.chosen is None or n in self.chosen.layers) for n in layers]
 
     def note(self, layer: int, kept_bytes: int) -> None:
-        """What a layer of this rank keeps for one micro-batch, beside its input."""
+        """Record the bytes that a layer of this rank keeps for one micro-batch, in addition to its input."""
         self._kept[layer] = max(self._kept[layer], kept_bytes)
 
     def end_step(self, peak_bytes: int, in_flight: int, world: Axis, device: torch.device) -> Chosen | None:
-        """The choice, after the step that makes it; None after all others.
+        """Count a step; return the choice after the step that makes it, None after all others.
 
-        peak_bytes: of the run so far. in_flight: micro-batches whose activations live at once. Raises TrainingError
-        where recomputing every layer needs more than there is.
+        Raises TrainingError if recomputing every layer still exceeds the budget.
+
+        Args:
+            peak_bytes: peak memory of the run so far.
+            in_flight: micro-batches whose activations are kept at once.
+            world: the axis of all ranks.
+            device: the device of the collective's tensor.
         """
         self._steps += 1
         if self.chosen is not None or self._steps < MEASURED_STEPS:
@@ -81,9 +100,12 @@ class Adaptive:
 
 
 def choose(budget_bytes: int, peak_bytes: int, kept_bytes: Sequence[int]) -> Chosen:
-    """The fewest layers to recompute. peak_bytes: with every layer recomputed. kept_bytes: per layer, where it is not.
+    """Choose as few layers as possible to recompute. Raises TrainingError if the peak exceeds the budget.
 
-    Raises TrainingError where the peak is beyond the budget.
+    Args:
+        budget_bytes: memory that a rank may use.
+        peak_bytes: peak with every layer recomputed.
+        kept_bytes: for each layer, the bytes that it keeps if it is not recomputed.
     """
     if peak_bytes > budget_bytes:
         raise TrainingError(
@@ -92,7 +114,7 @@ def choose(budget_bytes: int, peak_bytes: int, kept_bytes: Sequence[int]) -> Cho
             "--micro-batch-size or a larger --sharding-stage."
         )
     recomputed, needed = set(range(len(kept_bytes))), peak_bytes
-    # The cheapest to keep first, so that most can be kept; of equal ones the last.
+    # Cheapest layers first, so that as many as possible are kept; among equal ones the last.
     for layer in sorted(recomputed, key=lambda layer: (kept_bytes[layer], -layer)):
         if needed + kept_bytes[layer] > budget_bytes:
             break

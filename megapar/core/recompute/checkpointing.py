@@ -1,12 +1,12 @@
-"""Recompute: a unit of consecutive layers keeps only its inputs and is computed again when its gradient arrives.
+"""Activation checkpointing: a unit of consecutive layers keeps only its inputs and runs again in the backward.
 
-    forward    x0 [unit 0] x1 [unit 1] x2 ..            kept: x0, x1, ..; what lies inside a unit is dropped
+    forward    x0 [unit 0] x1 [unit 1] x2 ..            kept: x0, x1, ..; activations inside a unit are dropped
     backward   .. [unit 1 again][its backward] [unit 0 again][its backward]
 
-By torch's non-reentrant checkpoint: the layers' own autograd graph is built in the forward, and what it saved is filled
-in again when the backward asks for it, up to the last tensor that it needs. Collectives inside a unit are launched
-again, in the same order on all ranks. Random numbers are functions of their place (``core.random``), so masks repeat
-without any state being kept; a unit takes its inputs, among them the micro-batch's streams, as arguments.
+Uses torch's non-reentrant checkpoint: the layers' autograd graph is built in the forward, and its saved tensors are
+filled in again when the backward needs them, up to the last one needed. Collectives inside a unit are launched again,
+in the same order on all ranks. Random numbers are functions of their place (``core.random``), so dropout masks repeat
+without stored state; a unit takes its inputs, including the micro-batch's random streams, as arguments.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -31,25 +31,28 @@ T = TypeVar("T")
 
 
 class Measure(Protocol):
-    """Wants to know what units keep."""
+    """A consumer of measurements: the bytes that each unit would keep without recompute."""
 
     @property
     def measuring(self) -> bool:
-        """Now."""
+        """True while recomputations must be measured."""
         ...
 
     def note(self, layer: int, kept_bytes: int) -> None:
-        """Unit ``layer`` of a forward holds so much when it has run again and keeps what its backward needs."""
+        """Record the bytes that unit ``layer`` of a forward holds for its backward after it has run again."""
         ...
 
 
 class Recompute:
-    """How the layers of this rank are recomputed.
+    """Activation checkpointing of this rank's layers.
 
-    choice: which of them. comm: what they launch. sent_bytes: the world's account; what is sent again is not
-    counted. keeper: how units keep their inputs; None: as they are.
-    measure: is told of every unit, while it wants to, what it would keep if it were not recomputed.
-    around: called in the forward of every unit; returns the context in which the unit will run again.
+    Args:
+        choice: the layers to recompute, and their units.
+        comm: tracks the collectives that the layers launch.
+        sent_bytes: the world's byte counts; bytes sent by a recomputation are not counted.
+        keeper: shards or offloads the inputs that units keep; None: keep them unchanged.
+        measure: while measuring, receives the bytes that each unit would keep without recompute.
+        around: called in the forward of every unit; returns the context in which the unit will run again.
     """
 
     def __init__(
@@ -67,11 +70,11 @@ class Recompute:
         self._comm, self._sent_bytes, self._around = comm, sent_bytes, around
 
     def begin(self) -> Forward:
-        """One forward of one micro-batch through this rank's layers."""
+        """Begin one forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
     def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
-        """Return the context in which a unit that now runs forward will run again. note: gets the bytes it keeps."""
+        """Return the context for the recomputation of a unit. note: receives the bytes that the unit keeps."""
         return _Again(self._comm, self._sent_bytes, replay, note, self._around())
 
 
@@ -84,11 +87,11 @@ class Forward:
         self._number = 0
 
     def run(self, unit: Callable[..., T], *inputs: Any, replay: Replay | None = None) -> T:
-        """``unit(*inputs)``, to be computed again in the backward.
+        """Run ``unit(*inputs)`` so that it is recomputed in the backward.
 
-        Tensors among the inputs are what the unit keeps: any number, any shape, with or without gradient. Other
-        inputs are passed as they are, and tensors inside them stay where they are. replay: what the unit itself asks
-        in which of its runs it is.
+        The unit keeps the tensors among its inputs: any number, any shape, with or without gradient. Other inputs are
+        passed through, and tensors inside them are neither sharded nor offloaded. replay: passed here if the unit
+        itself must distinguish its forward from its recomputation.
         """
         if not torch.is_grad_enabled():
             return unit(*inputs)
@@ -100,17 +103,18 @@ class Forward:
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=lambda: (nullcontext(), self._recompute.again(replay, note)),
-                early_stop=note is None,  # what stops early leaves more behind than it keeps
+                early_stop=note
+                is None,  # measuring needs the whole unit: an early stop would leave other tensors alive
             )
 
     def _note(self) -> Callable[[int], None] | None:
-        """Whom the next unit's recomputation tells what it keeps."""
+        """Return the callback that receives the bytes of the next unit, or None if nothing is measured."""
         measure, number = self._recompute.measure, self._number
         self._number += 1
         return None if measure is None or not measure.measuring else lambda kept: measure.note(number, kept)
 
     def _keeping(self, replay: Replay) -> AbstractContextManager[object]:
-        """Surrounds what saves the inputs; what the unit itself saves is the checkpoint's."""
+        """Return the context in which a unit's inputs are saved; the checkpoint handles its other tensors."""
         if self._recompute.keeper is None:
             return nullcontext()
         self._before = self._recompute.keeper.enter(self._before)
@@ -119,7 +123,7 @@ class Forward:
 
 
 class _Again:
-    """Surrounds a recomputation, each time that there is one: counts nothing, waits for what it launched and left.
+    """The context of a recomputation, reusable: counts no bytes, and waits for unfinished collectives at the end.
 
     A recomputation ends with the last tensor that the backward needs, which may be between a launch and its wait.
     """

@@ -1,4 +1,7 @@
-"""Which layers are recomputed, and in which units; runs and plans decide it here. Standard library only."""
+"""The choice of layers to recompute, and of their units, for runs and for plans. Standard library only.
+
+Tested in ``tests/core/recompute/test_checkpointing.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 
 class LayerSpan(NamedTuple):
-    """Consecutive layers [start, stop) of this rank that run together; recomputed: as one unit."""
+    """Consecutive layers [start, stop) of this rank that run together. recomputed: they form one recomputed unit."""
 
     start: int
     stop: int
@@ -15,15 +18,15 @@ class LayerSpan(NamedTuple):
 
 
 class RecomputeChoice(Protocol):
-    """Which layers are recomputed, and in which units."""
+    """A choice of the layers to recompute, and of their units."""
 
     def spans(self, num_layers: int) -> Sequence[LayerSpan]:
-        """All of this rank's layers, counted from 0, in order."""
+        """Return spans that cover all of this rank's layers, numbered from 0, in order."""
         ...
 
 
 class Interval(NamedTuple):
-    """``layers`` consecutive layers at a time are a unit; the last one may be shorter."""
+    """Recompute all layers, in units of ``layers`` consecutive ones; the last unit may be shorter."""
 
     layers: int
 
@@ -34,7 +37,7 @@ class Interval(NamedTuple):
 
 
 class FirstLayers(NamedTuple):
-    """The first ``layers`` layers are a unit each, the others keep everything."""
+    """Recompute the first ``layers`` layers, each as its own unit; the other layers keep everything."""
 
     layers: int
 
@@ -44,7 +47,13 @@ class FirstLayers(NamedTuple):
 
 
 def recompute_choice(interval: int, method: str | None, layers: int | None) -> RecomputeChoice | None:
-    """The choice of ``--recompute-interval``, ``--recompute-method`` and ``--recompute-num-layers``; None: nothing."""
+    """Return the choice that the recompute flags make; None: recompute nothing.
+
+    Args:
+        interval: ``--recompute-interval``.
+        method: ``--recompute-method``.
+        layers: ``--recompute-num-layers``.
+    """
     if method == "block":
         return FirstLayers(layers or 0)
     if method == "uniform" or interval:

@@ -1,15 +1,15 @@
-"""Inputs that recomputed units keep: cut over mp, in host memory, or both.
+"""Inputs that recomputed units keep: sharded over mp, offloaded to host memory, or both.
 
     forward    unit 0   unit 1   unit 2   unit 3   unit 4
-    kept       stored   stored   stored   whole    whole        the newest ones stay as they are, for the copies to
-    backward                              4, 3: nothing to do   host memory take a while, and the backward begins here
-               2: begin fetching 1, then wait for its own, begun when unit 3 began; 1: begin fetching 0 ..
+    kept       stored   stored   stored   whole    whole        the newest stay whole: copies to the host take time,
+    backward                              4, 3: nothing to do   and the backward begins here
+               2: begin fetching 1, then wait for its own fetch, which began with unit 3; 1: begin fetching 0 ..
 
-So at any time two units' inputs are whole on the device, in the forward as in the backward, and what travels has the
-time of a whole unit. Stored is this rank's piece of a tensor that all ranks of mp hold alike (gathered back), or a copy
-in pinned host memory, or a copy of the piece there.
+At any time the inputs of two units are whole on the device, in the forward and in the backward, and every transfer has
+the duration of a unit to complete. A stored tensor is this rank's shard of a tensor that is the same on all ranks of mp
+(all-gathered when fetched), or a copy in pinned host memory, or a copy of the shard there.
 
-Everything here is saved-tensor hooks, so that it applies to any number of tensors of any shape.
+Everything here is saved-tensor hooks, so it applies to any number of tensors of any shape.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ NEWEST = 2
 
 
 class SavedInputs:
-    """Keeps the inputs of the units of a model.
+    """Storage for the inputs of a model's recomputed units.
 
-    mp: each of its ranks keeps a piece; the inputs must be the same on all of them. An axis of one rank keeps all.
-    offload: into pinned host memory. newest: how many units stay whole, 1 or more.
+    Args:
+        device: makes streams, events and pinned host memory.
+        mp: each rank keeps a shard; inputs must be the same on all its ranks. An axis of one rank keeps whole tensors.
+        comm: launches the all-gathers.
+        offload: keep inputs in pinned host memory.
+        newest: number of units that stay whole, at least 1.
     """
 
     def __init__(self, device: Device, mp: Axis, comm: CommContext, *, offload: bool, newest: int = NEWEST) -> None:
@@ -47,11 +51,11 @@ class SavedInputs:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory allocated so far; what is given back is used again."""
+        """Bytes of pinned host memory allocated so far; returned buffers are reused."""
         return 0 if self.host is None else self.host.bytes
 
     def enter(self, before: SavedUnit | None) -> SavedUnit:
-        """Return the next unit of a forward, whose backward comes just before that of ``before``."""
+        """Return the next unit of a forward. before: the previous unit, whose backward comes next."""
         unit = SavedUnit(self, before)
         self._whole.append(weakref.ref(unit))
         while len(self._whole) > self._newest:
@@ -62,7 +66,7 @@ class SavedInputs:
 
 
 class SavedUnit:
-    """The kept tensors of one unit, which live as long as its graph does."""
+    """The kept tensors of one unit, which live as long as its graph."""
 
     def __init__(self, keeper: SavedInputs, before: SavedUnit | None) -> None:
         self._keeper = keeper
@@ -70,16 +74,16 @@ class SavedUnit:
         self._tensors: list[weakref.ref[SavedTensor]] = []
 
     def hooks(self) -> saved_tensors_hooks:
-        """Surrounds what saves the unit's inputs."""
+        """Return the context in which the unit's inputs are saved."""
         return saved_tensors_hooks(self.keep, self.whole)
 
     def store(self) -> None:
-        """Keep pieces or copies only."""
+        """Free the whole tensors; keep only shards or host copies."""
         for kept in self._alive():
             kept.store()
 
     def fetch(self) -> None:
-        """Begin to bring everything back."""
+        """Launch the fetches of all tensors."""
         for kept in self._alive():
             kept.fetch()
 
@@ -87,7 +91,7 @@ class SavedUnit:
         return [kept for kept in (reference() for reference in self._tensors) if kept is not None]
 
     def keep(self, tensor: Tensor) -> SavedTensor | Tensor:
-        """Return what the unit keeps of a tensor."""
+        """Return the stored form of a tensor."""
         if not tensor.numel():
             return tensor
         kept = SavedTensor(self._keeper, tensor)
@@ -95,7 +99,7 @@ class SavedUnit:
         return kept
 
     def whole(self, kept: SavedTensor | Tensor) -> Tensor:
-        """The tensor of which that was kept; everything else begins to come back."""
+        """Return the original tensor; launch the fetches of the unit's other tensors and of the previous unit."""
         if isinstance(kept, Tensor):
             return kept
         self.fetch()
@@ -105,7 +109,7 @@ class SavedUnit:
 
 
 class SavedTensor:
-    """One tensor: whole, stored, or on its way back."""
+    """One kept tensor: whole, stored, or being fetched."""
 
     def __init__(self, keeper: SavedInputs, tensor: Tensor) -> None:
         self._keeper = keeper
@@ -116,29 +120,29 @@ class SavedTensor:
         self._flat: Tensor | None = flat
         self._piece: Tensor | None = None  # on the device
         self._host: Tensor | None = None
-        self._sent: Any = None  # event: the copy in host memory is there
-        self._back: Any = None  # event: the copy on the device is there
+        self._sent: Any = None  # event: the copy to host memory is complete
+        self._back: Any = None  # event: the copy back to the device is complete
         self._flight: InFlight | None = None
         if keeper.host is not None:
             self._send(keeper.host, flat)
 
     def store(self) -> None:
-        """Give the whole tensor up."""
+        """Release the whole tensor; keep a shard or the host copy."""
         if self._flat is None:
             return
         if self._host is not None:
-            # Its memory may be used again only after the copy.
+            # Its memory may be reused only after the copy.
             self._keeper.device.current_stream().wait_event(self._sent)
         else:
             self._piece = self._own(self._flat).clone()
         self._flat = None
 
     def fetch(self) -> None:
-        """Begin to bring it back, if that is not done."""
+        """Launch the fetch, unless the tensor is whole or being fetched."""
         if self._flat is not None or (self._piece is None and self._host is None):
             return
         keeper, size = self._keeper, self._keeper.mp.size
-        # Allocated here, for the current stream, which will use and free it.
+        # Allocated on the current stream, which will use and free it.
         buffer = torch.empty(size * self._length, dtype=self._dtype, device=self._device)
         own = buffer.narrow(0, keeper.mp.rank * self._length, self._length)
         self._flat = buffer.narrow(0, 0, self._numel)
@@ -156,7 +160,7 @@ class SavedTensor:
                 self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
 
     def whole(self) -> Tensor:
-        """The tensor as it was; the current stream waits for it."""
+        """Return the original tensor, after making the current stream wait for it."""
         self.fetch()
         if self._back is not None:
             self._keeper.device.current_stream().wait_event(self._back)
@@ -167,7 +171,7 @@ class SavedTensor:
         return self._flat.as_strided(self._shape, self._stride, self._flat.storage_offset())
 
     def _own(self, flat: Tensor) -> Tensor:
-        """This rank's piece; the last ones may be shorter, or empty."""
+        """Return this rank's shard; those of the last ranks may be shorter, or empty."""
         start = min(self._keeper.mp.rank * self._length, self._numel)
         return flat[start : start + self._length]
 
@@ -184,13 +188,13 @@ class SavedTensor:
         if host is None or self._keeper.host is None:
             return
         if self._flat is not None:
-            # As in ``store``: for the newest units this is the only wait for the copy.
+            # As in ``store``. For the newest units this is the only wait for the copy.
             self._keeper.device.current_stream().wait_event(self._back or self._sent)
         self._keeper.host.give(host, self._back)
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(its elements in the order of memory, the strides that make the tensor of them); a copy where it has gaps."""
+    """Return (the elements in memory order, the strides that restore the tensor); copies a tensor with gaps."""
     dense = torch.empty_like(tensor, device="meta").stride()
     if dense != tensor.stride():
         tensor = tensor.contiguous()

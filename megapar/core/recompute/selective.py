@@ -1,7 +1,7 @@
-"""Recompute of parts of a layer that are cheap to compute and large to keep: attention's core, activation functions.
+"""Selective recompute: parts of a layer that are cheap to compute and large to keep (attention core, activations).
 
-``again`` drops what a function keeps for its backward; its output, which the next layer keeps, is another matter:
-``forget`` drops that too, and gives the next layer's backward a new one.
+``again`` drops the tensors that a function saves for its backward. The function's output is saved by the next layer as
+its input: ``forget`` drops that too, and recomputes the output for the next layer's backward.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5.
 """
@@ -18,13 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 
 def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """``function(*inputs)``, which keeps its inputs only. It launches nothing and draws from streams only."""
+    """Return ``function(*inputs)``, keeping only the inputs for its backward.
+
+    The function must launch no collectives and draw random numbers only from streams (``core.random``).
+    """
     y: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 
 
 def forget(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
-    """``consumer(function(x))``, which keeps ``x`` and what the consumer keeps beside its input."""
+    """Return ``consumer(function(x))``, keeping ``x`` and what the consumer saves except its input."""
     if not torch.is_grad_enabled():
         return consumer(function(x))
     y = again(function, x)
@@ -35,7 +38,7 @@ def forget(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[
 
 
 class _View(NamedTuple):
-    """A saved view of the output: how it lies in the output's storage."""
+    """A saved view of the output, described by its place in the output's storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,7 +46,7 @@ class _View(NamedTuple):
 
 
 class _Forgotten:
-    """An output that lives again while the consumer's backward takes its views."""
+    """An output that is recomputed and kept only while the consumer's backward reads its views."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, storage: int) -> None:
         self._function, self._x, self._storage = function, x, storage

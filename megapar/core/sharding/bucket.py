@@ -1,14 +1,14 @@
-"""A segment: parameters that are gathered and reduced together, in one flat buffer.
+"""Buckets: parameters that are gathered and reduced together in one flat buffer (``--segment-*`` flags plan them).
 
-flat [n, P]: row r is what rank r of the shard axis masters: the pieces of all parameters of the segment, one after
-the other, decayed ones first, and those together that the same axes split.
+flat [n, P]: row r contains the master shard of rank r of the shard axis: the pieces of all parameters of the bucket,
+concatenated, those with weight decay first, and parameters that the same axes split next to each other.
 
     parameter a, cut along dim 0     parameter b, cut along dim 1          row 0 | a0 b0 |
         [ a0 ]                            [ b0 | b1 ]                      row 1 | a1 b1 |
         [ a1 ]
 
-A row that is a large message is filled up to whole 16 bytes, so that every rank's part of a collective begins at a
-multiple of them: NCCL copies byte by byte elsewhere. Nobody reads what fills it up.
+Rows of large messages are padded to a multiple of 16 bytes, so that every rank's part of a collective is aligned: NCCL
+copies byte by byte otherwise. The padding is never read.
 """
 
 from __future__ import annotations
@@ -30,19 +30,27 @@ from megapar.core.comm.meter import WaitMeter
 from megapar.core.sharding.cut import ParameterInfo, shard_dim
 
 ALIGNED_BYTES = 16
-LARGE_BYTES = 1 << 16  # of a rank's part, from which its copy counts
+LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
 
-# (description, local parameter, this rank's master box, whether this rank counts it in the global norm)
+# (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
 Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
 
 
 @dataclass(frozen=True)
 class BucketParameter:
-    """One parameter of a segment.
+    """One parameter of a bucket.
 
-    counted: whether this rank counts it in the global norm. parts, dim: sharding cuts it in ``parts`` along ``dim``.
-    split: how many of its dims other axes cut. piece: shape of one rank's padded piece. offset: where the piece starts
-    in a row. box: this rank's real piece of the global tensor.
+    Attributes:
+        spec: its row of the parameter table.
+        parameter: the local parameter (cut by mp, ep and emp).
+        counted: True if this rank counts it in the global norm.
+        parts: number of pieces into which sharding cuts it.
+        dim: the dim along which sharding cuts it.
+        split: number of its dims that other axes cut.
+        piece: shape of one rank's piece, including padding.
+        offset: first element of the piece in a row.
+        box: this rank's piece of the global tensor, without padding.
+        padded: True if ``parts`` does not divide the dim.
     """
 
     spec: ParameterInfo
@@ -58,11 +66,11 @@ class BucketParameter:
 
     @property
     def numel(self) -> int:
-        """Elements of one padded piece."""
+        """The number of elements of one piece, including padding."""
         return prod(self.piece)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """A whole local tensor as [n, *piece]; a view unless it must be padded."""
+        """Return a whole local tensor as [n, *piece]; a view unless it needs padding."""
         if self.padded:
             tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.parts)
         cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
@@ -76,13 +84,13 @@ def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
-    """What the optimizer and the norm treat alike comes together."""
+    """Return a sort key that groups parameters which the optimizer and the norm treat alike."""
     spec = entry[0]
     return not spec.decay, spec.router, spec.axes
 
 
 def make_members(parameters: Sequence[Entry], parts: int) -> tuple[BucketParameter, ...]:
-    """Lay parameters out in a row, in an order that every rank shares; what counts alike on a rank lies together."""
+    """Lay parameters out in a row, in the same order on every rank; parameters treated alike are adjacent."""
     members: list[BucketParameter] = []
     offset = 0
     for spec, parameter, box, counted in sorted(parameters, key=_alike):
@@ -97,7 +105,7 @@ def make_members(parameters: Sequence[Entry], parts: int) -> tuple[BucketParamet
 
 
 def row_length(elements: int, item_bytes: int) -> int:
-    """Elements of a row with so many of its own, the smallest of which travel in ``item_bytes``."""
+    """Return the padded length of a row of ``elements``. item_bytes: the smallest element size of its messages."""
     if elements * item_bytes <= LARGE_BYTES or item_bytes >= ALIGNED_BYTES:
         return elements
     unit = ALIGNED_BYTES // item_bytes
@@ -106,7 +114,15 @@ def row_length(elements: int, item_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class OptimizerRange:
-    """Elements [start, end) of a row that the optimizer treats alike."""
+    """Elements [start, end) of a row that the optimizer treats alike.
+
+    Attributes:
+        start: first element.
+        end: one past the last element.
+        decay: True if weight decay applies.
+        counted: True if this rank counts the range in the global norm.
+        router: True if it belongs to a router.
+    """
 
     start: int
     end: int
@@ -116,11 +132,30 @@ class OptimizerRange:
 
 
 class Bucket:
-    """Masters, gradients and the collectives of one segment on this rank.
+    """Master weights, gradients and collectives of one bucket on this rank.
 
-    master [P]: fp32 values of this rank's row. A single rank's fp32 parameters are views of it. units: the layers that
-    have parameters in it. reduce_dtype: what gradients travel in; they are accumulated in the master's dtype.
-    new_master: gives the master its memory (elements, dtype), such as pinned host memory; by default on the device.
+    Gradients travel in the reduce dtype and are accumulated in the master's dtype. On an axis of one rank, fp32
+    parameters are views of the master.
+
+    Args:
+        parameters: the bucket's entries.
+        shard: the axis over which rows are sharded.
+        replica: the axis over which rows are replicated.
+        master_dtype: dtype of the master and of the main gradient.
+        reduce_dtype: dtype of gradients in messages.
+        whole_gradients: keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
+        meter: measures the time spent waiting for collectives.
+        pool: provides buffers.
+        new_master: allocates the master (elements, dtype), for example in pinned memory; None: on the device.
+
+    Attributes:
+        units: the layers that have parameters in this bucket.
+        members: the parameters, in row order.
+        dtype: compute dtype of the parameters.
+        row: P, elements of a row including padding.
+        master: [P], this rank's master weights.
+        gradient: [P], this rank's main gradient; None until the first reduction.
+        aliased: True if the parameters are views of the master.
     """
 
     def __init__(
@@ -153,14 +188,14 @@ class Bucket:
             self.master = new_master(self.row, master_dtype)
         self._reduce_dtype = reduce_dtype
         self.gradient: Tensor | None = None
-        # Whole main gradients are kept over the micro-batches where the reduction runs once per step (stage 1).
+        # Unsharded main gradients are kept over the micro-batches if the reduction runs once per step (stage 1).
         self.whole_gradients = whole_gradients or shard.size == 1
         self._flat: Tensor | None = None
         self._seen: set[int] = set()
         self._missing = len(self.members)
         self._reduced: Tensor | None = None
         self._summed: Tensor | None = None  # over the replicas
-        self._lent: list[Tensor] = []  # what the collective in flight reads and writes
+        self._lent: list[Tensor] = []  # buffers that the collective in flight reads and writes
         self._work: list[dist.Work] = []
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
@@ -170,26 +205,27 @@ class Bucket:
 
     @property
     def ranges(self) -> list[OptimizerRange]:
-        """The row cut where decay, learning rate or counting changes, and between what other axes split and what they
-        repeat: a kernel rounds the last elements of a range in another way than those before, so ranks that hold the
-        same have to step it in ranges of one length.
+        """The row, cut where decay, learning rate, counting or the number of split dims changes.
+
+        Parameters that other axes split are separate from those that they replicate: a kernel may round the last
+        elements of a range differently, so ranks with the same parameter must update it in ranges of equal length.
         """
-        found: list[OptimizerRange] = []
+        ranges: list[OptimizerRange] = []
         kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
         for (decay, counted, router, _), group in kinds:
             members = list(group)
-            found.append(
+            ranges.append(
                 OptimizerRange(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router)
             )
-        return found
+        return ranges
 
     @property
     def nbytes(self) -> int:
-        """Of all ranks' gradients as they travel."""
+        """Bytes of all rows of gradients, in the reduce dtype."""
         return self.shard.size * self.row * self._reduce_dtype.itemsize
 
     def piece(self, flat: Tensor, member: BucketParameter) -> Tensor:
-        """A member's real piece as a view of a row-shaped tensor [P]."""
+        """Return a member's piece, without padding, as a view of a row-shaped tensor [P]."""
         padded = flat[member.offset : member.offset + member.numel].view(member.piece)
         return padded.narrow(member.dim, 0, member.box.sizes[member.dim])
 
@@ -202,16 +238,16 @@ class Bucket:
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
         if self.gradient is not None:
-            self._pool.give(self.gradient)  # a single rank's is a view of all that is flat
+            self._pool.give(self.gradient)  # on an axis of one rank it is a view of the whole flat buffer
         self.gradient = self._flat = None
         self._seen.clear()
 
     def begin_micro_batch(self, gradients: int = 1) -> None:
-        """Expect so many gradients from each member."""
+        """Expect ``gradients`` gradients from each member before the reduction."""
         self._missing = len(self.members) * gradients
 
     def add(self, index: int) -> bool:
-        """Member ``index`` has its gradient of this micro-batch; True when it was the segment's last missing one."""
+        """Take a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
         if self.whole_gradients:
             self._accumulate(index)
         self._missing -= 1
@@ -233,10 +269,10 @@ class Bucket:
         member.parameter.grad = None
 
     def _pack(self) -> Tensor:
-        """All members' gradients as [n, P]; a member that got none has gradient zero."""
+        """Return all members' gradients as [n, P]; zero for a member without a gradient."""
         flat = self._flat
         if flat is None:
-            # Nothing is added up in it where each micro-batch is reduced: it may have the dtype that travels.
+            # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
             dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
             flat = self._flat = self._pool.take((self.shard.size, self.row), dtype)
         for index, member in enumerate(self.members):
@@ -248,13 +284,13 @@ class Bucket:
         return flat
 
     def launch(self, *, overlap: bool) -> None:
-        """Start the reduction of what was accumulated since the last launch."""
+        """Launch the reduction of the gradients accumulated since the last launch."""
         flat = self._pack()
         if self.shard.group is None:
             self._reduced = flat[0]
             return
         message = flat if flat.dtype == self._reduce_dtype else self._lend(flat.shape).copy_(flat)
-        # A CPU exchanges pieces in place of a reduce-scatter and needs room for what arrives.
+        # On a CPU the reduce-scatter is an exchange of pieces, which needs a buffer for those that arrive.
         scratch = self._lend(flat.shape) if flat.device.type == "cpu" else None
         self._reduced = self._pool.take((self.row,), self._reduce_dtype)
         work = transport.reduce_scatter(self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch)
@@ -262,7 +298,7 @@ class Bucket:
             self._work.append(work)
 
     def settle(self, *, last: bool, overlap: bool) -> None:
-        """Wait for the reduce-scatter and add its result; after the step's last one start the sum over replicas."""
+        """Wait for the reduce-scatter and accumulate its result; after the step's last one launch the replica sum."""
         if self._reduced is None:
             return
         self._wait()
@@ -281,9 +317,9 @@ class Bucket:
                 self._work.append(work)
 
     def _accumulate_reduced(self, reduced: Tensor) -> None:
-        """Into the main gradient, in the master's dtype."""
+        """Add to the main gradient, in the master's dtype."""
         if self.shard.group is None or (self.gradient is None and reduced.dtype == self.master.dtype):
-            # One rank accumulates in place: what was reduced is the sum over the micro-batches already.
+            # A single rank accumulates in place: ``reduced`` already is the sum over the micro-batches.
             self.gradient = reduced
             return
         if self.gradient is None:
@@ -293,7 +329,7 @@ class Bucket:
         self._pool.give(reduced)
 
     def finish(self) -> None:
-        """Wait for the sum over replicas."""
+        """Wait for the replica sum; the main gradient is then complete."""
         self._wait()
         if self._summed is not None and self._summed is not self.gradient:
             assert self.gradient is not None
@@ -307,7 +343,7 @@ class Bucket:
         self._work.clear()
 
     def _lend(self, shape: Sequence[int]) -> Tensor:
-        """A buffer in the dtype that travels, until ``_give_back``."""
+        """Return a buffer in the reduce dtype, valid until ``_give_back``."""
         buffer = self._pool.take(shape, self._reduce_dtype)
         self._lent.append(buffer)
         return buffer
@@ -320,12 +356,12 @@ class Bucket:
     # Parameters: publish (after the optimizer) -> receive (before the forward)
 
     def publish(self, *, overlap: bool) -> None:
-        """Send this rank's row to the others in the compute dtype; ``receive`` puts it into the parameters."""
+        """Launch the all-gather of rows in the compute dtype (unshard); ``receive`` copies them to the parameters."""
         if self.aliased:
             return
-        self.receive()  # nothing that is in flight is dropped: its messages would be taken for the next gather's
-        # A copy also where the dtypes agree: the optimizer may step while the row still travels.
-        # From host memory it is copied first and cast on the device: a cast on the host would not wait for its values.
+        self.receive()  # a gather still in flight must complete: its messages would be mistaken for the next gather's
+        # A copy even if the dtypes agree: the optimizer may step while the row is in flight.
+        # From host memory it is copied first and cast on the device: a cast on the host would not wait for the values.
         master = self.master.to(self.members[0].parameter.device, non_blocking=True)
         row = self._pool.take((self.row,), self.dtype).copy_(master)
         if self.shard.group is None:
@@ -339,7 +375,7 @@ class Bucket:
             self.receive()
 
     def receive(self) -> None:
-        """Wait for a launched gather, if there is one, and fill the parameters."""
+        """Wait for the gather in flight, if any, and fill the parameters."""
         if self._gather is not None:
             flat, row, work = self._gather
             self._gather = None

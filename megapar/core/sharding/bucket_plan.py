@@ -1,8 +1,9 @@
-"""Which parameters are gathered and reduced together: the plan of segments. Standard library only.
+"""The plan of buckets: groups of parameters to gather and reduce together. Standard library only.
 
-Sources: the two segment strategies of Paddle's sharding for ERNIE 3.0 (PaddlePaddle PR 31884), where a segment is what
-communication and computation overlap by. Here a segment is planned from the parameter table, in forward order; it may
-span several layers or be a part of one. An attention is never cut: it reads weights of its parts beside their calls.
+The flags and Paddle call a bucket a *segment*. Sources: the two segment strategies of Paddle's sharding for ERNIE 3.0
+(PaddlePaddle PR 31884), where buckets are the unit of overlap. Buckets are planned from the parameter table, in forward
+order; one may span several layers or be a part of a layer. An attention module is never cut, since it reads weights of
+its submodules without calling them.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ _ATTENTION = "attention"
 
 
 class PlanError(ValueError):
-    """An anchor names no module, or one that another anchor names too."""
+    """An anchor that matches no module, or a module that another anchor also matches."""
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """names: parameters in forward order. bytes: what one rank gathers, in the dtype that travels."""
+    """A bucket as planned.
+
+    Attributes:
+        names: its parameters, in forward order.
+        bytes: bytes that one rank gathers, in the dtype of the message.
+    """
 
     names: tuple[str, ...]
     bytes: int
 
     @property
     def span(self) -> str:
-        """From its first module to its last one, for people."""
+        """The first and the last module, for display."""
         first, last = (name.rpartition(".")[0] for name in (self.names[0], self.names[-1]))
         return first if first == last else f"{first} .. {last}"
 
@@ -39,16 +45,16 @@ Cost = Callable[[ParameterInfo], int]
 
 
 def by_unit(rows: Sequence[ParameterInfo], cost: Cost) -> list[PlannedBucket]:
-    """One segment per layer."""
+    """Plan one bucket per layer."""
     return _cut(rows, cost, lambda before, row, _: row.unit != before.unit)
 
 
 def by_bytes(
     rows: Sequence[ParameterInfo], cost: Cost, limit_bytes: float, *, whole: bool = False
 ) -> list[PlannedBucket]:
-    """A new segment where the bytes to gather have reached ``limit_bytes``; only whole modules are kept together.
+    """Start a new bucket when the current one has reached ``limit_bytes``.
 
-    whole: whole layers are.
+    A module is never cut. whole: nor is a layer.
     """
 
     def owner(row: ParameterInfo) -> str:
@@ -60,9 +66,9 @@ def by_bytes(
 def by_anchors(
     rows: Sequence[ParameterInfo], cost: Cost, anchors: Sequence[str], *, whole: bool = False
 ) -> list[PlannedBucket]:
-    """A new segment at each module that an anchor, a path or a pattern of one, names. Raises PlanError.
+    """Start a new bucket at each module that an anchor (a path or a pattern) matches. Raises PlanError.
 
-    whole: layers are kept whole; what would begin inside one begins before it.
+    whole: do not cut layers; a bucket that would begin inside a layer begins before it.
     """
     starts = _starts(rows, anchors)
     if whole:
@@ -82,21 +88,21 @@ def by_anchors(
 def _cut(
     rows: Sequence[ParameterInfo], cost: Cost, cuts: Callable[[ParameterInfo, ParameterInfo, int], bool]
 ) -> list[PlannedBucket]:
-    segments: list[PlannedBucket] = []
+    buckets: list[PlannedBucket] = []
     names: list[str] = []
     size = 0
     for before, row in zip([rows[0], *rows], rows, strict=False):
         if names and cuts(before, row, size):
-            segments.append(PlannedBucket(tuple(names), size))
+            buckets.append(PlannedBucket(tuple(names), size))
             names, size = [], 0
         names.append(row.name)
         size += cost(row)
-    segments.append(PlannedBucket(tuple(names), size))
-    return segments
+    buckets.append(PlannedBucket(tuple(names), size))
+    return buckets
 
 
 def _modules(row: ParameterInfo) -> list[str]:
-    """Paths of all modules that the parameter lies in, outermost first; an attention's parts are none."""
+    """Return the paths of the modules that contain the parameter, outermost first; attention is not descended into."""
     parts = row.name.split(".")[:-1]
     if _ATTENTION in parts:
         parts = parts[: parts.index(_ATTENTION) + 1]
@@ -110,7 +116,7 @@ def _starts(rows: Iterable[ParameterInfo], anchors: Sequence[str]) -> set[str]:
         hits = [module for module in modules if fnmatchcase(module, anchor) and module.count(".") == anchor.count(".")]
         if not hits:
             near = difflib.get_close_matches(anchor, modules, n=3)
-            hint = f" Near: {', '.join(near)}." if near else f" Modules are such as {', '.join(modules[:4])}."
+            hint = f" Near: {', '.join(near)}." if near else f" Modules are, for example, {', '.join(modules[:4])}."
             raise PlanError(f"--segment-anchors {anchor} names no module of this model.{hint}")
         for module in hits:
             if module in found:

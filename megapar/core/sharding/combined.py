@@ -1,4 +1,7 @@
-"""Several ways of sharding beside each other in one model: stage 3, and experts that no rank shares."""
+"""Several shardings side by side in one model: stage 3, and experts that are whole on one rank.
+
+Tested in ``tests/equivalence/test_equivalence.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megapar.core.sharding.master_shard import MasterShard, ParameterView, Shard
 
 
 class CombinedSharding:
-    """Keeps each parameter as the member that has it keeps it; parts come one member after the other."""
+    """A sharding composed of members, each with its own parameters; ``parts`` concatenates the members' parts."""
 
     def __init__(self, members: Sequence[Sharding]) -> None:
         self._members = members
@@ -24,27 +27,27 @@ class CombinedSharding:
             member.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Called before each micro-batch's forward."""
+        """Prepare for a micro-batch; called before each forward."""
         for member in self._members:
             member.begin_micro_batch(last=last)
 
     def finish(self) -> None:
-        """All gradients are complete when it returns."""
+        """Complete all gradients."""
         for member in self._members:
             member.finish()
 
     def publish(self) -> None:
-        """The next forward computes with the new masters."""
+        """Make the next forward compute with the new masters."""
         for member in self._members:
             member.publish()
 
     def wait(self) -> None:
-        """Nothing is in flight when it returns."""
+        """Wait until nothing is in flight."""
         for member in self._members:
             member.wait()
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Each parameter's piece of tensors that lie beside ``parts`` one for one."""
+        """Yield each parameter's piece of ``tensors``, which correspond to ``parts`` one to one."""
         start = 0
         for member in self._members:
             end = start + len(member.parts)
@@ -52,6 +55,6 @@ class CombinedSharding:
             start = end
 
     def watch(self, trail: DigestTrail | None) -> None:
-        """Note this rank's gradients, or no longer."""
+        """Record this rank's gradients in ``trail``; None: stop."""
         for member in self._members:
             member.watch(trail)

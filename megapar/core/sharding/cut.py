@@ -1,8 +1,8 @@
-"""Which piece of every parameter a rank masters, as arithmetic. Standard library only.
+"""The cut of parameters: the piece of each whose master weights a rank has, as arithmetic. Standard library only.
 
-mp, ep and emp cut first, along the dims that the parameter's ``axes`` name. Sharding then cuts the local piece, along
-its largest dim that the degree divides, so that no rank is left empty; where none divides, along the dim that wastes
-least on padding (8 groups over 168 ranks would take 21 times the memory). FSDP2, which is stage 3, pads dim 0 only.
+mp, ep and emp cut first, along the dims that the parameter's ``axes`` name. Sharding then cuts the local piece along
+its largest dim that the degree divides, so that no rank is left empty. If it divides none, sharding cuts the dim with
+the least padding (8 groups over 168 ranks would take 21 times the memory). FSDP2, used for stage 3, pads dim 0 only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megapar.core.grid import Grid
 
 
 class ParameterInfo(Protocol):
-    """What sharding needs to know of a parameter; the models' parameter tables have it."""
+    """The facts about a parameter that sharding needs; a row of a model's parameter table."""
 
     @property
     def name(self) -> str:
-        """Unique name in the model."""
+        """Name, unique in the model."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -27,37 +27,37 @@ class ParameterInfo(Protocol):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """(mesh axis, dim it splits) pairs."""
+        """Pairs (mesh axis, dim that it splits)."""
 
     @property
     def unit(self) -> str:
-        """The layer it lives in."""
+        """The layer that contains it."""
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies."""
+        """True if weight decay applies."""
 
     @property
     def router(self) -> bool:
-        """Whether it is a router's weight."""
+        """True for the weight of a router."""
 
     @property
     def fp32(self) -> bool:
-        """Whether it is computed with in fp32 whatever the compute dtype."""
+        """True if computations use it in fp32, whatever the compute dtype."""
 
     @property
     def expert(self) -> bool:
-        """Whether it is cut over the expert view's replicas instead of (sharding, cp)."""
+        """True if it is sharded over the expert view's shard axis instead of (sharding, cp)."""
 
     @property
     def stage(self) -> int:
-        """The coordinate on pp that answers for it; a tied embedding lies on the last one too."""
+        """The pp coordinate that owns it; a tied embedding is on the last stage too."""
 
 
 def shard_dim(sizes: Sequence[int], parts: int, *, full: bool = False) -> int:
-    """The dim along which ``parts`` ranks share a tensor: the largest that ``parts`` divides.
+    """Return the dim along which ``parts`` ranks shard a tensor: the largest one that ``parts`` divides.
 
-    Where there is none, the one with the least padding, or with ``full`` (stage 3) dim 0.
+    If there is none, return the dim with the least padding, or dim 0 with ``full`` (stage 3).
     """
     even = [dim for dim, size in enumerate(sizes) if size % parts == 0 and size > 0]
     if even:
@@ -68,7 +68,7 @@ def shard_dim(sizes: Sequence[int], parts: int, *, full: bool = False) -> int:
 
 
 def box_at(spec: ParameterInfo, places: Mapping[str, tuple[int, int]]) -> Box:
-    """The piece that the rank at ``places`` holds: axis -> (size, this rank's coordinate); other axes do not cut."""
+    """Return the piece of the rank at ``places``: axis -> (size, this rank's coordinate). Other axes do not cut."""
     box = Box.whole(spec.shape)
     for axis, dim in spec.axes:
         size, rank = places.get(axis, (1, 0))
@@ -77,7 +77,7 @@ def box_at(spec: ParameterInfo, places: Mapping[str, tuple[int, int]]) -> Box:
 
 
 def local_box(spec: ParameterInfo, grid: Grid, rank: int) -> Box:
-    """The piece a rank computes with: the whole, cut by mp, ep and emp."""
+    """Return the piece that a rank computes with: the whole tensor, cut by mp, ep and emp."""
     at = grid.coordinates(rank)
     box = Box.whole(spec.shape)
     for axis, dim in spec.axes:
@@ -86,7 +86,7 @@ def local_box(spec: ParameterInfo, grid: Grid, rank: int) -> Box:
 
 
 def master_box(spec: ParameterInfo, grid: Grid, rank: int, *, full: bool = False) -> Box:
-    """The piece whose master copy and optimizer state a rank keeps. full: at stage 3."""
+    """Return the piece whose master weights and optimizer state a rank keeps. full: stage 3."""
     box = local_box(spec, grid, rank)
     parts = grid.expert_shards if spec.expert else grid.shards
     return box.cut(
@@ -95,12 +95,12 @@ def master_box(spec: ParameterInfo, grid: Grid, rank: int, *, full: bool = False
 
 
 def is_speaker(spec: ParameterInfo, grid: Grid, rank: int) -> bool:
-    """Whether this rank is the one that answers for a tensor that every rank of its stage has whole."""
+    """Return True if this rank represents its stage for a tensor that is whole on every rank of the stage."""
     return rank == grid.rank(pp=spec.stage)
 
 
 def is_primary(spec: ParameterInfo, grid: Grid, rank: int) -> bool:
-    """Whether this rank is the one that answers for its piece among the ranks that hold the same."""
+    """Return True if this rank represents all ranks that have the same piece (in the norm and in checkpoints)."""
     at = grid.coordinates(rank)
     if at["pp"] != spec.stage or grid.replica_group(rank, expert=spec.expert)[0] != rank:
         return False

@@ -1,4 +1,7 @@
-"""Stage 3: parameters are cut too, by torch's FSDP2, one group per unit."""
+"""Stage 3: parameters are sharded too, by torch's FSDP2, in one group per unit.
+
+Tested in ``tests/equivalence/test_equivalence.py``.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,25 @@ _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 class FullSharding:
     """Parameters, gradients and optimizer state sharded over the shard axis, replicated over dp (hybrid sharding).
 
-    FSDP2 unshards a unit before its forward and backward and reshards it after each.
+    FSDP2 unshards a group before its forward and backward and reshards it after each. Gradients are sums over data
+    ranks, never means. Experts that are sharded over different ranks than the other parameters form separate groups. If
+    each expert is whole on one rank there is nothing to shard: the parameters that ``whole_experts`` returns stay plain
+    parameters in the compute dtype, for another ``Sharding``.
 
-    model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
-    here, uninitialised. units: in forward order, each with its modules; ``together`` names units that share
-    parameters (a tied embedding and its head) and form one group. Gradients are sums over data ranks, never means.
-
-    plan: the segments, each of whole modules, that form one group; None: one group per unit. prefetch: groups gathered
-    ahead of use, in forward and backward. reduce_every_micro_batch: False keeps whole gradients until the last one.
-
-    shard: makes a group, as torch's ``fully_shard``.
-
-    Experts that are cut over other ranks than the rest form groups of their own. Where each is whole on one rank there
-    is nothing to cut: those of ``whole_experts(world, specs)`` stay plain parameters in the compute dtype, left to
-    somebody else.
+    Args:
+        world: groups and meshes.
+        model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
+            here, uninitialised.
+        units: the modules of each unit, in forward order.
+        specs: the parameter table.
+        compute_dtype: dtype of unsharded parameters.
+        master_dtype: dtype of sharded parameters.
+        reduce_dtype: dtype of gradients in messages.
+        together: units that share parameters (a tied embedding and its head) and form one group.
+        plan: buckets of whole modules, each of which becomes a group; None: one group per unit.
+        prefetch: groups gathered ahead of use, in forward and backward.
+        reduce_every_micro_batch: False: keep unsharded gradients until the last micro-batch.
+        shard: makes a group, as torch's ``fully_shard`` does.
     """
 
     full = True
@@ -61,7 +69,7 @@ class FullSharding:
         reduce_every_micro_batch: bool = True,
         shard: Callable[..., Any] = fully_shard,
     ) -> None:
-        # A segment may end inside a layer, at a linear whose output is a view; nothing here changes one in place.
+        # A bucket may end inside a layer, at a linear whose output is a view; no view is changed in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._model, self._shard = model, shard
         self._reduce_every = reduce_every_micro_batch
@@ -72,7 +80,7 @@ class FullSharding:
         self._ignored = {model.get_parameter(spec.name) for spec in left}
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
-        # What the forward uses last (tied, also first) the backward uses at once: it stays gathered in between.
+        # The backward begins with the group that the forward uses last, so it stays unsharded in between.
         last = groups[0] if "head" in together else groups[-1]
         for modules in groups:
             self._wrap(modules if len(modules) > 1 else modules[0], world, stays=modules is last)
@@ -94,7 +102,7 @@ class FullSharding:
         ]
 
     def _wrap_apart(self, world: World, model: nn.Module, specs: Sequence[ParameterInfo]) -> None:
-        """Modules whose parameters travel otherwise than their unit's: experts over edp, fp32 ones in fp32."""
+        """Wrap modules that need a group apart from their unit: experts over edp, fp32 parameters in fp32."""
         if world.axis("expert_shard").size > 1 and _apart(world):
             for name in _modules(spec for spec in specs if spec.expert):
                 self._wrap(model.get_submodule(name), world, expert=True)
@@ -111,9 +119,9 @@ class FullSharding:
         fp32: bool = False,
         stays: bool = False,
     ) -> None:
-        """Make one group of a module or several: gathered, reduced and counted together.
+        """Make one group of one or several modules, which are unsharded and reduced together.
 
-        stays: gathered once per micro-batch, not again for the backward.
+        stays: keep the group unsharded between forward and backward.
         """
         compute, master, reduce = self._dtypes
         policy = MixedPrecisionPolicy(
@@ -152,47 +160,47 @@ class FullSharding:
             parameter.grad = None
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Every micro-batch (or the last one) reduces over the shard axis; the sum over replicas is the last one's."""
+        """Reduce over the shard axis in every micro-batch or only in the last, and over replicas in the last."""
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(last or self._reduce_every)
         self._model.set_is_last_backward(last)
         self._model.set_requires_all_reduce(last)
 
     def finish(self) -> None:
-        """FSDP2 has waited at the end of the backward; a parameter without gradient has gradient zero."""
+        """Collect the gradients, zero for a parameter without one. FSDP2 waited at the end of the backward."""
         for part, (_, parameter, _) in zip(self.parts, self._entries, strict=True):
             part.grad = torch.zeros_like(part.master) if parameter.grad is None else _local(parameter.grad)
 
     def publish(self) -> None:
-        """Nothing to do: masters are the parameters, gathered where they are used."""
+        """Do nothing: masters are the parameters, unsharded when they are used."""
 
     def wait(self) -> None:
-        """Nothing is in flight between steps."""
+        """Do nothing: nothing is in flight between steps."""
 
     def watch(self, trail: DigestTrail | None) -> None:
-        """Note what each group of parameters gives to its reduction, or no longer."""
+        """Record in ``trail`` what this rank contributes to each group's reduction; None: stop."""
         for reduction in self._reductions:
             reduction.trail = trail
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Each parameter's piece; parts are parameters here."""
+        """Yield each parameter's piece of ``tensors``; each part is one parameter here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
             yield ParameterView(spec, box, tensor)
 
 
 class _Comm:
-    """What FSDP2 asks of a collective: where its buffers come from, and the call."""
+    """A custom collective of FSDP2: allocates its buffers; subclasses are callable."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of this size."""
+        """Allocate a buffer of this size."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _AllGather(_Comm):
-    """FSDP2's gather through our transport, which counts it."""
+    """FSDP2's all-gather, routed through ``core.comm.collectives``, which counts its bytes."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -201,9 +209,12 @@ class _AllGather(_Comm):
 
 
 class _ReduceScatter(_Comm):
-    """FSDP2's reduction through our transport, which counts it and sends half of what gloo's own would.
+    """FSDP2's reduce-scatter, routed through ``core.comm.collectives``.
 
-    unit, member: of what it reduces, the first parameter's. trail: notes what this rank brings; None: nobody does.
+    That counts its bytes, and on gloo sends half of what gloo's reduce-scatter would.
+
+    Attributes:
+        trail: records what this rank contributes; None: no recording.
     """
 
     def __init__(self, axis: Axis, unit: str, member: str) -> None:
@@ -226,7 +237,7 @@ class _ReduceScatter(_Comm):
 
 
 def _counts(replica: Axis) -> Callable[[Tensor], None]:
-    """FSDP2 sums over the replicas itself and calls this with the result."""
+    """Return a hook that counts the bytes of the replica sum, which FSDP2 runs itself."""
 
     def summed(gradient: Tensor) -> None:
         transport.count_all_reduce(gradient, replica)
@@ -247,16 +258,16 @@ def _by_plan(
     together: Sequence[str],
     plan: Sequence[PlannedBucket],
 ) -> list[list[nn.Module]]:
-    """The modules whose calls need each segment's parameters: whole units, and what owns the rest of them.
+    """Return the groups of a plan: for each bucket, the modules whose calls need its parameters.
 
-    Segments of units that share parameters become one group.
+    Buckets of units that share parameters become one group.
     """
     shared = {id(m) for name in together for unit in units[name] for m in unit.modules()}
     joint = [module for name in units if name in together for module in units[name]]
     groups: list[list[nn.Module]] = []
     for planned in plan:
         modules = _called(model, units, specs, planned)
-        modules = [module for module in modules if not isinstance(module, FSDPModule)]  # those kept apart
+        modules = [module for module in modules if not isinstance(module, FSDPModule)]  # without those wrapped apart
         others = [module for module in modules if id(module) not in shared]
         if len(others) < len(modules):
             joint += others
@@ -268,10 +279,11 @@ def _by_plan(
 def _called(
     model: nn.Module, units: Mapping[str, Sequence[nn.Module]], specs: Sequence[ParameterInfo], planned: PlannedBucket
 ) -> list[nn.Module]:
-    """What is called for a segment's parameters: the unit where the segment has it whole, else each owner.
+    """Return the modules that are called for a bucket's parameters.
 
-    Nobody calls the norms of queries and keys, which the attention reads: in a part of a unit they are left to the
-    root, which is gathered through the whole forward and backward.
+    A unit that is entirely in the bucket is returned whole; otherwise the module of each parameter is. The norms of
+    queries and keys are read by the attention and never called. If their unit is split, they are left to the root
+    group, which stays unsharded through the whole forward and backward.
     """
     names = set(planned.names)
     modules: dict[int, nn.Module] = {}
@@ -286,7 +298,7 @@ def _called(
 
 
 def _prefetch(groups: Sequence[Sequence[nn.Module]], depth: int) -> None:
-    """Ask for the ``depth`` groups after each (before each in the backward) while it computes."""
+    """Prefetch the ``depth`` groups after each (in the backward, before each) while it computes."""
     first: list[FSDPModule] = [modules[0] for modules in groups if isinstance(modules[0], FSDPModule)]
     for number, module in enumerate(first):
         module.set_modules_to_forward_prefetch(first[number + 1 : number + 1 + depth])
@@ -294,7 +306,7 @@ def _prefetch(groups: Sequence[Sequence[nn.Module]], depth: int) -> None:
 
 
 def whole_experts(world: World, specs: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-    """Expert parameters that sharding does not cut although it cuts the others: each is whole on its rank."""
+    """Return the expert parameters if each expert is whole on one rank, so that sharding does not cut them."""
     return [spec for spec in specs if spec.expert] if world.axis("expert_shard").size == 1 else []
 
 
@@ -307,14 +319,14 @@ def _mesh(world: World, shard: str, replica: str) -> DeviceMesh:
 
 
 def _modules(specs: Iterable[ParameterInfo]) -> list[str]:
-    """Paths of the modules that hold these parameters, each once."""
+    """Return the paths of the modules that hold these parameters, each once."""
     return sorted({spec.name.rpartition(".")[0] for spec in specs})
 
 
 def _allocate(model: nn.Module, plain: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter memory on the device, uninitialised; those named ``plain`` in this dtype.
+    """Allocate uninitialised memory on the device for every parameter; those named ``plain`` have this dtype.
 
-    Those are made anew: torch does not swap a parameter that somebody refers to weakly, as fake tensors' mode does.
+    The plain ones are replaced: torch does not swap a parameter with weak references, such as fake tensor mode holds.
     """
     places = [name.rpartition(".") for name in plain]
     shapes = [model.get_parameter(name).shape for name in plain]
@@ -327,6 +339,6 @@ def _allocate(model: nn.Module, plain: Iterable[str], dtype: torch.dtype, device
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The storage behind a DTensor on this rank."""
+    """Return the local shard of a DTensor, detached."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach()

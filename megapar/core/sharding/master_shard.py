@@ -1,4 +1,7 @@
-"""What the optimizer steps: flat local pieces of master parameters with their gradients."""
+"""Master shards: this rank's flat pieces of the master weights, with gradients, for the optimizer to update.
+
+Tested in ``tests/core/optimizer/test_adamw.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ from megapar.core.sharding.cut import ParameterInfo
 
 @dataclass
 class MasterShard:
-    """One tensor of master values on this rank.
+    """One tensor of master weights on this rank.
 
-    master: fp32 (max(fp32, compute dtype)). grad: of the same shape and dtype, summed over all data, valid between
-    ``finish`` and the next ``begin_step``. decay: whether weight decay applies. counted: whether this rank counts it
-    in the global norm (exactly one rank does). router: whether it is of a router, whose learning rate may be another.
+    Attributes:
+        master: the values, in max(fp32, compute dtype).
+        grad: of the same shape and dtype, summed over all data; valid between ``finish`` and the next ``begin_step``.
+        decay: True if weight decay applies.
+        counted: True if this rank counts it in the global norm; exactly one rank does.
+        router: True if it belongs to a router, which may have a different learning rate.
     """
 
     master: Tensor
@@ -31,7 +37,13 @@ class MasterShard:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """A parameter's piece inside parts' tensors: ``box`` of the global tensor, as a view of this rank's storage."""
+    """A parameter's piece within the tensors of master shards.
+
+    Attributes:
+        spec: its row of the parameter table.
+        box: the piece, in coordinates of the global tensor.
+        tensor: the values, a view of this rank's storage.
+    """
 
     spec: ParameterInfo
     box: Box
@@ -39,9 +51,11 @@ class ParameterView:
 
 
 class Sharding(Protocol):
-    """How parameters, gradients and optimizer state are kept; stages 1 and 2 and stage 3 share this face.
+    """Storage of parameters, gradients and optimizer state; the common interface of all stages.
 
-    full: masters are cut as ``master_box`` cuts them with ``full``.
+    Attributes:
+        parts: this rank's master shards.
+        full: masters are cut as by ``master_box(full=True)``.
     """
 
     parts: list[MasterShard]
@@ -51,19 +65,19 @@ class Sharding(Protocol):
         """Forget the last step's gradients."""
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Called before each micro-batch's forward; ``last`` is the step's last one."""
+        """Prepare for a micro-batch; called before each forward. last: it is the step's last one."""
 
     def finish(self) -> None:
-        """Called after the last backward: every part's gradient is complete when it returns."""
+        """Complete every part's gradient; called after the step's last backward."""
 
     def publish(self) -> None:
-        """Called after the optimizer changed masters: the next forward computes with the new values."""
+        """Make the next forward compute with the new masters; called after the optimizer changed them."""
 
     def wait(self) -> None:
-        """Nothing is in flight when it returns; for whoever reads parameters outside a forward, and at the end."""
+        """Wait until nothing is in flight; needed before parameters are read outside a forward, and at the end."""
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Each parameter's piece of tensors that lie beside ``parts`` one for one: masters, moments, gradients."""
+        """Yield each parameter's piece of ``tensors`` (masters, moments or gradients), one tensor per part."""
 
     def watch(self, trail: DigestTrail | None) -> None:
-        """Until it is called with None: note each gradient of this rank as it is made, before ranks sum it."""
+        """Record each gradient of this rank in ``trail`` before ranks sum it; None: stop."""

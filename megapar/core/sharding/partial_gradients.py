@@ -1,8 +1,9 @@
-"""Gradients that are partial sums per mp rank, made whole once per optimizer step in one collective.
+"""Partial gradients: sums per mp rank that are completed once per optimizer step, in one collective.
 
 Under sequence parallelism every mp rank sees a part of the positions, so parameters that are replicated over mp (norms,
-the router, row-parallel biases) get partial gradients; those that each rank applies to its own heads (qk-norm) always
-do. What is summed are the sharded gradients, after the reduction over data.
+the router, biases of row parallel layers) have partial gradients. Those that each rank applies to its own heads
+(qk-norm) always have. The sharded gradients are summed, after the reduction over data.
+Tested in ``tests/model/test_parallel.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from megapar.core.sharding.master_shard import Sharding
 
 def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitMeter) -> None:
     """Sum the finished gradients of the named parameters over mp, in place, as one message."""
-    wanted = set(names)
-    if mp.group is None or not wanted:
+    selected = set(names)
+    if mp.group is None or not selected:
         return
     grads = [part.grad for part in sharding.parts if part.grad is not None]
-    pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in wanted]
+    pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in selected]
     if not pieces:
-        return  # a stage without such parameters, on all its mp ranks
+        return  # a stage without such parameters, the same on all its mp ranks
     message = torch.cat([piece.flatten() for piece in pieces])
     work = transport.all_reduce(message, mp, async_op=True)
     assert work is not None
@@ -35,9 +36,9 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
 
 
 def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
-    """Sum the finished gradient of a parameter that the first and the last stage have, in place, once per step.
+    """Sum the finished gradient of a tied parameter over the first and the last stage, in place, once per step.
 
-    The two exchange their gradients and add: a + b and b + a are the same bits, so that their weights stay the same.
+    The two stages exchange their gradients and add: a + b and b + a have the same bits, so their weights stay equal.
     """
     if pp.rank not in (0, pp.size - 1):
         return
@@ -46,7 +47,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     own = torch.cat([piece.flatten() for piece in pieces])
     other = torch.empty_like(own)
     peer = pp.size - 1 - pp.rank
-    # As one: where both ranks' queues had a send before the receipt, an accelerator would wait for ever.
+    # One call for both: if each rank's queue had a send before its receive, an accelerator would deadlock.
     work = transport.send_receive(other, own, pp, peer, peer)
     assert work is not None
     meter.wait(work, f"{pp.name}/send")

@@ -1,8 +1,8 @@
-"""The replica guard: parameters that several ranks hold must be the same bits on all of them.
+"""The replica guard: parameters that are replicated must have the same bits on all their ranks.
 
-A rank whose memory or arithmetic failed goes on silently with other weights than its peers; every later step spreads
-the damage. A digest of 64 bits per tensor, compared by one all-reduce per axis, finds that for the price of one pass
-over the parameters.
+A rank with faulty memory or arithmetic silently continues with different weights, and every later step spreads the
+damage. A 64-bit digest per tensor, compared by one all-reduce per axis, detects this at the cost of one pass over the
+parameters. Tested in ``tests/training/step/test_bad_steps.py``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from megapar.errors import CorruptionError
 WIDTH = 4096
 SHOWN = 5
 Row: TypeAlias = tuple[str, str, list[int], bool]
-"""A difference: in words, the parameter, ranks, and True if those are to blame, False if that is not known."""
+"""A difference: (text, parameter, ranks, True if those ranks are at fault, False if the faulty ones are unknown)."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor of this rank that must have the same bits on every rank of an axis. name: for error messages."""
+    """A tensor of this rank that must have the same bits on every rank of an axis.
+
+    Attributes:
+        name: for error messages.
+        tensor: the values.
+        axis: the ranks to compare.
+    """
 
     name: str
     tensor: Tensor
@@ -39,7 +45,7 @@ class Replica:
 
 
 def axes_of(spec: ParameterInfo, world: World, *, sharded: bool) -> list[Axis]:
-    """Axes along which a parameter repeats. sharded: the tensor is a piece that the sharding ranks do not share."""
+    """Return the axes over which a parameter is replicated. sharded: its sharding ranks have different pieces."""
     kind = "expert_" if spec.expert else ""
     names = [f"{kind}replica"] if sharded else [f"{kind}replica", f"{kind}shard"]
     kept = ("ep", "emp") if spec.expert else ("mp",)
@@ -48,9 +54,9 @@ def axes_of(spec: ParameterInfo, world: World, *, sharded: bool) -> list[Axis]:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """64 bits of a tensor, int64 on its device: equal for equal bits, different wherever a few of them differ.
+    """Return a 64-bit digest of a tensor, int64 on its device: equal for equal bits, different if a few bits differ.
 
-    Elements as integers are summed in WIDTH columns, and those added with different odd weights, all modulo 2**64.
+    The elements, as integers, are summed in WIDTH columns, which are added with different odd weights, modulo 2**64.
     """
     flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     whole = flat.numel() // WIDTH * WIDTH
@@ -63,9 +69,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def check(replicas: Iterable[Replica], world: World, when: str) -> bool:
-    """Compare all replicas; True if there are any. Every rank of the world calls it, with the same names on each axis.
+    """Compare all replicas; return True if there are any. Raises CorruptionError on every rank if they differ.
 
-    Raises CorruptionError, on every rank, naming the parameters and the ranks that differ. when: begins the message.
+    The error names the parameters and the ranks. Collective: every rank of the world calls it, with the same names on
+    each axis. when: the beginning of the message.
     """
     by_axis: dict[tuple[int, ...], list[Replica]] = {}
     for replica in replicas:
@@ -89,8 +96,8 @@ def _error(rows: Sequence[Row], when: str) -> CorruptionError:
     more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     known = [row for row in rows if row[3]] or rows
     return CorruptionError(
-        f"{when}: replicas of parameters differ: {'; '.join(texts[:SHOWN])}{more}. A rank computes or remembers "
-        "wrongly: look at its hardware, and resume from a checkpoint before this.",
+        f"{when}: replicas of parameters differ: {'; '.join(texts[:SHOWN])}{more}. The memory or the arithmetic "
+        "of a rank is faulty. Check its hardware, and resume from an earlier checkpoint.",
         sorted({rank for row in known for rank in row[2]}),
         list(dict.fromkeys(name for _, name, *_ in rows)),
     )
@@ -114,6 +121,6 @@ def _differing(name: str, axis: Axis, digests: Sequence[int]) -> Row:
     usual = max(digests, key=digests.count)
     odd = [rank for rank, value in zip(axis.ranks, digests, strict=True) if value != usual]
     others = [rank for rank in axis.ranks if rank not in odd]
-    if len(odd) >= len(others):  # which of them are right is not known
+    if len(odd) >= len(others):  # no majority
         return f"{name} on ranks {list(axis.ranks)} of {axis.name}", name, list(axis.ranks), False
     return f"{name} on ranks {odd}, against {others} of {axis.name}", name, odd, True

@@ -51,7 +51,7 @@ def test_a_pattern_shares_its_matches_out_and_leaves_the_rest_where_it_stands() 
         ("uniform", 7, "6 layers cannot fill 7 chunks"),
         ("layer:Attention", 2, "matches none of the layers, whose kinds are Embedding, Dense, Moe, Head"),
         ("layer:Moe", 3, "matches 4 layers, which do not divide into 3 chunks"),
-        ("layer:(", 2, "no regular expression"),
+        ("layer:(", 2, "not a regular expression"),
         ("layer:Head|Embedding", 2, "every chunk holds at least one layer"),
         ("0,3,5", 2, "gives 3 starts for 2 chunks"),
         ("1,3", 2, "the first start is 0"),
