@@ -1,1 +1,1 @@
-"""Mixture of experts: router, dispatch, experts, layer."""
+"""Mixture of experts: router, token dispatcher, experts, layer (docs/ampipe.md for overlap)."""

@@ -1,15 +1,15 @@
-"""Token dropping: which pairs are kept when an expert has room for C of them, by the policies of deepspeed_moe.
+"""Token dropping by capacity factor: the pairs that an expert with capacity C keeps, by deepspeed_moe's policies.
 
-Every expert has a queue of the (token, choice) pairs that chose it, and the first C of them are kept.
-The policies differ only in the order of the queue, drawn here for three tokens a, b, c and two choices:
+Every expert has a queue of the (token, choice) pairs that chose it, and keeps the first C of them. The policies differ
+only in the order of the queue, drawn here for three tokens a, b, c and two choices:
 
     token    a1 a2 b1 b2 c1 c2     all choices of a token before the next token's
     choice   a1 b1 c1 a2 b2 c2     all first choices before the second ones (GShard, DeepSpeed's top-2)
     probs    highest probability first, ties in token order (DeepSpeed's top-k)
 
-Tokens must come in their order in the micro-batch: original position, then sample. A piece of the
-micro-batch (a slice, a rank's chunk) places its pairs after those of all lower-numbered pieces, by
-``queue_starts``; for ``probs`` there is no such order of pieces.
+Tokens must be in the order of the micro-batch: original position, then sample. A piece of the micro-batch (a slice, a
+rank's chunk) queues its pairs after those of all lower-numbered pieces, by ``queue_starts``. Policy ``probs`` has no
+such order of pieces.
 
 Shape letters: T tokens of this piece, k choices per token, E experts, C capacity.
 """
@@ -24,18 +24,22 @@ from megapar.model.decoder.sizes import MoeSizes
 
 
 def capacity_on_device(sizes: MoeSizes, tokens: Tensor) -> Tensor:
-    """``sizes.capacity`` for numbers of tokens that the host does not know. tokens: int64, any shape."""
+    """Return ``sizes.capacity`` for token counts that are only on the device. tokens: int64, any shape."""
     ratio = sizes.capacity_per_token
     room = -torch.div(-tokens * ratio.numerator, ratio.denominator, rounding_mode="floor")
     return room.clamp(min=sizes.min_capacity)
 
 
 def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
-    """[k, E] int64: the pairs that come before this piece's c-th choices in each expert's queue.
+    """Count the pairs that precede this piece's c-th choices in each expert's queue: [k, E] int64.
 
-    counts_PkE: pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
-    ``choice`` needs all pieces; ``token`` reads only those before ``piece``, so a running count will do.
     Raises ValueError for ``probs``, whose order does not follow from counts.
+
+    Args:
+        counts_PkE: pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
+            ``choice`` needs all pieces; ``token`` reads only those before ``piece``, so a running count suffices.
+        piece: the number of this piece.
+        policy: ``token`` or ``choice``.
     """
     before_kE = counts_PkE[:piece].sum(0)
     if policy == "token":
@@ -49,10 +53,14 @@ def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
 def keep_by_order(
     experts_Tk: Tensor, valid_T: Tensor | None, starts_kE: Tensor, *, capacity: int | Tensor, policy: str
 ) -> Tensor:
-    """[T, k] bool: the pairs that policy ``token`` or ``choice`` keeps.
+    """Return the pairs that policy ``token`` or ``choice`` keeps: [T, k] bool.
 
-    valid_T: bool, padding takes no place and is not kept; None is no padding. starts_kE: ``queue_starts``.
-    capacity: a number, or a scalar where the host does not know it.
+    Args:
+        experts_Tk: the experts that each token chose.
+        valid_T: bool, False for padding, which uses no capacity and is not kept; None: no padding.
+        starts_kE: from ``queue_starts``.
+        capacity: a number, or a device scalar if the host does not have it.
+        policy: ``token`` or ``choice``.
     """
     num_experts = starts_kE.shape[1]
     choice_k = torch.arange(experts_Tk.shape[1], device=experts_Tk.device)
@@ -68,9 +76,9 @@ def keep_by_order(
 def keep_by_probability(
     experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int | Tensor
 ) -> Tensor:
-    """[T, k] bool: each expert's C most probable pairs (policy ``probs``), over a whole micro-batch.
+    """Return each expert's C most probable pairs over a whole micro-batch (policy ``probs``): [T, k] bool.
 
-    probs_TE: the full scores, from which the chosen ones are read; no gradient passes.
+    probs_TE: the full scores, from which those of the chosen experts are read; no gradient flows.
     """
     score_Tk = probs_TE.detach().gather(1, experts_Tk)
     return _keep_by_score(experts_Tk, valid_T, score_Tk, probs_TE.shape[1], capacity)
@@ -86,15 +94,19 @@ def keep_by_probability_over(
     capacity: int | Tensor,
     number: int | None = None,
 ) -> Tensor:
-    """``keep_by_probability`` of a micro-batch that ranks share, each with T tokens, of ``own_length`` positions.
+    """Apply ``keep_by_probability`` to a micro-batch that ranks share; returns this rank's [T, k].
 
-    number: of the slice that these positions are, where it is not the whole sequence.
-    Returns what is kept of this rank's tokens. All-gathers of [T, 2 k + 1].
+    All-gathers [T, 2 k + 1] from each rank; the other arguments are those of ``keep_by_probability``.
+
+    Args:
+        share: the ranks that share the micro-batch, each with T tokens.
+        own_length: positions on this rank.
+        number: the slice that these positions belong to; None: they are the whole sequence.
     """
     topk = experts_Tk.shape[1]
     score_Tk = probs_TE.detach().gather(1, experts_Tk)
     ok_T1 = torch.ones_like(score_Tk[:, :1]) if valid_T is None else valid_T[:, None].to(score_Tk.dtype)
-    # Experts travel as floating point numbers, exact below 2^24.
+    # Expert numbers are sent as floating point numbers, exact below 2^24.
     whole = share.gather(torch.cat([score_Tk, experts_Tk.to(score_Tk.dtype), ok_T1], dim=1))
     whole = share.in_order(whole, own_length, number)
     score_Tk, experts_Tk, ok_T = whole[:, :topk], whole[:, topk:-1].long(), whole[:, -1] > 0
@@ -114,7 +126,7 @@ def _keep_by_score(
 
 
 def _places(queue: Tensor, num_queues: int) -> Tensor:
-    """Each pair's place in its queue, from 0; pairs are queued in the order given. queue: [N] 0..num_queues."""
+    """Return each pair's position in its queue, from 0; pairs are queued in input order. queue: [N] 0..num_queues."""
     order = torch.sort(queue, stable=True).indices
     lengths = queue.new_zeros(num_queues + 1).scatter_add_(0, queue, torch.ones_like(queue))
     first = lengths.cumsum(0) - lengths

@@ -1,12 +1,12 @@
-"""Sorts tokens by expert and sums the expert outputs per token, by indices; no one-hot matrices.
+"""Token permutation: sort tokens by expert, and sum the expert outputs per token, by indices without one-hot matrices.
 
     tokens [T, H]   a        b        c         each with k choices: pairs a1 a2 b1 b2 c1 c2
     permute         stable sort of the pairs by expert, one row per kept pair
     rows [R, H]     a2 c1 | b1 | a1 b2 c2       experts 0, 1, 2
-    unpermute       each token adds up its rows; the gate weights have been multiplied in before (``weigh``)
+    unpermute       sum each token's rows, after multiplication by the gate weights (``weigh``)
 
 ``permute`` and ``unpermute`` are adjoint: the backward of each is the forward of the other. Only indices are saved.
-The token dispatcher (``expert_parallel``) uses both, and sends the rows between ranks.
+The token dispatcher (``token_dispatcher``) uses both, and sends the rows between ranks.
 
 Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 """
@@ -24,15 +24,15 @@ from megapar.moe.stats import count_pairs
 
 
 class ExpertOrder(NamedTuple):
-    """The order of rows that are sorted by expert: where each (token, choice) pair went.
+    """The order of rows sorted by expert: a map between rows and (token, choice) pairs.
 
     Pairs are numbered token · k + choice.
 
     Attributes:
         pair: [R] int64, the pair of each row; rows are sorted by expert, then by pair.
-        row: [T, k] int64, the row of each pair; any row where the pair is not kept.
+        row: [T, k] int64, the row of each pair; arbitrary if the pair is not kept.
         pair_kept: [T, k] bool; None: every pair is kept.
-        row_kept: [R] bool, False for rows beyond the kept pairs; None: there are no such rows.
+        row_kept: [R] bool, False for rows beyond the kept pairs; None: all rows have a pair.
     """
 
     pair: Tensor
@@ -42,16 +42,17 @@ class ExpertOrder(NamedTuple):
 
 
 def weigh(rows_RH: Tensor, weights_R: Tensor) -> Tensor:
-    """[R, H]: each row times its weight, rounded to the rows' dtype first."""
+    """Multiply each row by its weight, rounded to the rows' dtype first: [R, H]."""
     return rows_RH * weights_R.to(rows_RH.dtype)[:, None]
 
 
 def sort_by_expert(
     experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int, *, exact: bool
 ) -> tuple[ExpertOrder, Tensor]:
-    """The order that sorts the kept pairs by expert into ``rows`` rows, and the rows of each expert [E].
+    """Return the order that sorts the kept pairs by expert into ``rows`` rows, and the rows of each expert [E].
 
-    Pairs of one expert stay in token order. Rows beyond the kept pairs count for the last expert.
+    Pairs of one expert stay in token order. Rows beyond the kept pairs belong to the last expert. exact: ``rows`` is
+    the number of kept pairs.
     """
     key = experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)
     order = torch.sort(key.flatten(), stable=True).indices
@@ -67,9 +68,9 @@ def sort_by_expert(
 
 
 def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int) -> ExpertOrder:
-    """The order that gives every expert ``capacity`` rows, its kept pairs first, in token order.
+    """Return the order that gives every expert ``capacity`` rows, its kept pairs first, in token order.
 
-    No expert may have more kept pairs than that. The host does not wait for the device.
+    No expert may have more kept pairs than ``capacity``. The host does not wait for the device.
     """
     key = (experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)).flatten()
     order = torch.sort(key, stable=True).indices
@@ -86,17 +87,17 @@ def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: in
 
 
 def permute(x_TH: Tensor, order: ExpertOrder) -> Tensor:
-    """[R, H]: the token of each row; zeros beyond the kept pairs. Backward is ``unpermute``."""
+    """Copy the token of each row, zeros beyond the kept pairs: [R, H]. The backward is ``unpermute``."""
     return _Permute.apply(x_TH, *order)  # type: ignore[no-any-return]
 
 
 def unpermute(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
-    """[T, H]: the sum of each token's rows. Backward is ``permute``."""
+    """Sum each token's rows: [T, H]. The backward is ``permute``."""
     return _Unpermute.apply(rows_RH, *order)  # type: ignore[no-any-return]
 
 
 class _Permute(torch.autograd.Function):
-    # The order travels as saved tensors, so that recomputation and offloading see it.
+    # The order is passed as saved tensors, so that recomputation and offloading hooks see it.
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, *order: Any) -> Tensor:
         ctx.save_for_backward(*order)
@@ -126,7 +127,7 @@ def _gather(x_TH: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def gather_sum(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
-    """``unpermute`` outside autograd."""
+    """Compute ``unpermute`` outside autograd."""
     num_tokens, topk = order.row.shape
     if rows_RH.shape[0] == 0 or num_tokens == 0:
         return rows_RH.new_zeros(num_tokens, rows_RH.shape[1])

@@ -35,18 +35,18 @@ class Experts(nn.Module):
         forward   grouped product, activation, grouped product; no collective
         dgrad     grouped products with the weights in their layout; no collective
         wgrad     one [out, in] product per expert over its rows, whole on its rank
-    Where F is cut over emp, the result is a partial sum over emp and so is dgrad; down_bias [E, H] is then whole on
-    every rank of emp, enters the sum on the first (``adds_down_bias``) and has the whole gradient on all.
+    If F is sharded over emp, the result is a partial sum over emp, and so is dgrad; down_bias [E, H] is then whole on
+    every rank of emp, is added on the first (``adds_down_bias``), and has the whole gradient on all.
     Parameters are created uninitialised.
 
     Attributes:
-        gated: gate and up projection, instead of up alone.
+        gated: a gate and an up projection, instead of up alone.
         has_bias: experts have biases.
-        selective: compute the activation again in the backward instead of keeping it.
+        selective: recompute the activation in the backward instead of keeping it.
         adds_down_bias: this rank adds ``down_bias`` to the sum over emp.
-        run: calls the activation, as it is or compiled.
-        up_name: of the first weight, ``gate_up`` or ``up``.
-        weight_gradients: takes the products of weight gradients, to make them later; None: they are made at once.
+        run: calls the activation, eager or compiled.
+        up_name: name of the first weight, ``gate_up`` or ``up``.
+        weight_gradients: defers the products of weight gradients; None: compute them at once.
     """
 
     def __init__(
@@ -80,18 +80,21 @@ class Experts(nn.Module):
         self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
 
     def forward(self, function: Callable[..., T], *entering: Any) -> T:
-        """``function(self, *entering)``: everything that a passage computes with these experts, in one call.
+        """Return ``function(self, *entering)``: everything that a passage computes with these experts, in one call.
 
-        Under FSDP the call of the module gathers the weights; their gradients are reduced when the gradients of
-        ``entering`` have been computed. So the tensors that bring rows must be in ``entering``, and the tensors that
-        leave in the result. Several slices, which call ``compute`` several times, gather once.
+        Under FSDP, calling the module unshards the weights, and their gradients are reduced once the gradients of
+        ``entering`` have been computed. So all incoming rows must be in ``entering``, and all outgoing ones in the
+        result. Several slices call ``compute`` several times within one call, and unshard once.
         """
         return function(self, *entering)
 
     def compute(self, rows_RH: Tensor, counts_E: Tensor, sizes_E: tuple[int, ...] | None = None) -> Tensor:
-        """[R, H] expert outputs, unweighted. counts_E: int64, rows of each expert; they sum to R.
+        """Return the expert outputs [R, H], before the gate weights.
 
-        sizes_E: the same on the host, where the device's products need them (``grouped_linear``).
+        Args:
+            rows_RH: tokens, sorted by expert.
+            counts_E: int64, rows of each expert; they sum to R.
+            sizes_E: the same on the host, if the device's products need them (``grouped_linear``).
         """
         up = local(getattr(self, self.up_name)).flatten(1, -2)
         expert_R, up_bias, down_bias = None, None, None
@@ -109,9 +112,9 @@ class Experts(nn.Module):
         return self._finish(hidden, up_bias, down, down_bias)
 
     def apart(self) -> list[Callable[[Tensor], Tensor]]:
-        """A function of every expert here, [R, H] of its rows to [R, H], to be called any number of times.
+        """Return a function per expert on this rank, from its rows [R, H] to [R, H], callable any number of times.
 
-        The weight gradients of its calls are summed per expert, and joined with those of the other experts once.
+        Weight gradients of its calls are summed per expert, and concatenated with those of the other experts once.
         """
         up, down = (self._pieces(name) for name in (self.up_name, "down"))
         up_bias = self._pieces(f"{self.up_name}_bias") if self.has_bias else [None] * len(up)
@@ -133,7 +136,7 @@ class Experts(nn.Module):
         return [make(e) for e in range(len(up))]
 
     def _pieces(self, name: str) -> list[Callable[[], Tensor]]:
-        """Each expert's part of a parameter, as a function to call for each use."""
+        """Return each expert's part of a parameter, as a function to call at each use."""
         parts = local(getattr(self, name)).unbind(0)
         return [
             partial(Fp32GradSum().use, part) if part.dtype.itemsize < 4 else partial(_itself, part) for part in parts
@@ -158,7 +161,10 @@ class Experts(nn.Module):
 
 @counted(1)
 def activate(hidden: Tensor, gated: bool) -> Tensor:
-    """[R, 2 F] to [R, F] where ``gated``, else the same shape. (The products are one kernel each, compiled or not.)"""
+    """Apply the activation: [R, 2 F] to [R, F] if ``gated``, else the same shape.
+
+    Only this is compiled: the products are one kernel each, compiled or not.
+    """
     return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)
 
 
@@ -167,7 +173,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 class _AddOnce(torch.autograd.Function):
-    """x + bias on one rank and x on the others, which are summed afterwards: the gradient is whole on all."""
+    """x + bias on one rank and x on the other ranks, which are summed later: the bias gradient is whole on all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, adds: bool) -> Tensor:

@@ -1,6 +1,6 @@
-"""Linear layers of many experts at once, over rows that are sorted by expert.
+"""Grouped GEMM: the linear layers of many experts at once, over rows sorted by expert.
 
-They use the device's grouped product, or products per expert where it has none and the host knows each one's rows.
+Uses the device's grouped product, or one product per expert if the device has none and the host has the row counts.
 
 Shape letters: R rows, I input features, O output features, E experts on this rank.
 """
@@ -25,7 +25,7 @@ def grouped_linear(
     later: Later | None = None,
     sizes_E: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """[R, O]: each row times the transposed weight of its expert.
+    """Multiply each row by the transposed weight of its expert: [R, O].
 
     rows_RI: the rows of expert 0, then those of expert 1, and so on. counts_E: int64, rows of each expert,
     some perhaps 0; they must sum to R, because rows beyond are not computed. later: gets the product of the
@@ -40,7 +40,7 @@ def grouped_linear(
 
 
 class _SplitBackward(torch.autograd.Function):
-    """dx [R, I] at once, dw [E, O, I] when ``later`` says."""
+    """Backward with dx [R, I] computed at once and dw [E, O, I] deferred to ``later``."""
 
     @staticmethod
     def forward(

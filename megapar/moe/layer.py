@@ -1,4 +1,4 @@
-"""The MoE layer: route, dispatch, experts, combine, and the shared experts beside them.
+"""The mixture of experts layer: route, dispatch, experts, combine, and the shared experts next to them.
 
 Shape letters: B samples, S positions on this rank, T = B·S tokens, H hidden, E experts, k choices per token, R rows.
 Under sequence parallelism S is the sequence divided by mp.
@@ -33,35 +33,35 @@ READ_SIZES = "MoeLayer.read_sizes"  # where the host waits for the rows of exper
 
 
 class MoeLayer(nn.Module):
-    """x [B, S, H] -> y [B, S, H] and the routing's statistics.
+    """x [B, S, H] -> y [B, S, H], and the routing statistics.
 
     Ledger (this rank):
         router.weight [E, H]; experts.* [E/ep, .., F/emp, ..] as in ``Experts``; shared.* as the module passed in
         forward   x [T, H] -> router -> rows [R, H] sorted by expert -> experts -> times gate weight
-                  -> y [T, H] (+ shared(x)); the collectives over ep and emp are drawn in ``expert_parallel``
-        dgrad     the same way back with the same splits
-        wgrad     experts complete on their rank, over the tokens of all ranks of ep (and emp), so that only the sum
-                  over edp is left; router over this rank's own tokens: without sequence parallelism the same on every
-                  mp rank, with it a part, the parts summed over mp
-    The gate weights multiply the expert outputs after the sum over emp and before the combine, so that the backward
-    never needs what the combine returns. Padding is not routed; the routed experts give zeros for it.
+                  -> y [T, H] (+ shared(x)); the collectives over ep and emp are drawn in ``token_dispatcher``
+        dgrad     the same path in reverse, with the same splits
+        wgrad     experts: complete on their rank, over the tokens of all ranks of ep (and emp), so that only the sum
+                  over edp remains; router: over this rank's own tokens, which are the same on every mp rank without
+                  sequence parallelism, and a part with it, summed over mp
+    The gate weights multiply the expert outputs after the sum over emp and before the combine, so the backward never
+    needs the result of the combine. Padding is not routed; the routed experts return zeros for it.
 
-    The statistics are those of the whole micro-batch and the same on every mp rank. Their gradient counts the loss
-    once although every mp rank differentiates it, like that of every other term.
+    The statistics are those of the whole micro-batch and the same on every mp rank. Every mp rank differentiates them,
+    and their gradients count the loss once, like those of every other term.
 
     Attributes:
         sizes: global sizes and routing options.
         mp: the axis of tensor parallelism.
-        sequence_sharded: the layer's activations have this mp rank's positions only.
-        share: the ranks that have positions of one micro-batch.
+        sequence_sharded: activations contain only this mp rank's positions.
+        share: the ranks that share the positions of a micro-batch.
         shares_batch: there is more than one such rank.
-        local_capacity: this rank alone decides which of its pairs are dropped.
-        router, experts: its modules.
-        shared: the shared experts; None where there are none.
-        comm: launches the exchanges, and counts the waits of the host.
-        dispatcher_class, routing_class: the classes that the layer makes its dispatcher and its passages' routing from;
+        local_capacity: this rank decides alone which of its pairs are dropped.
+        router, experts: submodules.
+        shared: the shared experts, or None.
+        comm: launches the collectives, and counts host waits.
+        dispatcher_class, routing_class: the classes of the layer's token dispatcher and of its passages' routing;
             subclasses of the layer may replace them.
-        dispatcher: brings tokens to their experts and back, with even splits where capacities allow it.
+        dispatcher: sends tokens to their experts and back, with even splits if capacities allow it.
         slicing: how a ``passage`` divides the sequence.
     """
 
@@ -85,14 +85,22 @@ class MoeLayer(nn.Module):
     ) -> None:
         """Create the layer with uninitialised parameters.
 
-        shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; given exactly
-        when ``sizes.shared_experts`` is not 0; in a recomputed unit it also takes ``closing``, as ``Mlp`` does.
-        ep: each rank has a contiguous chunk of the experts. emp: each expert's features are sharded over it; all of
-        mp, or one rank. Without an argument an axis has one rank.
-        sequence_parallel: each mp rank has a contiguous chunk of the positions. share: all ranks that have positions of
-        one micro-batch, those of cp too; by default as sequence_parallel says. slicing: how ``passage`` divides the
-        sequence. execution: how the layer runs; its traffic launches all exchanges of the layer.
-        Raises DistributedError where the axes do not fit each other, ValueError where they do not divide the sizes.
+        Raises DistributedError if the axes do not fit together, ValueError if they do not divide the sizes.
+
+        Args:
+            sizes: global sizes and routing options.
+            shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
+                only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``closing``, as ``Mlp``.
+            ep: each rank has a contiguous chunk of the experts; None: one rank.
+            emp: each expert's features are sharded over it; all of mp, or one rank; None: one rank.
+            mp: the axis of tensor parallelism; None: one rank.
+            sequence_parallel: each mp rank has a contiguous chunk of the positions.
+            share: all ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
+                sequence parallelism, else this rank.
+            slicing: how ``passage`` divides the sequence; None: one slice.
+            dtype: of the experts; the router is max(fp32, dtype).
+            device: of the parameters.
+            execution: how the layer runs; its ``comm`` launches all collectives of the layer.
         """
         super().__init__()
         ep, emp, mp = ep or Axis.single("ep"), emp or Axis.single("emp"), mp or Axis.single("mp")
@@ -126,13 +134,17 @@ class MoeLayer(nn.Module):
     ) -> tuple[Tensor, MoeStats]:
         """Send every non-padding token through its k experts: the passage of one slice.
 
-        valid_BS: bool, False is padding; None is no padding in the whole micro-batch. valid_tokens: non-padding tokens
-        of the whole micro-batch, known on the host so that capacity and buffers do not wait for the device; may be
-        left out without padding. replay: of the recomputed unit that the layer is in; the splits of its forward are
-        used again. closing: of the unit whose output needs this layer's output while nothing else does; the combine is
-        not sent again. All ranks of ep call this together; for deepspeed_moe, whose messages have even splits, with the
-        same B and S.
-        Raises ValueError where valid_BS and valid_tokens contradict each other in a way that the host can see.
+        Collective over ep; for deepspeed_moe, whose messages have even splits, with the same B and S on all ranks.
+        Raises ValueError if valid_BS and valid_tokens contradict each other in a way that the host can detect.
+
+        Args:
+            x_BSH: activations.
+            valid_BS: bool, False for padding; None: no padding in the whole micro-batch.
+            valid_tokens: non-padding tokens of the whole micro-batch, passed on the host so that capacity and buffer
+                sizes do not wait for the device; optional without padding.
+            replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's splits.
+            closing: of the recomputed unit that ends with this layer; its recomputation does not send the combine,
+                since only the unit's output needs it.
         """
         batch, length, _ = x_BSH.shape
         tokens = _host_count(valid_BS, valid_tokens, batch * length * self.share.size)
@@ -155,9 +167,9 @@ class MoeLayer(nn.Module):
         replay: Replay | None = None,
         closing: Replay | None = None,
     ) -> Passage:
-        """The way of one micro-batch through this layer slice by slice, as ``slicing`` says.
+        """Begin the passage of one micro-batch through this layer, slice by slice as in ``slicing``.
 
-        batch, length: samples, and positions on this rank. The other arguments are those of ``forward``.
+        length: positions on this rank. batch: samples. The other arguments are those of ``forward``.
         """
         positions = batch * length
         tokens = _host_count(own_valid_BS, valid_tokens, positions * self.share.size)
@@ -187,11 +199,11 @@ class MoeLayer(nn.Module):
         return Passage(self, routing, dispatcher, slicing, replay, closing)
 
     def slice_by(self, slicing: Slicing) -> None:
-        """Divide the sequence of later passages so."""
+        """Set the slicing of later passages."""
         self.slicing = slicing
 
     def shared_experts(self, x: Tensor, closing: Replay | None) -> Tensor | None:
-        """The output of the shared experts, [.., H] to [.., H]; None where there are none."""
+        """Return the output of the shared experts, [.., H] to [.., H]; None if there are none."""
         if self.shared is None:
             return None
         y: Tensor = self.shared(x) if closing is None else self.shared(x, closing)
@@ -200,22 +212,26 @@ class MoeLayer(nn.Module):
     def host_sizes(
         self, counts_E: Tensor, known: tuple[int, ...] | None, rows: int, replay: Replay | None
     ) -> tuple[int, ...] | None:
-        """The rows of each expert here, as the host needs them for its products; None where the device's need no help.
+        """Return the rows of each local expert on the host, or None if the device's products do not need them.
 
-        known: where the plan has them. rows: their sum. replay: what was read in the forward is not read again.
+        Args:
+            counts_E: the rows, on the device.
+            known: the rows on the host, if the dispatch plan has them.
+            rows: their sum.
+            replay: of the recomputed unit; its recomputation reuses the sizes read in the forward.
         """
         if not self._needs_host_sizes or known is not None:
             return known if self._needs_host_sizes else None
         return once(replay, lambda: self.read_sizes(counts_E, rows))
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
-        """The counts on the host, which waits for the device, once for all products. rows: their sum."""
+        """Copy the counts to the host, with one host wait for all products. rows: their sum."""
         numbers, ready = self.comm.device.host_copy(counts_E)
         ready.synchronize()
         self.comm.count_host_wait(READ_SIZES)
-        found = tuple(numbers.tolist())
-        assert sum(found) == rows, (found, rows)
-        return found
+        sizes = tuple(numbers.tolist())
+        assert sum(sizes) == rows, (sizes, rows)
+        return sizes
 
 
 def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:
@@ -244,7 +260,7 @@ def _own_experts(
     device: torch.device | str | None,
     execution: Execution,
 ) -> Experts:
-    """This rank's piece of the experts: some of them over ep, some of their features over emp."""
+    """Create this rank's part of the experts: sharded over ep, and their features over emp."""
     return Experts(
         sizes.hidden_size,
         piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
@@ -259,7 +275,7 @@ def _own_experts(
 
 
 def _host_count(valid_BS: Tensor | None, valid_tokens: int | None, tokens: int) -> int:
-    """The non-padding tokens as the host knows them."""
+    """Return the number of non-padding tokens, from arguments on the host."""
     if valid_tokens is None:
         if valid_BS is not None:
             raise ValueError("valid was given without valid_tokens; pass the number of True in it")

@@ -1,10 +1,10 @@
-"""What travels from a token to its expert: the token and the weight of its output, in one message.
+"""The dispatch message: tokens and the gate weights of their expert outputs.
 
     message [R, H + w]   x x x x x ... | g g - -   one row per pair; the first of w columns hold the weight's bits
 
-The weight goes along because the expert output is multiplied by it on the expert's rank, after the sum over emp and
-before the combine: so the backward never needs what the combine returns. They share one message because every
-collective has a fixed cost. Weights are max(fp32, dtype) and keep all their bits: in bf16 one takes two columns.
+The weight is sent along because the expert output is multiplied by it on the expert's rank, after the sum over emp and
+before the combine, so the backward never needs the result of the combine. They share one message because every
+collective has a fixed cost. Weights are max(fp32, dtype) and keep all their bits: in bf16 a weight takes two columns.
 
 A row is a multiple of 16 bytes, so that with any splits each rank's part is aligned: NCCL copies unaligned parts byte
 by byte (nccl#413). The columns after the weight are padding, which is never written or read.
@@ -25,23 +25,23 @@ from megapar.moe.expert_order import ExpertOrder, gather_sum
 
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
-    """[R, H + w]: token and weight of each row, zeros where a row has no pair; the padding columns are not set."""
+    """Build the message [R, H + w]: token and weight of each row, zeros in rows without a pair; padding is not set."""
     return _Pack.apply(x_TH, weights_Tk, *order)  # type: ignore[no-any-return]
 
 
 def unpack(
     message: Tensor, hidden: int, dtype: torch.dtype, order: ExpertOrder | None, room: int
 ) -> tuple[Tensor, Tensor]:
-    """(tokens [room, H], weights [R] of ``dtype``) of a message.
+    """Split a message into (tokens [room, H], weights [R] of ``dtype``).
 
-    hidden: H. order: sorts the tokens; None leaves them in the order of the message and adds zeros up to ``room`` rows.
-    Weights always stay in the order of the message, in which the rows are sent back.
+    Weights always stay in message order, in which the rows are sent back. hidden: H. order: sorts the tokens; None:
+    leave them in message order, with zeros up to ``room`` rows.
     """
     return _Unpack.apply(message, hidden, dtype, room, *(order or ()))  # type: ignore[no-any-return]
 
 
 def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
-    """``pack`` outside autograd."""
+    """Compute ``pack`` outside autograd."""
     hidden, rows = x_TH.shape[1], order.pair.shape[0]
     shape = (rows, _columns(hidden, weights_Tk.dtype, x_TH.dtype))
     if not x_TH.shape[0]:
@@ -55,7 +55,7 @@ def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def take_apart(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(dx [T, H], dweights [T, k]) from a message's gradient."""
+    """Split a message's gradient into (dx [T, H], dweights [T, k])."""
     grad_TH = gather_sum(grad[:, :hidden], order)
     row_Tk, kept_Tk = order.row, order.pair_kept
     if not grad.shape[0]:
@@ -67,19 +67,19 @@ def take_apart(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torc
 
 @dataclass(frozen=True)
 class RowsOfTokens:
-    """A message for ``async_pairs.defer``: tokens and weights, in an order that is known after the node was made."""
+    """A message for ``async_pairs.defer``: tokens and weights, in an order determined after the node was made."""
 
     order: ExpertOrder
     hidden: int
     weight_dtype: torch.dtype
 
     def build(self, *inputs: Tensor) -> Tensor:
-        """[R, H + w] from tokens [T, H] and weights [T, k]."""
+        """Build [R, H + w] from tokens [T, H] and weights [T, k]."""
         x_TH, weights_Tk = inputs
         return fill(x_TH, weights_Tk, self.order)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the tokens and of the weights."""
+        """Return the gradients of the tokens and of the weights."""
         return take_apart(grad, self.order, self.hidden, self.weight_dtype)
 
 
@@ -125,7 +125,7 @@ class _Unpack(torch.autograd.Function):
 
 
 def _columns(hidden: int, weight: torch.dtype, row: torch.dtype) -> int:
-    """Elements of dtype ``row`` in a row (H + w)."""
+    """Return the elements of dtype ``row`` in a row, H + w."""
     return row_columns(hidden, weight.itemsize, row.itemsize)
 
 
@@ -136,7 +136,7 @@ def _put_weights(message: Tensor, hidden: int, weights_R: Tensor) -> None:
 
 
 def _weights(message: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[R] weights of ``dtype``, from after the first ``hidden`` columns."""
+    """Read the weights [R] of ``dtype`` that follow the first ``hidden`` columns."""
     bits = message[:, hidden : hidden + dtype.itemsize // message.dtype.itemsize]
-    # A copy even where the column is contiguous, because a view as another dtype needs an aligned start.
+    # A copy even if the column is contiguous, because a view as another dtype needs an aligned start.
     return bits.clone(memory_format=torch.contiguous_format).flatten().view(dtype)

@@ -1,7 +1,7 @@
-"""The routing of one micro-batch as a whole: who is kept, how many rows that is, and the statistics.
+"""Routing of one micro-batch as a whole: the kept pairs, the number of rows, and the statistics.
 
-A micro-batch may be divided twice: among ranks, and on each rank into slices of the sequence. Which of its pairs an
-expert keeps depends on neither, so a slice needs the counts of the tokens before it, on all ranks:
+A micro-batch may be divided twice: among ranks, and on each rank into slices of the sequence. The pairs that an expert
+keeps depend on neither, so a slice needs the counts of the tokens before it, on all ranks:
 
     one slice      the counts are gathered with the router's sums, in one all-gather for both
     many slices    the counts of each slice are gathered when it is routed, the sums once, after the last slice
@@ -39,9 +39,9 @@ class QueuePlace(NamedTuple):
 
     Attributes:
         counts: [P, k, E] pairs of the pieces that share a capacity, in token order.
-        runs: (number, positions) of the pieces that these tokens are.
-        capacity: pairs that an expert keeps; a tensor where the host does not know it.
-        slice_number: of the slice that these tokens are; None where they are the whole sequence.
+        runs: (number, positions) of the pieces that these tokens belong to.
+        capacity: pairs that an expert keeps; a tensor if the host does not have it.
+        slice_number: the slice of these tokens; None: they are the whole sequence.
     """
 
     counts: Tensor
@@ -51,16 +51,16 @@ class QueuePlace(NamedTuple):
 
 
 class MicroBatchRouting:
-    """Decides which pairs of a micro-batch are kept, slice by slice in order, and sums its statistics.
+    """The pairs of a micro-batch to keep, decided slice by slice in order, and the sums of its statistics.
 
     Attributes:
-        sizes: of the layer.
-        share: the ranks that have positions of the micro-batch.
+        sizes: the layer's sizes and routing options.
+        share: the ranks that share the positions of the micro-batch.
         shares_batch: there is more than one such rank.
-        local_capacity: this rank alone decides which of its pairs are kept.
+        local_capacity: this rank decides alone which of its pairs are kept.
         slicing: how the sequence is divided into slices.
-        tokens: non-padding tokens of the micro-batch, on all ranks, known on the host.
-        capacity: pairs that an expert keeps of all slices.
+        tokens: non-padding tokens of the micro-batch on all ranks, a number on the host.
+        capacity: pairs that an expert keeps over all slices.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class MicroBatchRouting:
         self._before_kE: Tensor | None = None
 
     def keep(self, routing: Routing, valid_T: Tensor | None, batch: int, length: int) -> Tensor | None:
-        """[T, k] bool: pairs of the next slice that reach an expert; None: all of them.
+        """Return the pairs of the next slice that reach an expert, [T, k] bool; None: all of them.
 
-        batch, length: samples, and positions of the slice on this rank. All ranks that share the micro-batch call this
-        together.
+        Collective over the ranks that share the micro-batch. batch: samples. length: positions of the slice on this
+        rank.
         """
         self._orthogonal = routing.orthogonal  # the same for every slice
         if self.slicing.active:
@@ -98,13 +98,16 @@ class MicroBatchRouting:
         return self._within_capacity(routing, place, valid_T, batch)
 
     def room(self, positions: int, *, even_splits: bool, padded: bool) -> tuple[int, bool]:
-        """(rows to make room for where no counts are exchanged, whether all of them are needed) for the next slice.
+        """Return (rows to allocate if no counts are exchanged, True if that is the exact number) for the next slice.
 
-        positions: of the slice on this rank, in all samples, padding too. padded: some of them may be padding.
+        Args:
+            positions: positions of the slice on this rank in all samples, including padding.
+            even_splits: messages have even splits.
+            padded: some positions may be padding.
         """
         sizes = self.sizes
         if even_splits:
-            # Padding may differ between the ranks of ep, the rows that they send each other may not.
+            # Padding may differ between the ranks of ep, but the numbers of rows they exchange may not.
             return sizes.num_experts * sizes.capacity(positions), False
         host_knows = not (self.slicing.active or self.shares_batch)
         pairs = (self.tokens if host_knows else positions) * sizes.topk
@@ -113,7 +116,7 @@ class MicroBatchRouting:
         return pairs, not sizes.has_capacity and (host_knows or not padded)
 
     def stats(self) -> MoeStats:
-        """The statistics of the micro-batch, from sums over all ranks and slices; call it after the last slice."""
+        """Return the statistics of the micro-batch, summed over all ranks and slices; call it after the last slice."""
         sizes = self.sizes
         sums, counts_PkE = self._sum_slices() if self._totals is None else self._totals
         first_only = sizes.has_capacity and sizes.drop_policy == "choice"
@@ -123,7 +126,7 @@ class MicroBatchRouting:
         load_E = sums.counts.sum(0)
         if not sizes.has_capacity:
             return MoeStats(aux, z, sequence, orthogonal, load_E, load_E.new_zeros(()))
-        # Every expert is as full as it can be, whatever the policy.
+        # Under every policy, an expert drops only what exceeds its capacity.
         over = load_E - sizes.capacity(self.tokens)
         if self.shares_batch and self.local_capacity:
             over = counts_PkE.sum(1) - capacity_on_device(sizes, counts_PkE[:, 0].sum(1))[:, None]
@@ -137,7 +140,7 @@ class MicroBatchRouting:
         return gather_sums(sums, self.share) if self.shares_batch else (sums, sums.counts[None])
 
     def _dropped_by_slice(self) -> Tensor:
-        """Pairs that were dropped where every slice has a capacity."""
+        """Count the dropped pairs when every slice has a separate capacity."""
         counts_PdkE = torch.stack([sums.counts for sums in self._sums])[None]
         if self.shares_batch:
             counts_PdkE = self.share.gather(counts_PdkE)
@@ -148,7 +151,7 @@ class MicroBatchRouting:
         return over_PdE.clamp(min=0).sum()
 
     def _place_of_all(self, routing: Routing, valid_T: Tensor | None, batch: int, length: int) -> QueuePlace:
-        """Of the only slice; the sums of all ranks come with the counts."""
+        """Return the queue place of the only slice; the counts are gathered together with the sums of all ranks."""
         own_PkE, capacity = routing.sums.counts[None], self.capacity
         runs: tuple[tuple[int, int], ...] = ((0, length),)
         if not self.shares_batch:
@@ -165,7 +168,7 @@ class MicroBatchRouting:
         return QueuePlace(own_PkE, runs, capacity)
 
     def _place_of_slice(self, routing: Routing, length: int) -> QueuePlace:
-        """Of the next of many slices."""
+        """Return the queue place of the next of many slices."""
         sizes, number = self.sizes, len(self._sums)
         counts_PkE, piece = routing.sums.counts[None], 0
         if not self.local_capacity:  # ranks are in order of position in this slice
@@ -181,7 +184,7 @@ class MicroBatchRouting:
         return QueuePlace(counts_PkE, ((piece + 1, length),), self.capacity)
 
     def _within_capacity(self, routing: Routing, place: QueuePlace, valid_T: Tensor | None, batch: int) -> Tensor:
-        """[T, k] bool: pairs that their expert has room for."""
+        """Return the pairs within the capacity of their experts: [T, k] bool."""
         policy, capacity = self.sizes.drop_policy, place.capacity
         # Queues are in token order: position, then sample. Tokens are by sample, then position.
         experts_Tk = _by_position(routing.experts, batch)
@@ -214,7 +217,7 @@ class MicroBatchRouting:
     def _counts_by_run(
         self, routing: Routing, valid_T: Tensor | None, batch: int, positions: Sequence[int], most: int
     ) -> Tensor:
-        """[most, k, E] pairs of each run of this rank's positions, zeros after the last one."""
+        """Count the pairs of each run of this rank's positions, with zeros after the last run: [most, k, E]."""
         if most == 1:
             return routing.sums.counts[None]
         rows = [n * batch for n in positions]
@@ -225,12 +228,12 @@ class MicroBatchRouting:
 
 
 def _by_position(x: Tensor, batch: int) -> Tensor:
-    """[B·S, ...] -> [S·B, ...]."""
+    """Reorder [B·S, ...] to [S·B, ...]."""
     y: Tensor = x.unflatten(0, (batch, -1)).transpose(0, 1).flatten(0, 1)
     return y
 
 
 def _by_sample(x: Tensor, batch: int) -> Tensor:
-    """[S·B, ...] -> [B·S, ...]."""
+    """Reorder [S·B, ...] to [B·S, ...]."""
     y: Tensor = x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(0, 1)
     return y

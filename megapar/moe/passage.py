@@ -1,22 +1,22 @@
-"""One micro-batch's way through an MoE layer, slice by slice; the unsliced layer is a passage of one slice.
+"""A passage: one micro-batch goes through an MoE layer slice by slice; the unsliced layer is a passage of one slice.
 
-Every slice takes the same steps (``^`` launch, ``v`` wait; the numbers are at the lines that do them):
+Every slice takes the same steps (``^`` launch, ``v`` wait; the numbers mark the lines that perform them):
 
     [1] route   [2] keep   [3] D^ dispatch   [4] Dv  E^ enter   [5] Ev   [6] exp experts  L^ leave   [7] Lv  C^ combine
     [8] Cv  sum each token's rows; sh: the shared experts
 
-Program order of one slice, where every launch is waited for at once, and of d slices, where the collectives of one are
+Program order of one slice, where every wait follows its launch, and of d slices, where the collectives of one slice are
 hidden under the computation of others:
 
     1 2 3 4 5 6 7 8 sh
     send(0) 1 2 D0^  send(1) 1 2 D1^ ... |  D0v exp0 C0^ sh0  D1v exp1 C1^ sh1 ... |  C0v C1v ...
 
-With pieces (pipe-experts) every D, exp and C of a slice stands for several: one per local expert and part of its rows.
-With pieces, and with ``overlap_mp``, what the experts need from each other over emp is hidden, too:
+With pieces (pipe-experts), every D, exp and C of a slice is several: one per local expert and part of its rows. With
+pieces, and with ``overlap_mp``, the experts' collectives over emp are hidden, too:
 
     D0v E0^ | D1v E1^ E0v exp0 L0^ | D2v E2^ E1v exp1 L1^ L0v C0^ | ...
 
-The backward is not written here: it is the mirror image, by the start/wait pairs.
+The backward is not written out: the start/wait pairs make it the mirror image.
 
 Shape letters: B samples, s positions of a slice on this rank, T = B·s tokens, H hidden, E experts, k choices per token,
 R rows.
@@ -50,30 +50,33 @@ Compute = Callable[[Tensor, Tensor, tuple[int, ...] | None], Tensor]  # as ``Exp
 
 
 class PendingCombines:
-    """The combines of a layer's slices, in flight. Not a pytree on purpose, so that hooks, casts and copies skip it.
+    """The combines of a layer's slices, in flight. Deliberately not a pytree, so that hooks, casts and copies skip it.
 
-    The tensors that autograd must see, the tokens of ``core.comm.async_pairs``, are passed beside it.
+    The tensors that autograd must see, the tokens of ``core.comm.async_pairs``, are passed separately.
     """
 
     def __init__(
         self, tickets: Sequence[tuple[Ticket, ...]], orders: Sequence[ExpertOrder], *, keep_indices: bool
     ) -> None:
-        """keep_indices: a recomputed unit keeps the orders; it is not run again for them."""
+        """Create it from tickets and orders, one per slice.
+
+        keep_indices: a recomputed unit keeps the orders, so that reading them does not trigger the recomputation.
+        """
         self._tickets = tuple(tickets)
         self._orders = tuple(orders)
         self._keep_indices = keep_indices
 
     def finish(self, number: int, tokens: Sequence[Tensor]) -> Tensor:
-        """[T, H]: wait for slice ``number``, whose pieces have these tokens, and sum each token's rows."""
+        """Wait for slice ``number``, whose pieces have these autograd tokens, and sum each token's rows: [T, H]."""
         rows = [wait(token, ticket) for token, ticket in zip(tokens, self._tickets[number], strict=True)]  # [8]
-        # So that in a recomputed unit's backward the gradients of all slices leave before the unit runs again.
+        # In a recomputed unit's backward, the gradients of all slices are then sent before the unit runs again.
         with kept_as_it_is() if self._keep_indices else nullcontext():
             return unpermute(rows[0] if len(rows) == 1 else torch.cat(rows), self._orders[number])
 
 
 @dataclass(frozen=True)
 class _Tickets:
-    """The tickets of combines, per slice. Not a pytree, as ``PendingCombines``."""
+    """The tickets of combines, per slice. Not a pytree, like ``PendingCombines``."""
 
     by_slice: tuple[tuple[Ticket, ...], ...]
 
@@ -86,25 +89,25 @@ class _Slice:
     dispatch: FinishedDispatch | DeferredDispatch
 
 
-# (tickets of the combines, their tokens, shared experts' outputs), each per slice
+# (tickets of the combines, their autograd tokens, shared experts' outputs), each per slice
 _Worked = tuple[_Tickets, list[tuple[Tensor, ...]], list[Tensor | None]]
 
 
 class _PieceWork:
-    """The way of one piece through the experts, in the order of its methods. piece: its number in the slice."""
+    """One piece of a slice on its way through the experts; call the methods in order. piece: its number."""
 
     def __init__(self, passage: Passage, one: _Slice, piece: int, token: Tensor) -> None:
         self._passage, self._dispatch, self._piece, self._token = passage, one.dispatch, piece, token
         self._dispatcher, self.plan = passage.dispatcher, one.dispatch.plans[piece]
 
     def enter(self) -> None:
-        """Wait for the rows and give them to the ranks that share the experts."""
+        """Wait for the rows and launch the copy or all-gather to the ranks that share the experts."""
         received_RH, self._weights_R = self._dispatch.wait(self._piece, self._token)  # [4]
         self._entering = self._dispatcher.start_enter(received_RH)
-        self._dispatch.launch_next()  # where pieces are chained, the next one is launched after this exchange
+        self._dispatch.launch_next()  # if pieces are chained, the next one is launched after this collective
 
     def compute(self, compute: Compute, by_expert: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        """The products. by_expert: a function of each expert, for a piece with rows of one of them."""
+        """Compute the experts. by_expert: a function per expert, for a piece with rows of one expert only."""
         plan = self.plan
         rows_RH = self._dispatcher.wait_enter(self._entering, plan)  # [5]
         if plan.counts is None:
@@ -114,20 +117,20 @@ class _PieceWork:
         self._leaving = self._dispatcher.start_leave(out_RH, plan)  # [6]
 
     def combine(self) -> PendingRows:
-        """Weigh the summed outputs and send them back."""
+        """Multiply the summed outputs by the gate weights and launch the combine."""
         out_RH = self._dispatcher.wait_leave(self._leaving, self.plan)  # [7]
         return self._dispatcher.start_combine(weigh(out_RH, self._weights_R), self.plan, self._passage.closing)
 
 
 class Passage:
-    """A layer and one micro-batch; ``send`` for every slice in order, then ``work``, then ``stats``.
+    """One micro-batch in one layer: call ``send`` for every slice in order, then ``work``, then ``stats``.
 
     Attributes:
-        layer: whose router, experts and shared experts compute.
-        routing: decides which pairs are kept, and makes the statistics.
-        dispatcher: what brings tokens to their experts.
-        slicing: how many slices will be sent, and what is hidden under what.
-        closing: of the recomputed unit that ends with this layer; when it runs again, combines are not sent.
+        layer: has the router, the experts and the shared experts.
+        routing: decides which pairs are kept, and computes the statistics.
+        dispatcher: sends tokens to their experts.
+        slicing: the number of slices, and what is overlapped with what.
+        closing: of the recomputed unit that ends with this layer; its recomputation does not send combines.
     """
 
     def __init__(
@@ -139,8 +142,10 @@ class Passage:
         replay: Replay | None,
         closing: Replay | None,
     ) -> None:
-        """replay: of the recomputed unit that the layer is in; when it runs again, slices are sent as in its forward,
-        and no counts are exchanged.
+        """Create a passage without slices.
+
+        replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's splits and
+        exchanges no counts.
         """
         self.layer, self.routing, self.dispatcher, self.slicing = layer, routing, dispatcher, slicing
         self.closing, self._replay = closing, replay
@@ -150,9 +155,9 @@ class Passage:
     def send(self, x_BsH: Tensor, valid_Bs: Tensor | None) -> None:
         """Route the next slice and dispatch its tokens.
 
-        On a device that runs ahead of its host, the message of one of several slices is launched when the next slice is
-        sent: by then the attention of that next slice is queued, and the host waits only for the counts of this one.
-        In the graph the message keeps its place here.
+        On an async device with several slices, the message is launched when the next slice is sent. By then the next
+        slice's attention is queued, so the device has work while the host waits for the counts of this slice. In the
+        autograd graph the message keeps its place here.
         """
         self._launch_last()
         layer, (batch, length, _) = self.layer, x_BsH.shape
@@ -186,10 +191,11 @@ class Passage:
             self._slices[-1].dispatch.launch()
 
     def work(self) -> tuple[PendingCombines, list[tuple[Tensor, ...]], list[Tensor | None]]:
-        """Compute the experts of every slice: (combines in flight, their tokens, shared experts' outputs) per slice.
+        """Compute the experts of every slice; return (combines in flight, their autograd tokens, shared experts).
 
-        With one slice nothing can be hidden: only the products are inside the call of the experts' module, and the
-        shared experts are left to the caller, after ``PendingCombines.finish``.
+        Tokens and outputs of the shared experts are per slice. With one slice nothing can be overlapped: the call of
+        the experts' module contains only the products, and the caller computes the shared experts after
+        ``PendingCombines.finish``.
         """
         self._launch_last()
         tokens = [one.dispatch.tokens for one in self._slices]
@@ -202,7 +208,7 @@ class Passage:
         return PendingCombines(tickets.by_slice, orders, keep_indices=self.slicing.active), combines, shared
 
     def _work_inside(self, experts: Experts, *tokens: tuple[Tensor, ...]) -> _Worked:
-        """All slices in one call of the experts' module, for which sharding gathers their weights once."""
+        """Compute all slices in one call of the experts' module, so that FSDP unshards the weights once."""
         return self._work(experts.compute, experts.apart() if self.slicing.expert_pieces else [], tokens)
 
     def _work(
@@ -211,7 +217,7 @@ class Passage:
         by_expert: Sequence[Callable[[Tensor], Tensor]],
         tokens: Sequence[tuple[Tensor, ...]],
     ) -> _Worked:
-        """Every piece of every slice. tokens: of each slice's messages."""
+        """Compute every piece of every slice. tokens: the autograd tokens of each slice's messages."""
         sent: list[list[PendingRows]] = [[] for _ in self._slices]
         shared: list[Tensor | None] = [None] * len(self._slices)
         jobs = [(c, p) for c, one in enumerate(self._slices) for p in range(len(one.dispatch.plans))]
@@ -237,20 +243,20 @@ class Passage:
         return tickets, [tuple(token for token, _ in pending) for pending in sent], shared
 
     def _pieces_ahead(self) -> int:
-        """How many pieces enter before one computes, so that what experts need over emp is hidden under the others."""
+        """Return the number of pieces that enter ahead of the computation, to hide collectives over emp."""
         slicing = self.slicing
         if slicing.chained and not self._device.is_async:
-            return 0  # a host that chains by waiting would wait for the rows that it is to compute on
+            return 0  # a CPU chains by waiting, and would wait for the next rows before computing these
         over_emp = slicing.overlap_mp and self.dispatcher.emp.size > 1
         return 1 if over_emp or slicing.expert_pieces else 0
 
     def host_sizes(self, plan: DispatchPlan, rows_RH: Tensor) -> tuple[int, ...] | None:
-        """The rows of each expert here, where the host needs them for its products (``MoeLayer.host_sizes``)."""
+        """Return the rows of each local expert on the host, if its products need them (``MoeLayer.host_sizes``)."""
         assert plan.counts is not None
         return self.layer.host_sizes(plan.counts, plan.sizes, rows_RH.shape[0], self._replay)
 
     def stats(self) -> MoeStats:
-        """The statistics of the micro-batch, after ``work``."""
+        """Return the statistics of the micro-batch; call it after ``work``."""
         return self.routing.stats()
 
 

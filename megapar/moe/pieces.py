@@ -1,12 +1,13 @@
-"""Pipe-experts: a dispatch divided by local expert, and each expert's kept rows into pieces that are sent one by one.
+"""Pipe-experts: a dispatch divided by local expert, and each expert's kept rows into pieces sent one at a time.
 
     message   expert 0: piece 0 | piece 1 | expert 1: piece 0 | piece 1     each: rows for rank 0, rank 1, ..
 
 Each piece is a separate all-to-all, so that the collectives of one piece are hidden under the computation of another.
-Only kept rows are divided, not padding: of m rows that a rank has for an expert, a piece gets ceil(m / N), and the last
-pieces may get none. Both ends know m from the one exchange of counts.
+Only kept rows are divided, not padding: of m rows that a rank has for an expert, a piece contains ceil(m / N), and the
+last pieces may be empty. Both ends have m from the single exchange of counts.
 
 Shape letters: T tokens, k choices per token, L experts on this rank, N pieces per expert, R rows.
+Tested in ``tests/moe/test_passage.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatche
 def piece_plans(
     dispatcher: TokenDispatcher, row_counts: RowCounts, experts_Tk: Tensor, kept_Tk: Tensor | None, pieces: int
 ) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
-    """(pairs to rows of the whole message, L · pieces plans in the order in which they are sent)."""
+    """Return (order of the whole message, its L · pieces plans in the order in which they are sent)."""
     numbers = dispatcher.read(row_counts)
     parts = [dispatcher.piece(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
     order, _ = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
@@ -40,9 +41,9 @@ def piece_plans(
 
 
 def _reorder(order: ExpertOrder, counts: Tensor, parts: list[Tensor]) -> ExpertOrder:
-    """Rows sorted by (rank, expert) to rows sorted by (expert, piece, rank).
+    """Reorder rows sorted by (rank, expert) to rows sorted by (expert, piece, rank).
 
-    counts, parts: [ep, L] on the device, which has them as well: the host's copies would have to be sent back.
+    counts, parts: [ep, L], on the device, so that the host's copies need not be sent back.
     """
     rows = order.pair.shape[0]
     if not rows:
@@ -60,9 +61,9 @@ def _reorder(order: ExpertOrder, counts: Tensor, parts: list[Tensor]) -> ExpertO
 def _plan(
     dispatcher: TokenDispatcher, order: ExpertOrder, part: Tensor, gathered: Tensor | None, expert: int
 ) -> DispatchPlan:
-    """One piece: rows of one expert from every rank.
+    """Plan one piece: rows of one expert from every rank.
 
-    part: [2 (+ emp), ep, L] on the host. gathered: [emp, ep, L] of the piece, on the device.
+    part: the piece's counts [2 (+ emp), ep, L] on the host. gathered: its counts [emp, ep, L] on the device.
     """
     send, receive = (tuple(part[way, :, expert].tolist()) for way in (0, 1))
     received = sum(receive)

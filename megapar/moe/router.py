@@ -1,4 +1,4 @@
-"""The router: which experts a token is sent to, and with what weight.
+"""The router: top-k choice of experts for each token, and the gate weights of their outputs.
 
 Shape letters: T tokens, H hidden, E experts, k choices per token.
 """
@@ -18,17 +18,17 @@ from megapar.core.tensor_parallel.layers import local
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
 
-SMALLEST_TOTAL = 1e-12  # below it renormalisation would divide by nothing; the value of the ERNIE 4.5 models
+SMALLEST_TOTAL = 1e-12  # lower bound of the divisor in renormalisation; the value of the ERNIE 4.5 models
 
 
 class Routing(NamedTuple):
-    """The router's choices for T tokens; padding is routed like the rest here, and masked later.
+    """The router's choices for T tokens. Padding is routed like other tokens here, and masked later.
 
     Attributes:
-        probs: [T, E] full scores (of sigmoid: not normalised), max(fp32, dtype), differentiable.
+        probs: [T, E] full scores (not normalised for sigmoid), max(fp32, dtype), differentiable.
         experts: [T, k] int64, best choice first.
         sums: sums over the non-padding tokens.
-        orthogonal: scalar, see ``Router.orthogonal_loss``; None where that loss is not used.
+        orthogonal: scalar, see ``Router.orthogonal_loss``; None if that loss is not used.
     """
 
     probs: Tensor
@@ -56,7 +56,10 @@ class Router(nn.Module):
         copies: int = 1,
         run: FunctionRunner = plain,
     ) -> None:
-        """copies: ranks whose gradients of the same weight are summed though each has a piece of the tokens only."""
+        """Create a router with an uninitialised weight.
+
+        copies: ranks that share the tokens of a micro-batch, whose gradients of the weight are summed.
+        """
         super().__init__()
         self.sizes, self.copies = sizes, copies
         self.run, self.top = run, TopExperts(sizes, run)
@@ -65,26 +68,29 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
 
     def forward(self, x_TH: Tensor, valid_T: Tensor | None = None, samples: int = 1) -> Routing:
-        """Choose k experts for every token. valid_T: bool, False is padding; None is no padding.
+        """Choose k experts for every token.
 
-        samples: that the T tokens belong to, one after the other, all of the same length.
+        Args:
+            x_TH: tokens.
+            valid_T: bool, False for padding; None: no padding.
+            samples: number of samples that the T tokens belong to, concatenated, all of the same length.
         """
         logits_TE, probs_TE, shares_TE = self.run(score, x_TH, local(self.weight), self.sizes)
         experts_Tk = self.choose(probs_TE)
         by_sample = samples if self.sizes.sequence_aux else 0
         sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample, self.sizes.loss_choices)
-        # In the forward and not after it, when sharding may have freed the gathered weight.
+        # Computed in the forward: afterwards FSDP may have resharded the weight.
         orthogonal = self.orthogonal_loss() if self.sizes.orthogonal else None
         return Routing(probs_TE, experts_Tk, sums, orthogonal)
 
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
-        """[T, k] experts by score plus correction bias, best first."""
+        """Choose the experts with the highest score plus correction bias, best first: [T, k]."""
         experts_Tk: Tensor = self.top(probs_TE.detach(), self.correction_bias)
         return experts_Tk
 
     def orthogonal_loss(self) -> Tensor:
-        """Mean of the squared entries of W W^T - 1, rows of W normalised: 0 where all experts' rows are orthogonal.
+        """Return the mean squared entry of W W^T - 1 with normalised rows of W: 0 if the experts' rows are orthogonal.
 
         Its gradient is divided by ``copies``. Source: the orthogonal loss of ERNIE 4.5 (its technical report).
         """
@@ -98,33 +104,33 @@ class Router(nn.Module):
 
 
 class TopExperts(nn.Module):
-    """The choice itself, a module so that forward hooks can observe it or replace its result."""
+    """The top-k choice, as a module so that forward hooks can observe it or replace its result."""
 
     def __init__(self, sizes: MoeSizes, run: FunctionRunner) -> None:
         super().__init__()
         self.sizes, self.run = sizes, run
 
     def forward(self, probs_TE: Tensor, bias_E: Tensor) -> Tensor:
-        """[T, k] experts by score plus bias, best first; see ``choose``."""
+        """Choose the experts with the highest score plus bias, best first: [T, k]; see ``choose``."""
         return self.run(choose, probs_TE, bias_E, self.sizes)
 
 
 @counted(1)
 def score(x_TH: Tensor, weight_EH: Tensor, sizes: MoeSizes) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, probs, each expert's share of a token), [T, E] in the weight's dtype; see ``Routing``."""
+    """Return (logits, probs, each expert's share of a token), [T, E] in the weight's dtype; see ``Routing``."""
     logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
     if sizes.score == "softmax":
         probs_TE = logits_TE.softmax(dim=1)
         return logits_TE, probs_TE, probs_TE
-    probs_TE = logits_TE.sigmoid()  # the losses are about shares of a token
+    probs_TE = logits_TE.sigmoid()  # the losses use shares that sum to 1 per token
     return logits_TE, probs_TE, probs_TE / probs_TE.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
 
 
 @counted(1)
 def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
-    """[T, k] experts by score plus correction bias, best first, of the best groups only.
+    """Choose the experts with the highest score plus correction bias in the best groups only, best first: [T, k].
 
-    A group counts as the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    A group's score is the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
     biased_TE = probs_TE + bias_E
     if sizes.group_topk < sizes.groups:
@@ -136,10 +142,10 @@ def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
 
 
 def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0) -> Tensor:
-    """[T, k] weights of the expert outputs, from the unbiased scores; 0 where a pair is not kept.
+    """Compute the gate weights of the expert outputs from the unbiased scores, 0 for dropped pairs: [T, k].
 
-    k = 1: the raw score. k >= 2: renormalised over the kept choices (``over_kept``, deepspeed_moe) or
-    over all chosen ones (megatron_moe). kept_Tk: bool; None keeps every pair. scaling: factor on all of them.
+    k = 1: the raw score. k >= 2: renormalised over the kept choices (``over_kept``, deepspeed_moe) or over all choices
+    (megatron_moe). kept_Tk: bool; None: every pair is kept. scaling: factor on all weights.
     """
     weights_Tk = _shares(routing, kept_Tk, over_kept)
     return weights_Tk if scaling == 1.0 else weights_Tk * scaling
@@ -156,10 +162,13 @@ def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool) -> Tensor
 
 @torch.no_grad()
 def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float, keep: Tensor | None = None) -> None:
-    """bias += rate · sign(mean load − load), in place: busy experts are chosen less, idle ones more.
+    """Update bias += rate · sign(mean load − load) in place, so that busy experts are chosen less and idle ones more.
 
-    load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops. keep: a scalar on
-    the device, where it is 0 nothing moves.
+    Args:
+        bias_E: the correction bias.
+        load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops.
+        rate: step size.
+        keep: a scalar on the device; if it is 0, nothing changes. None: always update.
     """
     load_E = load_E.to(bias_E.dtype)
     sign_E = torch.sign(load_E.mean() - load_E)

@@ -1,10 +1,10 @@
-"""How the tokens of one slice are dispatched: at once, or with a launch that is deferred until the splits are known.
+"""Dispatch of the tokens of one slice: at once, or with a launch deferred until the splits are known.
 
-    FinishedDispatch    plan, launch and wait; for a layer of one slice, which has nothing to hide the message under
-    DeferredDispatch    the node of the message is in the graph where the slice is routed; counts travel, the message is
-                        launched with the next slice, and waited for when the experts come to it
+    FinishedDispatch    plan, launch and wait; for a layer of one slice, which cannot hide the message
+    DeferredDispatch    the message's node is in the graph where the slice is routed; its counts are exchanged, it is
+                        launched with the next slice, and waited for just before its experts compute
 
-Shape letters: T tokens, k choices per token, H hidden, R rows.
+Shape letters: T tokens, k choices per token, H hidden, R rows. Tested in ``tests/moe/test_passage.py``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class FinishedDispatch:
-    """A dispatch that has been waited for; of one piece.
+    """A completed dispatch of one piece.
 
     Attributes:
-        plans: of its one piece.
-        order: pairs to rows as they were sent.
-        tokens: what brings the rows to the experts, as autograd sees it: the rows themselves.
+        plans: the plan of its one piece.
+        order: pairs to rows, as sent.
+        tokens: the tensors through which autograd connects the dispatch with the experts: here the rows themselves.
     """
 
     def __init__(self, plan: DispatchPlan, rows_RH: Tensor, weights_R: Tensor) -> None:
@@ -39,22 +39,22 @@ class FinishedDispatch:
         self._weights_R = weights_R
 
     def launch(self) -> None:
-        """Nothing is left to launch."""
+        """Do nothing: the message was launched."""
 
     def wait(self, piece: int, token: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, weights [R]) as they were received; token: one of ``tokens`` after the hooks of the experts."""
+        """Return (rows, weights [R]) as received. token: the element of ``tokens``, after the experts' hooks."""
         return token, self._weights_R
 
     def launch_next(self) -> None:
-        """Nothing is left to launch."""
+        """Do nothing: there is one piece only."""
 
 
 class DeferredDispatch:
-    """A dispatch whose place in the graph is where it is made, and whose launch comes later.
+    """A dispatch that enters the autograd graph when it is created, and is launched later.
 
     Attributes:
-        plans: one per piece, in the order in which they are sent, once it has been launched.
-        tokens: what brings the rows to the experts, as autograd sees it; one per piece.
+        plans: one per piece, in the order in which they are sent; empty before the launch.
+        tokens: the tensors through which autograd connects the dispatch with the experts; one per piece.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class DeferredDispatch:
         room: tuple[int, bool],
         replay: Replay | None,
     ) -> None:
-        """Put the node into the graph and start the exchange of counts, if any.
+        """Insert the node into the graph and launch the exchange of counts, if any.
 
-        room: (rows, exact) of ``TokenDispatcher.plan``. replay: of the recomputed unit that the layer is in; when it
-        runs again, its forward's plans are used, and no counts are exchanged.
+        room: (rows, exact) of ``TokenDispatcher.plan``. replay: of the recomputed unit that contains the layer; its
+        recomputation reuses the forward's plans and exchanges no counts.
         """
         self.plans: tuple[DispatchPlan, ...] = ()
         self._dispatcher, self._slicing, self._replay = dispatcher, slicing, replay
@@ -88,12 +88,12 @@ class DeferredDispatch:
 
     @property
     def order(self) -> ExpertOrder:
-        """Pairs to rows as they are sent; known once it has been launched."""
+        """Pairs to rows, as sent; available after the launch."""
         assert self._order is not None
         return self._order
 
     def launch(self) -> None:
-        """Plan and launch the message, if that has not been done; the host waits for the counts."""
+        """Plan and launch the message, unless it has been launched; the host waits for the counts."""
         if self.plans:
             return
         self._order, self.plans = self._aside(lambda: once(self._replay, self._plan))
@@ -106,16 +106,19 @@ class DeferredDispatch:
         self._deferred.launch(message, exchanges, rows, after, first_only=self._slicing.chained)
 
     def wait(self, piece: int, token: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, weights [R]) of a piece as received; token: its one of ``tokens`` after the hooks of the experts."""
+        """Return (rows, weights [R]) of a piece as received.
+
+        token: the piece's element of ``tokens``, after the experts' hooks.
+        """
         sent = token, self._deferred.tickets[piece]
         return self._dispatcher.wait_dispatch(sent, self.plans[piece], self._hidden, self._weight_dtype)
 
     def launch_next(self) -> None:
-        """Launch the next piece, where pieces are chained."""
+        """Launch the next piece, if pieces are chained."""
         self._deferred.send_next()
 
     def _aside(self, op: Callable[[], T]) -> T:
-        """Do what only the dispatch needs: after the router, on the stream of the axis where the device has streams."""
+        """Run an operation that only the dispatch needs: after the router, on ep's stream if the device has streams."""
         if not self._device.is_async:
             return op()
         result = self._device.launch(op, self._dispatcher.comm.stream(self._dispatcher.ep), self._routed)
@@ -138,7 +141,7 @@ class DeferredDispatch:
 
 
 def _device_tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors of plans and counts that are on a device, at any depth of tuples."""
+    """Yield all device tensors in nested tuples of plans and counts."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             yield value

@@ -1,4 +1,4 @@
-"""The slices of a sequence, which are pipelined from attention to experts. Standard library only, no torch."""
+"""The slices of a sequence, which are pipelined from attention to experts (AMPipe). Standard library only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ class Slicing:
     Attributes:
         degree: slices (d).
         balanced: slices have equal work in causal attention, instead of equal lengths.
-        capacity: ``global``, an expert's capacity is that of the micro-batch, whose earlier slices come first;
-            ``slice``, every slice has a separate capacity.
-        cross_layer: slices go on into the next layer one by one.
-        overlap_mp: collectives of the experts over their mp axis are hidden under other slices' experts.
-        expert_pieces: pieces that each expert's rows of a slice are sent in; 0: all experts' rows of a slice are one
-            message.
-        chained: a piece is sent when the experts' mp collective before it has been launched, for links that ep and mp
-            must not use at once (``CommContext.chained``).
+        capacity: ``global``: an expert has one capacity for the micro-batch, filled by earlier slices first;
+            ``slice``: a separate capacity for every slice.
+        cross_layer: each slice continues into the next layer without waiting for the others.
+        overlap_mp: hide the experts' collectives over their mp axis under other slices' experts.
+        expert_pieces: number of messages for each expert's rows of a slice; 0: one message for all experts' rows.
+        chained: launch a piece only after the preceding mp collective of the experts, for links that ep and mp must not
+            use at once (``CommContext.chained``).
     """
 
     degree: int = 1
@@ -35,7 +34,7 @@ class Slicing:
     chained: bool = False
 
     def __post_init__(self) -> None:
-        # The command line has refused wrong values with a full report; this guards direct users.
+        # The command line refuses wrong values with a full report; this is for direct callers.
         if self.degree < 1 or self.expert_pieces < 0 or self.capacity not in CAPACITIES:
             raise ValueError(
                 f"degree {self.degree} (at least 1), expert_pieces {self.expert_pieces} (at least 0), capacity "
@@ -44,20 +43,20 @@ class Slicing:
 
     @property
     def active(self) -> bool:
-        """Layers run slice by slice: there are several slices, or pieces of them."""
+        """True if layers run slice by slice: there are several slices, or pieces of them."""
         return self.degree > 1 or self.expert_pieces > 0
 
     def cut(self, length: int, parts: int = 1) -> tuple[slice, ...]:
-        """The slices of a sequence of ``length`` positions, each a multiple of ``parts`` (ranks that share it).
+        """Cut a sequence of ``length`` positions into slices, each a multiple of ``parts`` (the ranks that share it).
 
-        The rule and its errors are those of ``cut_sequence``.
+        See ``cut_sequence`` for the rule and its errors.
         """
         return cut_sequence(length, parts, self.degree, balanced=self.balanced)
 
     def order(self, length: int, parts: int) -> list[int]:
-        """The source of each position of the data, such that a rank's chunk holds its part of every slice.
+        """Return the source of each position of the data, such that a rank's chunk holds its part of every slice.
 
-        With parts ranks of sequence parallelism, rank r's chunk is the r-th parts-th of slice 0, then of slice 1, ...
+        With ``parts`` ranks of sequence parallelism, rank r's chunk is part r of slice 0, then part r of slice 1, ...
         """
         slices = self.cut(length, parts)
         chosen: list[int] = []

@@ -1,8 +1,8 @@
-"""The statistics of one MoE layer's routing: load balancing loss, z loss, load and drops.
+"""Routing statistics of one MoE layer: load balancing loss, z-loss, load and dropped tokens.
 
-Every statistic is made in two steps: sums over tokens, which add up over slices and over ranks, and one
-finishing function that divides by the tokens of the micro-batch. So where a layout divides the micro-batch,
-the sums are merged first and the result is the number of the whole, not a mean of means.
+Every statistic is computed in two steps: sums over tokens, which add up over slices and ranks, and a final function
+that divides by the tokens of the micro-batch. So if a layout divides the micro-batch, the sums are merged first, and
+the result is that of the whole micro-batch, not a mean of means.
 
 Shape letters: T tokens, k choices per token, E experts.
 """
@@ -20,15 +20,15 @@ from megapar.core.device.compiled import counted
 
 
 class MoeStats(NamedTuple):
-    """Statistics of one layer over one micro-batch. Padding is in none of them.
+    """Statistics of one layer over one micro-batch, without padding.
 
     Attributes:
         aux: scalar, the load balancing loss (auxiliary loss) without its coefficient, differentiable.
         z: scalar, mean squared log-sum-exp of the router logits without its coefficient, differentiable.
-        sequence: scalar, sum over the samples of the load balancing loss of each; 0 where it is not used.
-        orthogonal: scalar, of the router's weight alone, whatever the tokens; 0 where it is not used.
+        sequence: scalar, sum over samples of each one's load balancing loss; 0 if not used.
+        orthogonal: scalar, a loss of the router's weight alone (``Router.orthogonal_loss``); 0 if not used.
         load: [E] int64, (token, choice) pairs routed to each expert, before drops.
-        dropped: int64 scalar, (token, choice) pairs that no expert had room for.
+        dropped: int64 scalar, (token, choice) pairs beyond the capacity of their expert.
     """
 
     aux: Tensor
@@ -46,10 +46,10 @@ class RouterSums(NamedTuple):
         probs: [E] sum of the full scores, before bias and renormalisation, differentiable.
         z: scalar sum of squared log-sum-exps, differentiable.
         counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
-        by_sample: [B, 2, E] per sample the sum of the scores, differentiable, and the number of tokens that score each
-            expert among their best k; B is 0 where they are not used.
-        best: [E] int64, tokens that score each expert among their best, where biases or groups may have chosen others;
-            empty where the choices are the best ones, which ``counts`` counts.
+        by_sample: [B, 2, E] for each sample, the sum of the scores (differentiable), and the number of tokens that have
+            each expert among their best k by score; B is 0 if not used.
+        best: [E] int64, tokens that have each expert among their best by score, if biases or groups may change the
+            choice; empty if the choices are the best, which ``counts`` counts.
     """
 
     probs: Tensor
@@ -60,9 +60,9 @@ class RouterSums(NamedTuple):
 
 
 def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) -> Tensor:
-    """[k, E] int64: how many of the (token, choice) pairs under the mask go to each expert, per choice.
+    """Count the (token, choice) pairs under the mask for each expert, by choice: [k, E] int64.
 
-    mask_Tk: bool, broadcastable to [T, k]; None counts every pair. Never waits for the device.
+    mask_Tk: bool, broadcastable to [T, k]; None: count every pair. The host never waits for the device.
     """
     topk = experts_Tk.shape[1]
     columns = torch.arange(topk, device=experts_Tk.device) * num_experts
@@ -80,11 +80,16 @@ def router_sums(
     samples: int = 0,
     best: int = 0,
 ) -> RouterSums:
-    """Sum what the losses and the load need over the tokens; ``valid_T`` False is padding, None is no padding.
+    """Sum over the tokens the quantities that the losses and the load need.
 
-    probs_TE: shares of a token, which sum to 1. samples: to sum by, where the losses of each are used; 0: they are not.
-    best: the number of a token's experts, in order of score, that the losses count, where ``experts_Tk`` may be others;
-    0: ``experts_Tk`` are the best.
+    Args:
+        logits_TE: router logits.
+        probs_TE: shares of a token, which sum to 1.
+        experts_Tk: the chosen experts.
+        valid_T: bool, False for padding; None: no padding.
+        samples: number of samples to sum by, for losses per sample; 0: not used.
+        best: number of a token's best experts by score that the losses count, if ``experts_Tk`` may differ from them;
+            0: ``experts_Tk`` are the best.
     """
     num_experts = probs_TE.shape[1]
     z_T = torch.logsumexp(logits_TE, dim=1).square()
@@ -100,7 +105,7 @@ def router_sums(
 
 
 def _by_sample(probs_TE: Tensor, best_Tk: Tensor, valid_T: Tensor | None, samples: int) -> Tensor:
-    """[B, 2, E]."""
+    """Return ``RouterSums.by_sample``, [B, 2, E]."""
     if not samples:
         return probs_TE.new_zeros((0, 2, probs_TE.shape[1]))
     pairs_TE = torch.zeros_like(probs_TE).scatter_(1, best_Tk, 1.0)
@@ -112,19 +117,20 @@ def _by_sample(probs_TE: Tensor, best_Tk: Tensor, valid_T: Tensor | None, sample
 
 
 def add_sums(parts: Sequence[RouterSums]) -> RouterSums:
-    """The sums of the whole from the sums of its slices, in the order given."""
+    """Add up the sums of slices, in the given order."""
     return RouterSums(*(torch.stack(values).sum(0) for values in zip(*parts, strict=True)))
 
 
 def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None) -> tuple[RouterSums, Tensor]:
-    """(sums of the whole, [ranks, k, E] counts of every rank) of a micro-batch that ranks share.
+    """Return (sums of the whole micro-batch, counts [ranks, k, E]) from the sums of the ranks that share it.
 
-    counts_RkE: of this rank's runs of positions, as many on every rank; then [ranks * R, k, E] counts of every run are
-    returned. One all-gather for each axis that shares. All ranks compute the same from the result, so each piece's
-    gradient is whole where the piece was made: the ranks' gradients of a replicated weight add up to the weight's.
+    One all-gather for each axis that shares. All ranks compute the same from the result, so the gradient of each rank's
+    sums is complete on that rank, and the ranks' gradients of a replicated weight add up to the weight's gradient.
+    counts_RkE: counts of this rank's runs of positions, equally many on every rank; if given, the counts of every run
+    are returned, [ranks * R, k, E].
     """
     counts = sums.counts[None] if counts_RkE is None else counts_RkE
-    # Counts travel as floating point numbers, exact below 2^24 tokens in a micro-batch.
+    # Counts are sent as floating point numbers, exact below 2^24 tokens in a micro-batch.
     by_sample = sums.by_sample.flatten()
     pairs = torch.cat([counts.flatten(), sums.best])
     own = torch.cat([sums.probs, sums.z[None], pairs.to(sums.probs.dtype), by_sample])
@@ -136,13 +142,13 @@ def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None
 
 
 def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:
-    """Load balancing loss and z loss, from the sums over a whole micro-batch of ``valid_tokens`` non-padding tokens.
+    """Return (load balancing loss, z-loss) from the sums over a micro-batch of ``valid_tokens`` non-padding tokens.
 
-    aux = E/k · Σ_e mean(p_e) · mean(count_e), where count_e is 1 for a token's best k experts by score, whatever biases
-    and groups made of the choice; it is 1 when the load is even. With ``first_choices_only`` (drop policy ``choice``,
-    as GShard's top-2 does) only the best one counts and there is no 1/k. z = mean(logsumexp²). Both are 0 without a
-    token. Source: GShard, arXiv 2006.16668, algorithm 1; ST-MoE, arXiv 2202.08906, equation 5; of the counts
-    DeepSeek-V3, arXiv 2412.19437, equation 18.
+    aux = E/k · Σ_e mean(p_e) · mean(count_e), where count_e is 1 for a token's best k experts by score, regardless of
+    biases and groups; it is 1 under even load. With ``first_choices_only`` (drop policy ``choice``, as in GShard's
+    top-2) only the best expert counts, without 1/k. z = mean(logsumexp²). Both are 0 without tokens.
+    Source: GShard, arXiv 2006.16668, algorithm 1; ST-MoE, arXiv 2202.08906, equation 5; for the counts DeepSeek-V3,
+    arXiv 2412.19437, equation 18.
     """
     topk, num_experts = sums.counts.shape
     tokens = max(valid_tokens, 1)
@@ -155,10 +161,10 @@ def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bo
 
 
 def sequence_loss(sums: RouterSums) -> Tensor:
-    """Load balancing loss per sample: the sum over samples of E/k · Σ_e mean(p_e) · mean(count_e) over its tokens.
+    """Return the sequence-wise load balancing loss: the sum over samples of E/k · Σ_e mean(p_e) · mean(count_e).
 
-    count_e as in ``router_losses``: of a token's best k experts by score.
-    A sample without tokens adds 0. Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
+    The means are over the tokens of a sample; a sample without tokens adds 0. count_e: see ``router_losses``.
+    Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
     """
     topk, num_experts = sums.counts.shape
     probs_BE, pairs_BE = sums.by_sample.unbind(1)

@@ -1,4 +1,4 @@
-"""The token dispatcher: brings tokens to their experts, on this rank or on others, and the expert outputs back.
+"""The token dispatcher: sends tokens to their experts, on this rank or on others, and the expert outputs back.
 
     tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank (w: ``message``)
         dispatch   all-to-all over ep           received [R_in, H + w]: from each rank, its rows by expert
@@ -7,15 +7,15 @@
         experts    each rank of emp has F/emp features of every expert here: partial sums
         leave      replicated:                  back in received order, all-reduce over emp
                    sharded:                     back in gathered order, reduce-scatter over emp
-                   times the gate weights, which came along: from here on the sums are complete
-        combine    all-to-all over ep           each pair's row is back where it came from
+                   times the gate weights, received with the tokens: from here on the sums are complete
+        combine    all-to-all over ep           each pair's row returns to the rank of its token
     y [T, H] = the sum of each token's rows
 
 Each of the four steps is a start/wait pair (``async_pairs``); on an axis of one rank a pair passes its tensor through.
-Where both axes have one rank all experts are on this rank: no message is packed, dispatch gathers the sorted tokens.
+If both axes have one rank, all experts are on this rank: no message is packed, and dispatch gathers the sorted tokens.
 
-Splits: uneven ones send only the kept pairs, at the cost of an exchange of counts and one wait of the host. Even ones
-send every expert's capacity from every rank, at the cost of padding.
+Uneven splits send only the kept pairs, at the cost of an exchange of counts and one host wait. Even splits send every
+expert's capacity from every rank, at the cost of padding.
 
 Shape letters: T tokens, k choices per token, H hidden, E experts, L experts on this rank, R rows, C rows per expert.
 """
@@ -40,22 +40,22 @@ from megapar.moe.expert_order import ExpertOrder, permute, sort_by_expert, sprea
 from megapar.moe.message import pack, unpack
 from megapar.moe.stats import count_pairs
 
-PendingRows = tuple[Tensor, Ticket]  # what ``start`` returns: the token that autograd sees, and the ticket to wait with
+PendingRows = tuple[Tensor, Ticket]  # result of ``start``: the token that autograd sees, and the ticket to wait with
 READ = "TokenDispatcher.read"  # where the host waits for counts
 
 
 class DispatchPlan(NamedTuple):
-    """How the rows of one message are dispatched; made once, used there, back, and in the backward.
+    """The plan of one message: made once, used for dispatch, combine and both backwards.
 
     Attributes:
-        send_order: pairs to rows as they are sent, sorted by expert and with that by rank.
+        send_order: pairs to rows as sent, sorted by expert and therefore by rank.
         exchange: the all-to-all over ep.
-        received: rows that it brings to this rank.
-        room: rows of this rank in what is gathered over emp: the most that any of its ranks received.
-        receive_order: rows as received (or gathered) to rows sorted by expert; None where they are sorted already.
-        counts: [L] int64, rows of each expert here, after the gathering; None where all rows are for ``expert``.
-        expert: the one expert of this message, where ``counts`` is None.
-        sizes: ``counts`` on the host, where the host knows them anyway.
+        received: rows that this rank receives.
+        room: rows per rank in the all-gather over emp: the maximum that any of its ranks received.
+        receive_order: rows as received (or gathered) to rows sorted by expert; None if they are sorted already.
+        counts: [L] int64, rows of each local expert after the all-gather; None if all rows are for ``expert``.
+        expert: the only expert of this message, if ``counts`` is None.
+        sizes: ``counts`` on the host, if the host has them anyway.
     """
 
     send_order: ExpertOrder
@@ -69,13 +69,13 @@ class DispatchPlan(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """How many rows each rank sends to each expert, on their way to the host.
+    """The numbers of rows that ranks send to experts, being copied to the host.
 
     Attributes:
         counts: [ep, L] rows from this rank to each expert.
-        arriving: [ep, L] rows from each rank to the experts here.
-        gathered: [emp, ep, L] ``arriving`` of every rank of emp; None where nothing is gathered over emp.
-        numbers: all of them on the host, flat, in this order, once ``ready`` has been reached.
+        arriving: [ep, L] rows from each rank to the local experts.
+        gathered: [emp, ep, L] ``arriving`` of every rank of emp; None if rows are not gathered over emp.
+        numbers: all of the above on the host, flat, in this order.
         ready: the event after which the host may read ``numbers``.
     """
 
@@ -88,16 +88,16 @@ class RowCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenDispatcher:
-    """To the experts and back, wherever they are.
+    """Dispatch to the experts and combine, over ep and emp.
 
     Attributes:
         num_experts: E, over all ranks.
-        ep: E / ep experts are on each rank.
-        emp: the ranks that share each of these experts, whose features are sharded over it.
-        sequence_sharded: positions are sharded over emp and each of its ranks dispatches its own tokens; otherwise all
+        ep: the expert parallel axis, with E / ep experts on each rank.
+        emp: the axis over which the features of each expert are sharded.
+        sequence_sharded: positions are sharded over emp, and each of its ranks dispatches its own tokens; otherwise all
             ranks of emp dispatch the same tokens.
-        even_splits: even splits; then all ranks of ep and emp must make the same room.
-        comm: launches the exchanges.
+        even_splits: use even splits; all ranks of ep and emp must then allocate the same number of rows.
+        comm: launches the collectives.
     """
 
     num_experts: int
@@ -110,12 +110,16 @@ class TokenDispatcher:
     def plan(
         self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool, replay: Replay | None = None
     ) -> DispatchPlan:
-        """How these pairs are dispatched.
+        """Plan the dispatch of these pairs.
 
-        kept_Tk: bool; None keeps every pair. rows: with even splits, num_experts times the rows per expert. Where no
-        counts are exchanged, at least the number of kept pairs, known on the host so that it need not wait for the
-        device; exact: it is that number. Rows beyond the kept pairs are zeros that the last expert computes; they have
-        weight 0 and reach no token. replay: of the recomputed unit that the layer is in; counts are read once.
+        Args:
+            experts_Tk: the experts of each token.
+            kept_Tk: bool; None: every pair is kept.
+            rows: with even splits, num_experts times the rows per expert. If no counts are exchanged, at least the
+                number of kept pairs, so that the host need not wait for the device. The last expert computes the rows
+                beyond the kept pairs as zeros; they have weight 0 and reach no token.
+            exact: ``rows`` is the number of kept pairs.
+            replay: of the recomputed unit that contains the layer; its recomputation reuses the counts.
         """
         if self.even_splits:
             return self._even_plan(experts_Tk, kept_Tk, rows)
@@ -130,14 +134,14 @@ class TokenDispatcher:
         return self.uneven_plan(*once(replay, count), experts_Tk, kept_Tk)
 
     def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> RowCounts:
-        """Exchange the counts of rows, without a wait of the host. aside: on a stream other than the main one.
+        """Exchange the counts of rows, without a host wait. aside: on a stream other than the main one.
 
-        First over emp, then over ep: over ep they queue after the dispatch of the slice before, and anything launched
-        over emp after them, such as the sums of the next slice, would queue after that dispatch, too.
+        First over emp, then over ep: over ep the counts queue after the dispatch of the previous slice. In the opposite
+        order, collectives over emp that follow, such as the sums of the next slice, would queue after that dispatch.
         """
         counts = count_pairs(experts_Tk, kept_Tk, self.num_experts).sum(0).view(self.ep.size, -1)
         sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
-        # [ep, emp, L]; a copy is sent, because the counts are used again.
+        # [ep, emp, L]; a copy is sent, because the counts are used later.
         arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         if self.ep.size > 1:
             flight = self.comm.launch(AllToAll(self.ep, kind="counts"), arrived)
@@ -149,7 +153,7 @@ class TokenDispatcher:
         return RowCounts(counts, arriving, gathered, numbers, ready)
 
     def read(self, row_counts: RowCounts) -> Tensor:
-        """[2 (+ emp), ep, L] on the host: counts, arriving (and gathered). The only wait of the host."""
+        """Return counts, arriving (and gathered) on the host: [2 (+ emp), ep, L]. The only host wait."""
         row_counts.ready.synchronize()
         self.comm.count_host_wait(READ)
         return row_counts.numbers.view(-1, *row_counts.counts.shape)
@@ -157,7 +161,7 @@ class TokenDispatcher:
     def uneven_plan(
         self, row_counts: RowCounts, numbers: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None
     ) -> DispatchPlan:
-        """Splits from the counts. numbers: the counts on the host, from ``read``."""
+        """Plan uneven splits from the counts. numbers: the counts on the host, from ``read``."""
         send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
         totals = numbers[2:].sum((1, 2)).tolist()
         send_order, _ = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, sum(send), exact=True)
@@ -170,12 +174,12 @@ class TokenDispatcher:
         return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes)
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
-        """Rows of each count that are in piece ``number`` of ``pieces``: ceil(count / pieces), the last ones fewer."""
+        """Return the rows of each count in piece ``number`` of ``pieces``: ceil(count / pieces), fewer in the last."""
         share = -torch.div(-counts, pieces, rounding_mode="floor")
         return (counts - number * share).clamp(min=0).minimum(share)
 
     def dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        """Send every kept pair's token and weight to its expert, and wait: the result of ``wait_dispatch``."""
+        """Send every kept pair's token and weight to its expert; return the result of ``wait_dispatch``."""
         if self.is_local:
             weights_R = weights_Tk.flatten().index_select(0, plan.send_order.pair)
             return permute(x_TH, plan.send_order), weights_R
@@ -185,57 +189,57 @@ class TokenDispatcher:
     def wait_dispatch(
         self, sent: PendingRows, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """(tokens, weights [R_in]): tokens sorted by expert, or as received where they are still to be gathered."""
+        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows."""
         if self.gathers:
             return unpack(wait(*sent), hidden, weight_dtype, None, plan.room)
         return unpack(wait(*sent), hidden, weight_dtype, plan.receive_order, plan.received)
 
     def start_enter(self, rows_RH: Tensor) -> PendingRows:
-        """Give the rows to all ranks that share the experts."""
+        """Launch the copy or all-gather of the rows to all ranks that share the experts."""
         return start(AllGather(self.emp) if self.gathers else Copy(self.emp), rows_RH, self.comm)
 
     def wait_enter(self, entering: PendingRows, plan: DispatchPlan) -> Tensor:
-        """[R, H] sorted by expert."""
+        """Wait for the rows and return them sorted by expert: [R, H]."""
         rows_RH = wait(*entering)
         if self.gathers and plan.receive_order is not None:
             return permute(rows_RH, plan.receive_order)
         return rows_RH
 
     def start_leave(self, rows_RH: Tensor, plan: DispatchPlan) -> PendingRows:
-        """Sum the experts' outputs [R, H], which are partial sums, over the ranks that share the experts."""
+        """Launch the sum of the experts' outputs [R, H], partial sums, over the ranks that share the experts."""
         if plan.receive_order is not None:
             rows_RH = unpermute(rows_RH, plan.receive_order)
         return start(ReduceScatter(self.emp) if self.gathers else Reduce(self.emp), rows_RH, self.comm)
 
     def wait_leave(self, leaving: PendingRows, plan: DispatchPlan) -> Tensor:
-        """[R_in, H] in the order in which the rows were received."""
+        """Wait for the sums and return them in the order in which the rows were received: [R_in, H]."""
         rows_RH = wait(*leaving)
         return rows_RH if self.is_local else rows_RH[: plan.received]
 
     def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, closing: Replay | None) -> PendingRows:
-        """Send the weighted outputs [R_in, H] back to the ranks of their tokens; ``unpermute`` sums what arrives.
+        """Send the weighted outputs [R_in, H] back to the ranks of their tokens, where ``unpermute`` sums them.
 
-        closing: of the recomputed unit whose output needs the result while nothing else does; run again, nothing is
-        sent.
+        closing: of the recomputed unit that ends with this layer; its recomputation sends nothing, since only the
+        unit's output needs the result.
         """
         back = plan.exchange.conjugate()
-        # Backward needs what is sent, for the weights, but not what arrives.
+        # The backward needs the rows sent, for the weights, but not those received.
         unused = closing is not None and closing.again
         return start(Unsent(back) if unused else back, rows_RH, self.comm)
 
     @property
     def is_local(self) -> bool:
-        """All experts are on this rank, each of them whole."""
+        """True if all experts are on this rank, each of them whole."""
         return self.ep.size == self.emp.size == 1
 
     @property
     def exchanges_counts(self) -> bool:
-        """Ranks have to send each other the numbers of rows that they will send."""
+        """True if ranks must exchange the numbers of rows before the rows."""
         return not self.even_splits and (self.ep.size > 1 or self.gathers)
 
     @property
     def gathers(self) -> bool:
-        """Each rank of emp receives other rows, and all of its ranks need them."""
+        """True if each rank of emp receives different rows, which all of its ranks need."""
         return self.sequence_sharded and self.emp.size > 1
 
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
@@ -250,10 +254,14 @@ class TokenDispatcher:
 
 
 def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrder, Tensor]:
-    """The order that sorts gathered rows by expert, and the rows of each expert [L].
+    """Return the order that sorts gathered rows by expert, and the rows of each expert [L].
 
-    counts_NSL: int64, rows in block n from source s for expert l, in this order; each block is padded to ``room`` rows.
-    rows: the sum of the counts, known on the host. Rows of one expert keep their order; padding is left out.
+    Rows of one expert keep their order; padding is left out.
+
+    Args:
+        counts_NSL: int64, rows in block n from source s for expert l, in this order.
+        room: rows of each block, including padding.
+        rows: the sum of the counts, on the host.
     """
     num_experts = counts_NSL.shape[2]
     counts_NQ = counts_NSL.flatten(1)

@@ -10,7 +10,7 @@ computation that produced them, and receives from a separate stream without comp
 them.
 
 Receive kernels wait on the device while other kernels run. Every wait is for an action that is earlier in the programs,
-and ``check`` proves that the programs end even if every rank performs one action at a time. So there is no deadlock,
+and ``check`` proves that the programs end even if every rank performs one action at a time. So they cannot deadlock,
 however few hardware queues the device has.
 """
 

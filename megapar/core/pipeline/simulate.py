@@ -209,7 +209,7 @@ def bubble_formula(name: str, num_ranks: int, chunks_per_rank: int, num_micro_ba
 
     With p ranks, v chunks per rank, m micro-batches: (p - 1) / (m + p - 1) for GPipe and 1F1B, (p - 1) / (v m + p - 1)
     interleaved (arXiv 2104.04473, 2.2). Zero bubble leaves p - 1 units of a third of a micro-batch's chunk (ZB-H1 and
-    ZBV of arXiv 2401.10241 for equal thirds, table 2): (p - 1) / (3 v m + p - 1). None if there is no formula: ZBV with
+    ZBV of arXiv 2401.10241 for equal thirds, table 2): (p - 1) / (3 v m + p - 1). None without a formula: ZBV with
     fewer than 2 p - 1 micro-batches.
     """
     if style_of(name, chunks_per_rank) == "v" and num_micro_batches < 2 * num_ranks - 1:
