@@ -30,7 +30,7 @@ from megapar.core.device.base import Device
 class Queues:
     """This rank's ends of the queues to and from its neighbours.
 
-    Attributes:
+    Args:
         rank: pipeline rank.
         axes: (sender, receiver) -> the axis of the two, the sender first.
         device: launches receives on a separate stream.
