@@ -111,7 +111,7 @@ class Experts(nn.Module):
 
         return self._finish(hidden, up_bias, down, down_bias)
 
-    def apart(self) -> list[Callable[[Tensor], Tensor]]:
+    def per_expert(self) -> list[Callable[[Tensor], Tensor]]:
         """Return a function per expert on this rank, from its rows [R, H] to [R, H], callable any number of times.
 
         Weight gradients of its calls are summed per expert, and concatenated with those of the other experts once.
@@ -139,7 +139,7 @@ class Experts(nn.Module):
         """Return each expert's part of a parameter, as a function to call at each use."""
         parts = local(getattr(self, name)).unbind(0)
         return [
-            partial(Fp32GradSum().use, part) if part.dtype.itemsize < 4 else partial(_itself, part) for part in parts
+            partial(Fp32GradSum().use, part) if part.dtype.itemsize < 4 else partial(_identity, part) for part in parts
         ]
 
     def _finish(
@@ -168,7 +168,7 @@ def activate(hidden: Tensor, gated: bool) -> Tensor:
     return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 

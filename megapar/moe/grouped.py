@@ -27,10 +27,12 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each row by the transposed weight of its expert: [R, O].
 
-    rows_RI: the rows of expert 0, then those of expert 1, and so on. counts_E: int64, rows of each expert,
-    some perhaps 0; they must sum to R, because rows beyond are not computed. later: gets the product of the
-    weight's gradient (``weight_gradients``). sizes_E: the counts on the host, given where the device's product
-    would read them from the device each time.
+    Args:
+        rows_RI: the rows of expert 0, then those of expert 1, and so on.
+        weight_EOI: the weights of all experts.
+        counts_E: int64, rows of each expert, possibly 0; they must sum to R, because further rows are not computed.
+        later: defers the product for the weight's gradient (``weight_gradients``); None: compute it in the backward.
+        sizes_E: the counts on the host; passed if the device's product would otherwise copy them to the host.
     """
     if later is not None:
         return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later, sizes_E)  # type: ignore[no-any-return]

@@ -117,8 +117,8 @@ class MoeLayer(nn.Module):
         self.comm = execution.comm or CommContext()
         widths = sizes.hidden_size, self.experts.down.shape[2]
         self._needs_host_sizes = bool(self.comm.device.grouped_lacks(dtype, widths))
-        travels = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
-        even_splits = sizes.has_capacity and self.local_capacity and travels
+        exchanges_rows = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
+        even_splits = sizes.has_capacity and self.local_capacity and exchanges_rows
         self.dispatcher = self.dispatcher_class(
             sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm
         )

@@ -54,7 +54,7 @@ def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     return message
 
 
-def take_apart(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpack_gradient(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split a message's gradient into (dx [T, H], dweights [T, k])."""
     grad_TH = gather_sum(grad[:, :hidden], order)
     row_Tk, kept_Tk = order.row, order.pair_kept
@@ -80,7 +80,7 @@ class RowsOfTokens:
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tokens and of the weights."""
-        return take_apart(grad, self.order, self.hidden, self.weight_dtype)
+        return unpack_gradient(grad, self.order, self.hidden, self.weight_dtype)
 
 
 class _Pack(torch.autograd.Function):
@@ -93,7 +93,7 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         order = ExpertOrder(*ctx.saved_tensors)
-        return *take_apart(grad, order, ctx.hidden, ctx.weight_dtype), *(None,) * len(order)
+        return *unpack_gradient(grad, order, ctx.hidden, ctx.weight_dtype), *(None,) * len(order)
 
 
 class _Unpack(torch.autograd.Function):

@@ -209,7 +209,7 @@ class Passage:
 
     def _work_inside(self, experts: Experts, *tokens: tuple[Tensor, ...]) -> _Worked:
         """Compute all slices in one call of the experts' module, so that FSDP unshards the weights once."""
-        return self._work(experts.compute, experts.apart() if self.slicing.expert_pieces else [], tokens)
+        return self._work(experts.compute, experts.per_expert() if self.slicing.expert_pieces else [], tokens)
 
     def _work(
         self,

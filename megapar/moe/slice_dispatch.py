@@ -84,7 +84,7 @@ class DeferredDispatch:
         self._routed = self._device.event()
         self._row_counts: RowCounts | None = None
         if (dispatcher.exchanges_counts or slicing.expert_pieces) and not (replay is not None and replay.again):
-            self._row_counts = self._aside(self._announce)
+            self._row_counts = self._on_ep_stream(self._exchange_counts)
 
     @property
     def order(self) -> ExpertOrder:
@@ -96,7 +96,7 @@ class DeferredDispatch:
         """Plan and launch the message, unless it has been launched; the host waits for the counts."""
         if self.plans:
             return
-        self._order, self.plans = self._aside(lambda: once(self._replay, self._plan))
+        self._order, self.plans = self._on_ep_stream(lambda: once(self._replay, self._plan))
         message = RowsOfTokens(self._order, self._hidden, self._weight_dtype)
         rows = [self._order.pair.shape[0]]
         if len(self.plans) > 1:
@@ -117,7 +117,7 @@ class DeferredDispatch:
         """Launch the next piece, if pieces are chained."""
         self._deferred.send_next()
 
-    def _aside(self, op: Callable[[], T]) -> T:
+    def _on_ep_stream(self, op: Callable[[], T]) -> T:
         """Run an operation that only the dispatch needs: after the router, on ep's stream if the device has streams."""
         if not self._device.is_async:
             return op()
@@ -126,7 +126,7 @@ class DeferredDispatch:
             self._device.adopt(leaf)
         return result
 
-    def _announce(self) -> RowCounts:
+    def _exchange_counts(self) -> RowCounts:
         return self._dispatcher.announce(self._experts_Tk, self._kept_Tk, aside=self._device.is_async)
 
     def _plan(self) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:

@@ -26,7 +26,7 @@ def rows(dtype: torch.dtype) -> torch.Tensor:
 
 def one_by_one(experts: Experts, x: torch.Tensor, length: int) -> torch.Tensor:
     """Each expert's rows in pieces of at most ``length``."""
-    apart = experts.apart()
+    apart = experts.per_expert()
     parts = [apart[e](piece) for e, own in enumerate(x.split(COUNTS)) for piece in own.split(length) if len(own)]
     return torch.cat(parts)
 

@@ -86,7 +86,7 @@ class TilePlan:
 
 
 class Transport(Protocol):
-    """Moves columns to the ranks whose rows attend to them, and their gradients back."""
+    """Transport of columns to the ranks whose rows attend to them, and of their gradients back."""
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
         """Attend to all columns: call ``see`` for the own tiles and for each arrival."""

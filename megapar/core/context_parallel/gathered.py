@@ -54,9 +54,9 @@ class Gathered:
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.early, mine, gradients)
         columns = own.with_message(self._in_order(self.comm.wait(flight)))
-        theirs = columns.zeros()
-        see(plan.others[0], columns, theirs)
-        flight = self.comm.launch(ReduceScatter(self.axis), self._by_rank(theirs.message))
+        remote_gradients = columns.zeros()
+        see(plan.others[0], columns, remote_gradients)
+        flight = self.comm.launch(ReduceScatter(self.axis), self._by_rank(remote_gradients.message))
         see(plan.late, mine, gradients)
         gradients.message.add_(self.comm.wait(flight))
         return gradients

@@ -76,7 +76,7 @@ class SequenceLayout:
         each slice separately.
         """
         share = length // self.size
-        found: list[tuple[int, HeldRun]] = []
+        held: list[tuple[int, HeldRun]] = []
         for rank in range(self.size):
             first, second = self.runs(length, rank)
             joined = [first, second] if first.stop != second.start else [range(first.start, second.stop)]
@@ -87,9 +87,9 @@ class SequenceLayout:
                     start, stop = max(own.start, offset), min(own.stop, offset + len(run))
                     if start < stop:
                         place = HeldRun(rank * parts + part, start - own.start, stop - own.start)
-                        found.append((run.start + start - offset, place))
+                        held.append((run.start + start - offset, place))
                     offset += len(run)
-        return tuple(place for _, place in sorted(found))
+        return tuple(place for _, place in sorted(held))
 
     def _run(self, place: slice, number: int) -> range:
         """Return part ``number`` of a slice."""

@@ -56,20 +56,20 @@ class Ring:
     def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
         """Go around the ring again; the gradients of each block follow it one step later."""
         flight, gradients = self._pass_on(own), own.zeros()
-        going: InFlight | None = None
+        returning: InFlight | None = None
         see(plan.early, own, gradients)
         for step, tiles in enumerate(plan.others, start=1):
             columns = own.with_message(self.comm.wait(flight))
             if step < len(plan.others):
                 flight = self._pass_on(columns)
-            theirs = columns.zeros()
-            see(tiles, columns, theirs)
-            if going is not None:
-                theirs.message.add_(self.comm.wait(going))
-            going = self._pass_on(theirs)
+            remote_gradients = columns.zeros()
+            see(tiles, columns, remote_gradients)
+            if returning is not None:
+                remote_gradients.message.add_(self.comm.wait(returning))
+            returning = self._pass_on(remote_gradients)
         see(plan.late, own, gradients)
-        assert going is not None
-        gradients.message.add_(self.comm.wait(going))
+        assert returning is not None
+        gradients.message.add_(self.comm.wait(returning))
         return gradients
 
     def _pass_on(self, columns: Columns) -> InFlight:

@@ -84,9 +84,9 @@ class Share:
         places = self.places(own_length)
         held = [[number for number, place in enumerate(places) if place.rank == rank] for rank in range(self.size)]
         most = max(map(len, held))
-        where = {number: rank * most + at for rank, own in enumerate(held) for at, number in enumerate(own)}
+        index_of = {number: rank * most + at for rank, own in enumerate(held) for at, number in enumerate(own)}
         mine = tuple((number, places[number].stop - places[number].start) for number in held[self.rank])
-        return Runs(mine, most, tuple(where[number] for number in range(len(places))))
+        return Runs(mine, most, tuple(index_of[number] for number in range(len(places))))
 
     def sort(self, x: Tensor, order: Sequence[int]) -> Tensor:
         """Reorder the entries of [n, ..] as ``slice_order`` or ``runs`` returns.
@@ -116,10 +116,10 @@ class Share:
         On this rank's rows the inverse of ``in_order``.
         """
         per_position = x.shape[0] // (self.size * own_length)
-        mine, offset = [], 0
+        parts, offset = [], 0
         for place in self.places(own_length, number):
             rows = (place.stop - place.start) * per_position
             if place.rank == self.rank:
-                mine.append(x[offset : offset + rows])
+                parts.append(x[offset : offset + rows])
             offset += rows
-        return torch.cat(mine) if len(mine) > 1 else mine[0]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -72,7 +72,7 @@ SeeTiles = Callable[[Iterable[Tile]], None]
 
 
 class SliceTransport(Protocol):
-    """Moves the keys and values of a slice to the other ranks, and their gradients back to the owner."""
+    """Transport of the keys and values of a slice to the other ranks, and of their gradients back to the owner."""
 
     def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
         """Call ``see`` for all tiles, filling in the slice's remote ``columns`` [S, ..] as they arrive."""
@@ -133,16 +133,16 @@ class RingSlices:
 
     def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
         """Overlap the return of the own block's gradients with the near tiles."""
-        going: InFlight | None = None
+        returning: InFlight | None = None
         for step, tiles in enumerate(plan.others, start=1):
             see(tiles)
-            theirs = _rows(gradients, self._source(plan, step)).clone()
-            if going is not None:
-                theirs.add_(self.comm.wait(going))
-            going = self._pass_on(theirs)
+            remote_gradients = _rows(gradients, self._source(plan, step)).clone()
+            if returning is not None:
+                remote_gradients.add_(self.comm.wait(returning))
+            returning = self._pass_on(remote_gradients)
         see(plan.near)
-        assert going is not None
-        return self.comm.wait(going)
+        assert returning is not None
+        return self.comm.wait(returning)
 
     def _source(self, plan: SlicePlan, step: int) -> range:
         return plan.runs[(self.axis.rank - step) % self.axis.size]

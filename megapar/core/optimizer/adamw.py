@@ -82,19 +82,19 @@ class AdamW:
 class Optimizer:
     """AdamW (decoupled weight decay) over master shards; moments correspond to ``parts`` one to one."""
 
-    def __init__(self, parts: Sequence[MasterShard], numbers: AdamW) -> None:
+    def __init__(self, parts: Sequence[MasterShard], settings: AdamW) -> None:
         self._parts = parts
         groups = [
             {
                 "params": [part.master for part in parts if (part.decay, part.router) == kind],
-                "weight_decay": numbers.weight_decay if kind[0] else 0.0,
-                "ratio": numbers.router_lr_ratio if kind[1] else 1.0,
+                "weight_decay": settings.weight_decay if kind[0] else 0.0,
+                "ratio": settings.router_lr_ratio if kind[1] else 1.0,
             }
             for kind in ((True, False), (True, True), (False, False))
         ]
         # Fused: the unfused implementation would read every parameter's step count and wait for the device.
         self._adamw: Any = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=numbers.betas, eps=numbers.eps, fused=True
+            [group for group in groups if group["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True
         )
         for part in parts:
             self._adamw.state[part.master] = {

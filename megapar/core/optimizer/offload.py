@@ -25,7 +25,7 @@ from megapar.core.optimizer.adamw import MOMENTS, AdamW
 from megapar.core.sharding.master_shard import MasterShard
 
 
-class Visitors(Protocol):
+class SlotReader(Protocol):
     """A reader of each part's master and moments while they are on the device."""
 
     def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
@@ -45,10 +45,10 @@ class OffloadedOptimizer:
         seen_by: reader of the tensors while they are on the device; None: no reader.
     """
 
-    def __init__(self, parts: Sequence[MasterShard], device: Device, numbers: AdamW) -> None:
+    def __init__(self, parts: Sequence[MasterShard], device: Device, settings: AdamW) -> None:
         self._parts = parts
         self._device = device
-        self._numbers = numbers
+        self._settings = settings
         self._moments = {
             name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
         }
@@ -57,7 +57,7 @@ class OffloadedOptimizer:
         self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
         self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self._in, self._out = device.new_stream(), device.new_stream()
-        self.seen_by: Visitors | None = None
+        self.seen_by: SlotReader | None = None
 
     def step(self, lr: float, found_inf: Tensor | None = None) -> None:
         """Update all masters from their gradients; on return the current stream waits for the copies to the host.
@@ -112,7 +112,7 @@ class OffloadedOptimizer:
 
     def _update(self, number: int, part: MasterShard, lr: float, step: Tensor, found_inf: Tensor | None) -> None:
         assert part.grad is not None
-        numbers = self._numbers
+        settings = self._settings
         master, first, second = self._views(number)[1]
         adamw(
             params=[master],
@@ -123,11 +123,11 @@ class OffloadedOptimizer:
             state_steps=[step],
             fused=True,
             amsgrad=False,
-            beta1=numbers.betas[0],
-            beta2=numbers.betas[1],
-            lr=lr * numbers.router_lr_ratio if part.router else lr,
-            weight_decay=numbers.weight_decay if part.decay else 0.0,
-            eps=numbers.eps,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            lr=lr * settings.router_lr_ratio if part.router else lr,
+            weight_decay=settings.weight_decay if part.decay else 0.0,
+            eps=settings.eps,
             maximize=False,
             found_inf=found_inf,
         )

@@ -51,12 +51,12 @@ class Queues:
         return transport.send(x, self._axes[self.rank, to], 1)
 
     def receive(self, room: Callable[[], Tensor], source: int) -> tuple[Tensor, dist.Work]:
-        """Launch a receive that waits for no computation; return (buffer, work) for ``land``.
+        """Launch a receive that waits for no computation; return (buffer, work) for ``finish_receive``.
 
         ``room`` allocates the buffer, on the receive stream. On the compute stream, the allocator could return a block
         that computations have freed but still read, and only waiting for them would make that safe. On the receive
-        stream, it returns blocks of earlier receives, and only after the stream that adopted them (in ``land``) has
-        passed their release.
+        stream, it returns blocks of earlier receives, and only after the stream that adopted them, in
+        ``finish_receive``, has passed their release.
         """
         axis = self._axes[source, self.rank]
 
@@ -67,7 +67,7 @@ class Queues:
         # An event from when the queues were made: by default the receive stream would wait for the current stream.
         return self._device.launch(launch, self._stream, after=self._before)
 
-    def land(self, buffer: Tensor, work: dist.Work, meter: WaitMeter | None = None) -> Tensor:
+    def finish_receive(self, buffer: Tensor, work: dist.Work, meter: WaitMeter | None = None) -> Tensor:
         """Return the buffer after making the current stream wait for its message."""
         if meter is None:
             work.wait()

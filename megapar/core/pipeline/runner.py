@@ -157,7 +157,7 @@ class Runner:
 
     def _take(self, kind: str, place: Place) -> Tensor:
         buffer, work = self._received.pop((kind, place))
-        return buffer if work is None else self._queues.land(buffer, work, self._meter)
+        return buffer if work is None else self._queues.finish_receive(buffer, work, self._meter)
 
     def _wait_for_sends(self, remaining: int) -> None:
         """Wait for the oldest sends until only ``remaining`` are in flight."""
@@ -175,7 +175,7 @@ def run_forward(stages: Stages, queues: Queues, work: StageComputation, micro_ba
     for chunk in stages.on(queues.rank):
         if not chunk.first and x is None:
             room = partial(work.empty, micro_batch, chunk.index)
-            x = queues.land(*queues.receive(room, stages.chunks[chunk.index - 1].rank))
+            x = queues.finish_receive(*queues.receive(room, stages.chunks[chunk.index - 1].rank))
         y, _ = work.forward(chunk.index, micro_batch, x)
         x = y
         if y is not None and (to := stages.chunks[chunk.index + 1].rank) != queues.rank:

@@ -96,7 +96,7 @@ def style_of(name: str, chunks_per_rank: int) -> str:
     return "v" if name == ZERO_BUBBLE and chunks_per_rank == 2 else "loop"
 
 
-def least_micro_batches(name: str, num_ranks: int) -> int:
+def min_micro_batches(name: str, num_ranks: int) -> int:
     """Return the minimum number of micro-batches per step that a schedule needs."""
     return 1 if name == GPIPE else num_ranks
 
@@ -108,7 +108,7 @@ def make_schedule(name: str, num_ranks: int, chunks_per_rank: int, num_micro_bat
     Raises ValueError for fewer micro-batches than ranks (except GPipe), or for several chunks per rank in a schedule
     that has one.
     """
-    if num_micro_batches < least_micro_batches(name, num_ranks):
+    if num_micro_batches < min_micro_batches(name, num_ranks):
         raise ValueError(f"{name} over {num_ranks} ranks needs {num_ranks} micro-batches or more: {num_micro_batches}")
     if name in (GPIPE, ONE_F_ONE_B) and chunks_per_rank != 1:
         raise ValueError(f"{name} has one chunk per rank, not {chunks_per_rank}")

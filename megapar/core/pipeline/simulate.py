@@ -72,18 +72,18 @@ class Wiring:
 
     Attributes:
         queue: (sender, receiver) -> the queue's name on both; None: a separate queue for each message.
-        receipts_aside: receives are launched from a separate stream. Otherwise a receive waits, as a send does, for
+        separate_receives: receives are launched from a separate stream. Otherwise a receive waits, as a send does, for
             the computations before it, and blocks everything after it on its queue.
     """
 
     queue: Callable[[int, int], Hashable | None]
-    receipts_aside: bool
+    separate_receives: bool
 
 
-FREE = Wiring(lambda sender, receiver: None, receipts_aside=True)
-ONE_QUEUE = Wiring(lambda sender, receiver: "pp", receipts_aside=False)
-PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), receipts_aside=False)
-PER_DIRECTION = Wiring(lambda sender, receiver: (sender, receiver), receipts_aside=True)
+FREE = Wiring(lambda sender, receiver: None, separate_receives=True)
+ONE_QUEUE = Wiring(lambda sender, receiver: "pp", separate_receives=False)
+PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), separate_receives=False)
+PER_DIRECTION = Wiring(lambda sender, receiver: (sender, receiver), separate_receives=True)
 # The wiring of the runner (``queues``).
 RUNNERS = PER_DIRECTION
 
@@ -136,7 +136,7 @@ def check(schedule: Schedule) -> None:
                 done.add(_once(program.pop(0), done))
                 progress = True
             if program and program[0].kind in (SEND_F, SEND_B):
-                expected = _receipt(program[0])
+                expected = _matching_receive(program[0])
                 peer = programs[schedule.rank_of(expected.chunk)]
                 if peer and peer[0] == expected and _sendable(program[0], done):
                     done.update((_once(program.pop(0), done), _once(peer.pop(0), done)))
@@ -168,7 +168,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
                 ready.append(following)
     if len(slots) < len(waits_for):
         left = [[action for action in program if _by_receive(action) not in slots] for program in schedule.programs]
-        waiting = ", ".join(f"rank {rank} before {own[0]}" for rank, own in enumerate(left) if own)
+        waiting = ", ".join(f"rank {rank} before {actions[0]}" for rank, actions in enumerate(left) if actions)
         raise DeadlockError(f"{schedule.name} over {schedule.num_ranks} ranks never ends: {waiting}")
     programs = schedule.programs
     computed = tuple(tuple(slots[action] for action in program if action.kind in COMPUTE) for program in programs)
@@ -192,7 +192,7 @@ def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Actio
                 computed = action
                 continue
             sends = action.kind in (SEND_F, SEND_B)
-            if computed is not None and (sends or not wiring.receipts_aside):
+            if computed is not None and (sends or not wiring.separate_receives):
                 needs.append(computed)
             ends = (rank, schedule.rank_of(event.chunk)) if sends else (schedule.rank_of(_source(event)), rank)
             name = wiring.queue(*ends)
@@ -248,7 +248,7 @@ def _sendable(action: Action, done: set[Action]) -> bool:
     return any(action._replace(kind=kind) in done for kind in kinds)
 
 
-def _receipt(action: Action) -> Action:
+def _matching_receive(action: Action) -> Action:
     """Return the receive that matches a send."""
     if action.kind == SEND_F:
         return Action(action.chunk + 1, RECV_F, action.micro_batch)
@@ -257,12 +257,12 @@ def _receipt(action: Action) -> Action:
 
 def _by_receive(action: Action) -> Action:
     """Return the matching receive of a send, and every other action unchanged."""
-    return _receipt(action) if action.kind in (SEND_F, SEND_B) else action
+    return _matching_receive(action) if action.kind in (SEND_F, SEND_B) else action
 
 
-def _source(receipt: Action) -> int:
+def _source(receive: Action) -> int:
     """Return the chunk that a message comes from."""
-    return receipt.chunk + (-1 if receipt.kind == RECV_F else 1)
+    return receive.chunk + (-1 if receive.kind == RECV_F else 1)
 
 
 def _once(action: Action, done: set[Action]) -> Action:

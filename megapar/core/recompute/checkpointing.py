@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Measure(Protocol):
-    """A consumer of measurements: the bytes that each unit would keep without recompute."""
+    """A consumer of measurements: of the bytes that each unit would keep without recompute."""
 
     @property
     def measuring(self) -> bool:

@@ -45,7 +45,7 @@ class SavedInputs:
     def __init__(self, device: Device, mp: Axis, comm: CommContext, *, offload: bool, newest: int = NEWEST) -> None:
         self.device, self.mp, self.comm = device, mp, comm
         self.host = BufferPool(device.pinned_zeros, most=2) if offload else None
-        self.going, self.coming = device.new_stream(), device.new_stream()
+        self.to_host, self.to_device = device.new_stream(), device.new_stream()
         self._newest = newest
         self._whole: deque[weakref.ref[SavedUnit]] = deque()
 
@@ -151,11 +151,11 @@ class SavedTensor:
             own[: self._piece.numel()].copy_(self._piece)
             self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
             return
-        keeper.coming.wait_stream(keeper.device.current_stream())
-        with keeper.coming:
-            keeper.coming.wait_event(self._sent)
+        keeper.to_device.wait_stream(keeper.device.current_stream())
+        with keeper.to_device:
+            keeper.to_device.wait_event(self._sent)
             own[: self._host.numel()].copy_(self._host, non_blocking=True)
-            self._back = keeper.coming.record_event()
+            self._back = keeper.to_device.record_event()
             if size > 1:
                 self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
 
@@ -176,12 +176,12 @@ class SavedTensor:
         return flat[start : start + self._length]
 
     def _send(self, pool: BufferPool, flat: Tensor) -> None:
-        going, own = self._keeper.going, self._own(flat)
-        self._host = pool.take((own.numel(),), self._dtype, going)
-        going.wait_stream(self._keeper.device.current_stream())
-        with going:
+        to_host, own = self._keeper.to_host, self._own(flat)
+        self._host = pool.take((own.numel(),), self._dtype, to_host)
+        to_host.wait_stream(self._keeper.device.current_stream())
+        with to_host:
             self._host.copy_(own, non_blocking=True)
-            self._sent = going.record_event()
+            self._sent = to_host.record_event()
 
     def __del__(self) -> None:
         host = getattr(self, "_host", None)

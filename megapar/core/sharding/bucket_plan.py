@@ -111,15 +111,16 @@ def _modules(row: ParameterInfo) -> list[str]:
 
 def _starts(rows: Iterable[ParameterInfo], anchors: Sequence[str]) -> set[str]:
     modules = list(dict.fromkeys(module for row in rows for module in _modules(row)))
-    found: dict[str, str] = {}
+    anchor_of: dict[str, str] = {}
     for anchor in anchors:
-        hits = [module for module in modules if fnmatchcase(module, anchor) and module.count(".") == anchor.count(".")]
-        if not hits:
+        depth = anchor.count(".")
+        matches = [module for module in modules if fnmatchcase(module, anchor) and module.count(".") == depth]
+        if not matches:
             near = difflib.get_close_matches(anchor, modules, n=3)
             hint = f" Near: {', '.join(near)}." if near else f" Modules are, for example, {', '.join(modules[:4])}."
             raise PlanError(f"--segment-anchors {anchor} names no module of this model.{hint}")
-        for module in hits:
-            if module in found:
-                raise PlanError(f"--segment-anchors {anchor} and {found[module]} both name {module}. Name it once.")
-            found[module] = anchor
-    return set(found)
+        for module in matches:
+            if module in anchor_of:
+                raise PlanError(f"--segment-anchors {anchor} and {anchor_of[module]} both name {module}. Name it once.")
+            anchor_of[module] = anchor
+    return set(anchor_of)

@@ -78,15 +78,15 @@ def check(replicas: Iterable[Replica], world: World, when: str) -> bool:
     for replica in replicas:
         by_axis.setdefault(replica.axis.ranks, []).append(replica)
     device = world.device.torch_device
-    found = [row for same in by_axis.values() for row in _compare(same, device)]
-    everyone = world.axis("world")
-    counts = torch.tensor([len(found), len(by_axis)], dtype=torch.int64, device=device)
-    reduce_numbers(counts, everyone, "replicas")
+    differences = [row for same in by_axis.values() for row in _compare(same, device)]
+    all_ranks = world.axis("world")
+    counts = torch.tensor([len(differences), len(by_axis)], dtype=torch.int64, device=device)
+    reduce_numbers(counts, all_ranks, "replicas")
     bad, compared = counts.tolist()
     if bad:
-        parts: list[Any] = [found]
-        if everyone.group is not None:
-            parts = messages.all_gather([list(row) for row in found], everyone.group)
+        parts: list[Any] = [differences]
+        if all_ranks.group is not None:
+            parts = messages.all_gather([list(row) for row in differences], all_ranks.group)
         raise _error([row for part in parts for row in part], when)
     return bool(compared)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megapar.core.pipeline.draw import as_svg, as_text
-from megapar.core.pipeline.schedule import Schedule, least_micro_batches, make_schedule
+from megapar.core.pipeline.schedule import Schedule, make_schedule, min_micro_batches
 from megapar.core.pipeline.simulate import (
     FREE,
     ONE_QUEUE,
@@ -44,7 +44,7 @@ def test_no_schedule_hangs_and_every_bubble_is_the_formula_s(name: str, chunks: 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_any_number_of_micro_batches_that_suffices_works(name: str) -> None:
-    for micro_batches in range(least_micro_batches(name, 4), 12):
+    for micro_batches in range(min_micro_batches(name, 4), 12):
         check(make_schedule(name, 4, 1, micro_batches))
 
 
@@ -101,7 +101,7 @@ def test_what_the_runner_has_costs_nothing_over_free_messages(name: str, chunks:
 
 def test_receipts_have_to_be_launched_aside() -> None:
     """A queue per direction alone leaves GPipe where two neighbours' common queue leaves it."""
-    behind = replace(PER_DIRECTION, receipts_aside=False)
+    behind = replace(PER_DIRECTION, separate_receives=False)
     schedule = make_schedule("gpipe", 8, 1, 32)
     assert slower(schedule, 0.1, behind) == pytest.approx(5.2, abs=0.05)
     assert slower(schedule, 0.1, PER_DIRECTION) == pytest.approx(0.0, abs=1e-9)
