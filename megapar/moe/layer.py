@@ -169,7 +169,13 @@ class MoeLayer(nn.Module):
     ) -> Passage:
         """Begin the passage of one micro-batch through this layer, slice by slice as in ``slicing``.
 
-        length: positions on this rank. batch: samples. The other arguments are those of ``forward``.
+        Args:
+            length: positions on this rank.
+            valid_tokens: non-padding tokens of the whole micro-batch.
+            own_valid_BS: bool, False for padding, of this rank's positions; None: no padding in the micro-batch.
+            batch: samples.
+            replay: see ``forward``.
+            closing: see ``forward``.
         """
         positions = batch * length
         tokens = _host_count(own_valid_BS, valid_tokens, positions * self.share.size)

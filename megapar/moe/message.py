@@ -34,8 +34,14 @@ def unpack(
 ) -> tuple[Tensor, Tensor]:
     """Split a message into (tokens [room, H], weights [R] of ``dtype``).
 
-    Weights always stay in message order, in which the rows are sent back. hidden: H. order: sorts the tokens; None:
-    leave them in message order, with zeros up to ``room`` rows.
+    Weights always stay in message order, in which the rows are sent back.
+
+    Args:
+        message: [R, H + w].
+        hidden: H.
+        dtype: of the weights.
+        order: sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
+        room: rows of the result.
     """
     return _Unpack.apply(message, hidden, dtype, room, *(order or ()))  # type: ignore[no-any-return]
 
@@ -67,7 +73,13 @@ def unpack_gradient(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype:
 
 @dataclass(frozen=True)
 class RowsOfTokens:
-    """A message for ``async_pairs.defer``: tokens and weights, in an order determined after the node was made."""
+    """A message for ``async_pairs.defer``: tokens and weights, in an order determined after the node was made.
+
+    Attributes:
+        order: pairs to rows, as sent.
+        hidden: H.
+        weight_dtype: dtype of the weights.
+    """
 
     order: ExpertOrder
     hidden: int

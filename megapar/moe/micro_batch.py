@@ -84,8 +84,13 @@ class MicroBatchRouting:
     def keep(self, routing: Routing, valid_T: Tensor | None, batch: int, length: int) -> Tensor | None:
         """Return the pairs of the next slice that reach an expert, [T, k] bool; None: all of them.
 
-        Collective over the ranks that share the micro-batch. batch: samples. length: positions of the slice on this
-        rank.
+        Collective over the ranks that share the micro-batch.
+
+        Args:
+            routing: the router's choices for the slice.
+            valid_T: bool, False for padding; None: no padding.
+            batch: samples.
+            length: positions of the slice on this rank.
         """
         self._orthogonal = routing.orthogonal  # the same for every slice
         if self.slicing.active:

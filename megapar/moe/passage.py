@@ -83,7 +83,7 @@ class _Tickets:
 
 @dataclass
 class _Slice:
-    """A slice between its router and its combine."""
+    """A slice between its router and its combine: its input and its dispatch."""
 
     x_BsH: Tensor
     dispatch: FinishedDispatch | DeferredDispatch

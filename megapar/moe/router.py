@@ -40,8 +40,10 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Router in max(fp32, dtype): x [T, H] -> logits [T, E] -> scores (softmax or sigmoid) -> top k.
 
-    weight [E, H] is whole on every rank; correction_bias [E] is a buffer that takes part in the choice and
-    never in the weights (arXiv 2408.15664). Both are kept in max(fp32, dtype) whatever the compute dtype.
+    Attributes:
+        weight: [E, H], whole on every rank, in max(fp32, dtype) whatever the compute dtype.
+        correction_bias: [E], a buffer in the same dtype; added to the scores for the choice of experts, but not for
+            the gate weights (arXiv 2408.15664).
     """
 
     weight: nn.Parameter
@@ -144,8 +146,13 @@ def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
 def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0) -> Tensor:
     """Compute the gate weights of the expert outputs from the unbiased scores, 0 for dropped pairs: [T, k].
 
-    k = 1: the raw score. k >= 2: renormalised over the kept choices (``over_kept``, deepspeed_moe) or over all choices
-    (megatron_moe). kept_Tk: bool; None: every pair is kept. scaling: factor on all weights.
+    k = 1: the raw score. k >= 2: renormalised over the kept choices (deepspeed_moe) or over all choices (megatron_moe).
+
+    Args:
+        routing: the router's choices.
+        kept_Tk: bool; None: every pair is kept.
+        over_kept: renormalise over the kept choices only.
+        scaling: factor on all weights.
     """
     weights_Tk = _shares(routing, kept_Tk, over_kept)
     return weights_Tk if scaling == 1.0 else weights_Tk * scaling

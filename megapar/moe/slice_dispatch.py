@@ -70,8 +70,16 @@ class DeferredDispatch:
     ) -> None:
         """Insert the node into the graph and launch the exchange of counts, if any.
 
-        room: (rows, exact) of ``TokenDispatcher.plan``. replay: of the recomputed unit that contains the layer; its
-        recomputation reuses the forward's plans and exchanges no counts.
+        Args:
+            dispatcher: plans and sends the message.
+            slicing: the number of pieces of the message, and their chaining.
+            x_TH: tokens of the slice.
+            weights_Tk: gate weights.
+            experts_Tk: the chosen experts.
+            kept_Tk: bool; None: every pair is kept.
+            room: (rows, exact) of ``TokenDispatcher.plan``.
+            replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's plans and
+                exchanges no counts.
         """
         self.plans: tuple[DispatchPlan, ...] = ()
         self._dispatcher, self._slicing, self._replay = dispatcher, slicing, replay

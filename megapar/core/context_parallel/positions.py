@@ -98,7 +98,13 @@ class SequenceLayout:
 
 
 class HeldRun(NamedTuple):
-    """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of the rank's storage."""
+    """Consecutive positions of a sequence on one rank.
+
+    Attributes:
+        rank: the rank.
+        start: first row in the rank's storage.
+        stop: one past the last row.
+    """
 
     rank: int
     start: int

@@ -88,7 +88,12 @@ class SliceTransport(Protocol):
 
 @dataclass(frozen=True)
 class GatheredSlices:
-    """A transport with one all-gather and one reduce-scatter per slice."""
+    """A transport with one all-gather and one reduce-scatter per slice.
+
+    Attributes:
+        axis: cp, at least two ranks.
+        comm: launches the collectives and tracks those in flight.
+    """
 
     axis: Axis
     comm: CommContext
@@ -115,7 +120,12 @@ class GatheredSlices:
 
 @dataclass(frozen=True)
 class RingSlices:
-    """A transport around a ring: each block is forwarded before it is used, and its gradients follow it."""
+    """A transport around a ring: each block is forwarded before it is used, and its gradients follow it.
+
+    Attributes:
+        axis: cp, at least two ranks.
+        comm: launches the messages and tracks those in flight.
+    """
 
     axis: Axis
     comm: CommContext

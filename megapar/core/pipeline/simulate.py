@@ -89,7 +89,13 @@ RUNNERS = PER_DIRECTION
 
 
 class Slot(NamedTuple):
-    """A computation with its start and end."""
+    """A computation on the timeline.
+
+    Attributes:
+        action: the computation.
+        start: start time, in the unit of ``Costs``.
+        end: end time.
+    """
 
     action: Action
     start: float

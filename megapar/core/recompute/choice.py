@@ -10,7 +10,13 @@ from typing import NamedTuple, Protocol
 
 
 class LayerSpan(NamedTuple):
-    """Consecutive layers [start, stop) of this rank that run together. recomputed: they form one recomputed unit."""
+    """Consecutive layers of this rank that run together.
+
+    Attributes:
+        start: first layer, numbered on this rank.
+        stop: one past the last layer.
+        recomputed: the layers form one recomputed unit.
+    """
 
     start: int
     stop: int

@@ -2,12 +2,12 @@
 
 A step, with buckets in the order in which the backward completes them (last layer first):
 
-    forward      receive(bucket)  .........................  waits for the gather that publish launched
-    backward     add(gradient) -> complete? -> launch reduce-scatter -> (replicas: settle the previous bucket; CPU: the
-                 oldest, if many bytes are in flight)
-    finish       settle all: gradients of this rank's rows, summed over every data rank
-    optimizer    updates masters
-    publish      launches the gathers, first layer first; the next forward waits for each when it needs it
+    forward      [1] receive(bucket): wait for the gather that publish launched
+    backward     [2] add(gradient); if the bucket is complete: [3] launch its reduce-scatter
+                 [4] settle the previous bucket, for its sum over replicas; on a CPU the oldest, if many are in flight
+    finish       [5] settle all: gradients of this rank's rows, summed over every data rank
+    optimizer    update the masters
+    publish      [6] launch the gathers, first layer first; the next forward waits for each when it needs it
 
 The triggers are hooks on parameters, so any caller may run the backward. Buckets are launched in the same planned order
 on every rank: one that is complete early waits for its predecessors, and missing gradients are zero.
@@ -131,7 +131,7 @@ class ZeroSharding:
 
     def finish(self) -> None:
         """Launch buckets with missing gradients and wait for all reductions."""
-        self._settle_all()
+        self._settle_all()  # [5]
         self._running = False
         for bucket in self.buckets:
             bucket.finish()
@@ -148,14 +148,14 @@ class ZeroSharding:
 
     def _gather_up_to(self, number: int) -> None:
         while self._to_gather <= min(number, len(self.buckets) - 1):
-            self.buckets[self._to_gather].publish(overlap=self._overlap_gather)
+            self.buckets[self._to_gather].publish(overlap=self._overlap_gather)  # [6]
             self._to_gather += 1
 
     def _receiver(self, numbers: Sequence[int]) -> Callable[..., None]:
         def receive(*_: object) -> None:
             for number in numbers:
                 self._gather_up_to(number + self._prefetch)
-                self.buckets[number].receive()
+                self.buckets[number].receive()  # [1]
 
         return receive
 
@@ -198,7 +198,7 @@ class ZeroSharding:
             member = self.buckets[number].members[index]
             assert member.parameter.grad is not None
             self._trail.gradient(member.spec.unit, member.spec.name, member.parameter.grad)
-        if self.buckets[number].add(index) and self._overlap_reduce and self._reducing:
+        if self.buckets[number].add(index) and self._overlap_reduce and self._reducing:  # [2]
             self._ready.add(number)
             while self._next in self._ready:
                 self._launch_next()
@@ -208,12 +208,12 @@ class ZeroSharding:
         return self._reduce_every or self._last
 
     def _launch_next(self) -> None:
-        self.buckets[self._next].launch(overlap=self._overlap_reduce)
+        self.buckets[self._next].launch(overlap=self._overlap_reduce)  # [3]
         # The previous bucket sums its row over the replicas while this one's reduce-scatter runs.
         if self._last and self._next + 1 < len(self.buckets):
             before = self.buckets[self._next + 1]
             if before.replica.group is not None:
-                before.settle(last=True, overlap=self._overlap_reduce)
+                before.settle(last=True, overlap=self._overlap_reduce)  # [4]
         self._in_flight.append(self._next)
         self._next -= 1
         self._settle_oldest()
@@ -223,7 +223,7 @@ class ZeroSharding:
         while len(self._in_flight) > LEAST_IN_FLIGHT:
             if sum(self.buckets[number].nbytes for number in self._in_flight) <= self._most_in_flight_bytes:
                 return
-            self.buckets[self._in_flight.popleft()].settle(last=self._last, overlap=self._overlap_reduce)
+            self.buckets[self._in_flight.popleft()].settle(last=self._last, overlap=self._overlap_reduce)  # [4]
 
     def _settle_all(self) -> None:
         """Launch the remaining buckets, then wait for all, in the planned order."""
