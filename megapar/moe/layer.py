@@ -243,7 +243,7 @@ class MoeLayer(nn.Module):
 def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:
     if emp.size not in (1, mp.size):
         raise DistributedError(
-            f"experts are cut over {emp.size} ranks where mp has {mp.size}; set --expert-mp-degree to 1 or {mp.size}"
+            f"experts are sharded over {emp.size} ranks, but mp has {mp.size}; set --expert-mp-degree to 1 or {mp.size}"
         )
     if mp.size > 1 and emp.size == 1 and not sequence_parallel:
         raise DistributedError(

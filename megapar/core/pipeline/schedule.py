@@ -109,7 +109,9 @@ def make_schedule(name: str, num_ranks: int, chunks_per_rank: int, num_micro_bat
     that has one.
     """
     if num_micro_batches < min_micro_batches(name, num_ranks):
-        raise ValueError(f"{name} over {num_ranks} ranks needs {num_ranks} micro-batches or more: {num_micro_batches}")
+        raise ValueError(
+            f"{name} over {num_ranks} ranks needs at least {num_ranks} micro-batches, not {num_micro_batches}"
+        )
     if name in (GPIPE, ONE_F_ONE_B) and chunks_per_rank != 1:
         raise ValueError(f"{name} has one chunk per rank, not {chunks_per_rank}")
     style, num_chunks = style_of(name, chunks_per_rank), num_ranks * chunks_per_rank

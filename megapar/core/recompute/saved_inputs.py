@@ -55,7 +55,7 @@ class SavedInputs:
         return 0 if self.host is None else self.host.bytes
 
     def enter(self, before: SavedUnit | None) -> SavedUnit:
-        """Return the next unit of a forward. before: the previous unit, whose backward comes next."""
+        """Return the next unit of a forward. before: the previous unit, whose backward follows this one's."""
         unit = SavedUnit(self, before)
         self._whole.append(weakref.ref(unit))
         while len(self._whole) > self._newest:
