@@ -114,11 +114,11 @@ class MicroBatchRouting:
         if even_splits:
             # Padding may differ between the ranks of ep, but the numbers of rows they exchange may not.
             return sizes.num_experts * sizes.capacity(positions), False
-        host_knows = not (self.slicing.active or self.shares_batch)
-        pairs = (self.tokens if host_knows else positions) * sizes.topk
+        on_host = not (self.slicing.active or self.shares_batch)
+        pairs = (self.tokens if on_host else positions) * sizes.topk
         if sizes.has_capacity and not self.slicing.active:
             pairs = min(pairs, sizes.num_experts * sizes.capacity(self.tokens))
-        return pairs, not sizes.has_capacity and (host_knows or not padded)
+        return pairs, not sizes.has_capacity and (on_host or not padded)
 
     def stats(self) -> MoeStats:
         """Return the statistics of the micro-batch, summed over all ranks and slices; call it after the last slice."""

@@ -103,8 +103,7 @@ class Forward:
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=lambda: (nullcontext(), self._recompute.again(replay, note)),
-                early_stop=note
-                is None,  # measuring needs the whole unit: an early stop would leave other tensors alive
+                early_stop=note is None,  # an early stop would falsify the measured bytes
             )
 
     def _note(self) -> Callable[[int], None] | None:

@@ -80,7 +80,7 @@ class FullSharding:
         self._ignored = {model.get_parameter(spec.name) for spec in left}
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
-        # The backward begins with the group that the forward uses last, so it stays unsharded in between.
+        # The backward begins with the group that the forward uses last (if tied, also first): it stays unsharded.
         last = groups[0] if "head" in together else groups[-1]
         for modules in groups:
             self._wrap(modules if len(modules) > 1 else modules[0], world, stays=modules is last)
