@@ -1,6 +1,6 @@
-"""The monolithic trainer: build, loop, step.
+"""The trainer: build the model, run the training loop, evaluate and save.
 
-``train(config)`` is the Python way in, and all that the entry scripts call.
+``train(config)`` is the Python entry point. The entry scripts call ``main``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megapar.training.building.job import check_device, make_job
 from megapar.training.building.memory import Planned, out_of_memory
 from megapar.training.checkpoints import export, local_saves, state
 from megapar.training.checkpoints.checkpoints import Checkpoints
-from megapar.training.checkpoints.continued import go_on
+from megapar.training.checkpoints.continued import continue_run
 from megapar.training.checkpoints.identity import RECORD
 from megapar.training.checkpoints.lineage import NAMES
 from megapar.training.checkpoints.load_hf import load_hf
@@ -54,7 +54,7 @@ from megapar.training.reports.record import Record
 from megapar.training.reports.said import is_first_to_say
 from megapar.training.reports.streams import make_patient
 from megapar.training.step.batches import BatchFeed
-from megapar.training.step.callbacks import make_companions
+from megapar.training.step.callbacks import make_callbacks
 from megapar.training.step.evaluate import evaluate
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
@@ -65,8 +65,14 @@ from megapar.training.step.stepper import Stepper
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. records: of every iteration, in order, where they were to be kept. evaluation: the last one's
-    means, if there was one.
+    """The result of a run.
+
+    Attributes:
+        iteration: last iteration done.
+        records: records of every iteration in order, if they were kept.
+        evaluation: means of the last evaluation. None without one.
+        checkpoint: folder of the newest checkpoint.
+        exported: folder of the exported Hugging Face model.
     """
 
     iteration: int
@@ -77,11 +83,10 @@ class Outcome:
 
 
 def main(config: Config, planned: Planned | None = None) -> NoReturn:
-    """Train and end the process: 0 done (or asked to stop, and saved), 2 configuration refused, 1 anything else.
+    """Train, then exit the process: status 0 after a complete or stopped run, 2 for a refused configuration, else 1.
 
-    planned: as ``train`` takes it.
-
-    Several ranks leave without the interpreter's own shutdown, in which gloo's threads at times abort a finished run.
+    Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks.
+    ``planned`` is as in ``train``.
     """
     make_patient()
     status = 0
@@ -91,14 +96,14 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
         train(config, stop_signal=StopSignal(), planned=planned)
     except MegaparError as error:
         failure.note(error, os.environ)
-        where = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        prefix = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         status = error.exit_status
         if is_first_to_say(str(error), os.environ):
-            sys.stderr.write(f"{where}{type(error).__name__}: {error}\n")
+            sys.stderr.write(f"{prefix}{type(error).__name__}: {error}\n")
     except BaseException as error:
         failure.note(error, os.environ)
         status = 1
-        if not innocent.told(error, os.environ):
+        if not innocent.reported(error, os.environ):
             import traceback
 
             traceback.print_exc()
@@ -115,12 +120,15 @@ def train(
     *,
     keep_records: bool = False,
 ) -> Outcome:
-    """Train as the configuration says.
+    """Train with a configuration. Raises MegaparError.
 
-    rendezvous_url: where several ranks meet, by default as torchrun sets the environment. stop_signal: what asks this
-    rank to stop, which all then do together; until they have met, a signal ends the process. planned: says what a plan
-    expects of memory, where there is none left. keep_records: of every iteration, for the outcome; kilobytes each, on
-    every rank, so that only short runs want it. Raises MegaparError.
+    Args:
+        config: the resolved configuration.
+        rendezvous_url: address at which the ranks rendezvous, by default from the environment that torchrun sets.
+        stop_signal: source of stop requests. All ranks stop together. Before the rendezvous a signal ends the process.
+        planned: returns the memory that the plan predicts, for the message after an out-of-memory error.
+        keep_records: keep the records of all iterations for the outcome. They take kilobytes each, on every rank, so
+            use this for short runs only.
     """
     watch = make_watch(config)
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -148,7 +156,7 @@ def train(
         world.abandon()
         raise refusal from error
     except BaseException:
-        # The other ranks may be gone: nobody waits for anybody on this way out.
+        # The other ranks may have exited already, so this path waits for none of them.
         watch.close()
         world.abandon()
         raise
@@ -159,9 +167,16 @@ def train(
 class Trainer:
     """One run on this rank, in three calls: the constructor builds, ``start`` loads and ``train`` runs the loop.
 
-    job: the model with its gradients and optimizer. progress: how far the run is. corpus: what it reads.
-    Made by ``start``, since they depend on where the run begins: loader, stepper, guards, monitor, terminal (None on
-    all ranks but one).
+    Attributes:
+        job: the model with its gradients and optimizer state.
+        progress: position of the run in its data.
+        corpus: training and held-out samples.
+        loader: reads micro-batches. This and the attributes below depend on the first iteration and are set by
+            ``start``.
+        stepper: runs the steps.
+        guards: checks for corrupted state.
+        monitor: collects records.
+        terminal: prints messages. None on every rank except rank 0.
     """
 
     loader: Loader
@@ -182,9 +197,17 @@ class Trainer:
         observer: StepObserver | None = None,
         builder: Builder | None = None,
     ) -> None:
-        """Build everything that does not depend on where the run begins.
+        """Build everything that does not depend on the iteration that the run starts from.
 
-        observer: sees every step. builder: makes the parts that a run may replace, by default the usual ones.
+        Args:
+            config: the resolved configuration.
+            world: process groups of all axes.
+            corpus: training and held-out samples.
+            stop_signal: source of stop requests.
+            keep_records: keep the records of all iterations for the outcome.
+            watch: the watchdog. None makes one from the configuration.
+            observer: hooks into every step.
+            builder: builds the replaceable parts of the model. None uses the default parts.
         """
         self.config = config
         self.world = world
@@ -205,44 +228,44 @@ class Trainer:
             self._notes += (export.UNDROPPED,)
         self.local_saves = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
-        self.numbers = build.make_numbers(config)
+        self.bad_steps = build.make_bad_step_policy(config)
         self._stragglers = Stragglers(config.reliability.straggler_factor)
         self._records: list[Record] | None = [] if keep_records else None
         self._evaluation: dict[str, float] | None = None
 
     def start(self) -> None:
-        """Load what the run continues from and prepare its first step. Call it once, on every rank.
+        """Load the checkpoint, if any, and prepare the first step. Call it once, on every rank.
 
-        Chooses here what needs the finished model, such as a measured degree of slicing.
+        Also makes the choices that need the complete model, such as a measured degree of AMPipe slicing.
         """
         loaded = self.load()
-        self._go_on(loaded)
+        self._continue(loaded)
         self.collate = self.builder.collate(self.config, self.world, self.corpus)
         self.loader = build.make_loader(self.config, self.corpus, self.collate, self.data, self._skipped)
         self._degree = degree.slice_model(self.config, self.job, self.objective, self.loader, self.progress)
-        self.world.sent_bytes.clear()  # what was sent until here belongs to no step
+        self.world.sent_bytes.clear()  # bytes sent so far are not part of a step
         self._make_stepper(loaded)
 
     def load(self) -> state.Loaded | None:
-        """Fill the model, and the optimizer, from a checkpoint or published weights; None: with initial values.
+        """Fill the model, and the optimizer state, from a checkpoint or published weights.
 
-        Sets ``progress`` to where the checkpoint was taken. Raises CheckpointError.
+        Sets ``progress`` to that of the checkpoint. Returns None if there is no checkpoint. Raises CheckpointError.
         """
         with self.watch.section("load"):
             return self._load()
 
-    def _go_on(self, loaded: state.Loaded | None) -> None:
-        """Find out whether a loaded run is this run, and with which data it continues."""
+    def _continue(self, loaded: state.Loaded | None) -> None:
+        """Compare the identity of the loaded run with this one, and choose the data to continue with."""
         config, world = self.config, self.world
-        self._identity, self.corpus, told = go_on(
+        self._identity, self.corpus, notes = continue_run(
             config, world, self.corpus, loaded, self.checkpoints.resumed_from, self._skipped
         )
-        self._notes += told
+        self._notes += notes
         if config.checkpoint.save and world.rank == 0:
             self._notes += keep(self.corpus.tokenizer, Path(config.checkpoint.save))
 
     def _make_stepper(self, loaded: state.Loaded | None) -> None:
-        """Make what takes, judges, checks and reports the steps."""
+        """Make the terminal, the monitor, the guards and the stepper."""
         config, iteration = self.config, self.progress.iteration
         self.terminal = report.make_terminal(config, self.world.rank, iteration)
         self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, iteration)
@@ -252,7 +275,7 @@ class Trainer:
             job=self.job,
             gradients=gradients,
             loader=self.loader,
-            say=self._say,
+            say=self._message,
             start=Start.after(loaded),
             local_saves=self.local_saves,
         )
@@ -264,21 +287,21 @@ class Trainer:
             progress=self.progress,
             learning_rate=self.learning_rate,
             gradients=gradients,
-            judge=self._make_judge(gradients),
-            numbers=self.numbers,
+            step_guard=self._make_step_guard(gradients),
+            bad_steps=self.bad_steps,
             guards=self.guards,
             control=self.control,
             before_update=self._before_update,
         )
 
-    def _make_judge(self, gradients: Gradients) -> StepGuard:
+    def _make_step_guard(self, gradients: Gradients) -> StepGuard:
         return StepGuard(
             config=self.config,
             job=self.job,
             progress=self.progress,
             gradients=gradients,
             loss_scale=self.loss_scale,
-            numbers=self.numbers,
+            bad_steps=self.bad_steps,
             skipped=self._skipped,
             mean_loss=self.monitor.mean_loss,
         )
@@ -286,21 +309,21 @@ class Trainer:
     # The loop
 
     def train(self) -> Outcome:
-        """Train to ``--train-iters`` or until asked to stop, evaluating and saving on the way and at the end.
+        """Train up to ``--train-iters`` or a request to stop. Evaluates and saves on the way and at the end.
 
-        After ``start``.
+        Call ``start`` first.
         """
         self._greet()
-        companions = make_companions(self.config, self.job, self.watch)
+        callbacks = make_callbacks(self.config, self.job, self.watch)
         try:
             if self._done:
-                self._tell_nothing_left()
+                self._report_nothing_left()
             while not self._done:
-                for companion in companions:
-                    companion.before_step(self.progress.iteration + 1)
+                for callback in callbacks:
+                    callback.before_step(self.progress.iteration + 1)
                 self.monitor.add(self.step())
-                for companion in reversed(companions):
-                    companion.after_step(self.progress.iteration)
+                for callback in reversed(callbacks):
+                    callback.after_step(self.progress.iteration)
                 self._after_step()
             self._flush()
             exported = self._finish()
@@ -309,11 +332,11 @@ class Trainer:
             failure.note(error, os.environ, self.stepper.feed.following(self.progress), saved=saved)
             raise
         finally:
-            for companion in companions:
-                companion.close()
+            for callback in callbacks:
+                callback.close()
             self.loader.close()
             self.monitor.close()
-        self._tell_end(exported)
+        self._report_end(exported)
         checkpoint = self.checkpoints.folder
         return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, checkpoint, exported)
 
@@ -322,13 +345,13 @@ class Trainer:
         return bool(self.control.stop) or self.progress.iteration >= self.config.training.train_iters
 
     def _after_step(self) -> None:
-        """Adapt, evaluate, log and save, each where it is due."""
+        """Adapt recomputation, check, evaluate, log and save, each if it is due."""
         training, iteration = self.config.training, self.progress.iteration
         self.adapt()
         self.control.stepped(iteration)
         last = iteration == training.train_iters
-        self.checkpoints.look()
-        self._tell_news()
+        self.checkpoints.poll()
+        self._log_messages()
         self._check(saved=False)
         if training.eval_interval and (_due(iteration, training.eval_interval) or last):
             self.monitor.evaluated(self._evaluate())
@@ -342,14 +365,14 @@ class Trainer:
             self.local_saves.save(iteration, self._scalars())
 
     def _finish(self) -> Path | None:
-        """Save and export what the run leaves behind; where the exported model is."""
+        """Save the last checkpoint and export the model. Returns the folder of the exported model, or None."""
         self._check(saved=True)
         if self.config.checkpoint.save:
             self._save(final=True)
         if self.local_saves is not None:
             self.local_saves.remove()
         self.job.sharding.wait()
-        done = self.progress.iteration >= self.config.training.train_iters  # asked to stop or not
+        done = self.progress.iteration >= self.config.training.train_iters  # even if the run was also asked to stop
         return export.export(self.config, self.job, self.corpus.tokenizer) if done else None
 
     def _flush(self) -> None:
@@ -361,18 +384,18 @@ class Trainer:
             self._records += records
         pace = records[-1].pace if records else None
         if pace is not None and (warning := self._stragglers.update(pace, len(records))):
-            self._say(warning)
+            self._message(warning)
         for record in records:
             if not self.config.reliability.spike_skip and not record.skipped:
-                self.numbers.watch(record.iteration, record.loss, record.grad_norm)
-        self._tell_news()
+                self.bad_steps.watch(record.iteration, record.loss, record.grad_norm)
+        self._log_messages()
 
-    def _tell_news(self) -> None:
-        for line in (*self.numbers.pop_messages(), *self.guards.pop_messages()):
-            self._say(line)
+    def _log_messages(self) -> None:
+        for line in (*self.bad_steps.pop_messages(), *self.guards.pop_messages()):
+            self._message(line)
 
     def _check(self, *, saved: bool) -> None:
-        """Run the guards that are due, before a save all; raises TrainingError where this run holds wrong numbers."""
+        """Run the guards that are due, or all of them before a save. Raises TrainingError for corrupted state."""
         if guards := self.guards.due(self.progress.iteration, saved=saved):
             self.stepper.settle()
             self.job.sharding.wait()
@@ -380,44 +403,44 @@ class Trainer:
             self.guards.check(guards, self.progress.iteration)
 
     def _before_update(self) -> None:
-        """What is still being written of the model has to be written first."""
+        """Wait for background saves that still read the model, before it changes."""
         self.checkpoints.before_update()
         if self.local_saves is not None:
             self.local_saves.before_update()
 
     def _wait_for_offloaded(self) -> None:
-        """Masters and moments in host memory are written by the device, behind the host that is about to read them."""
+        """Wait until the device has written the offloaded master weights and moments, which the host reads next."""
         if self.config.sharding.optimizer_offload:
             self.world.device.synchronize()
 
-    def _say(self, text: str) -> None:
+    def _message(self, text: str) -> None:
         if self.terminal is not None:
             self.terminal.say(text)
 
     def step(self) -> Step:
-        """One optimizer step of the whole run; see ``Stepper``."""
+        """Run one optimizer step. See ``Stepper``."""
         return self.stepper.step(self.loader)
 
     def _votes(self) -> Sequence[int | Tensor]:
         return *self.guards.votes(), *self.control.votes()
 
     def adapt(self) -> None:
-        """Choose which layers are recomputed from the next step on. Call after every step; only the first ones count.
+        """Choose the layers to recompute from the memory that the first steps used, and report the choice.
 
-        The choice is made from what these steps measured, and reported.
+        Call after every step. Only the first ones have an effect.
         """
         recompute = self.job.model.recompute
         if recompute is not None and isinstance(recompute.choice, Adaptive):
             peak, world = self.world.device.peak_memory_bytes(), self.world.axis("world")
             chosen = recompute.choice.end_step(peak, 1, world, self.world.device.torch_device)
             if chosen is not None:
-                self._say(str(chosen))
+                self._message(str(chosen))
 
     # Around the step
 
     def _evaluate(self) -> dict[str, float]:
         heldout = self.corpus.heldout
-        assert heldout is not None  # a rule row: who evaluates holds something out
+        assert heldout is not None  # the rules refuse an evaluation without held-out samples
         self.stepper.settle()
         with self.world.meter.paused():
             self.job.sharding.wait()
@@ -445,14 +468,14 @@ class Trainer:
         self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
         if "spikes" in loaded.scalars:
-            self.numbers.restore(loaded.scalars["spikes"])
-        if self.progress.iteration == 0:  # --finetune, or a checkpoint of weights alone
+            self.bad_steps.restore(loaded.scalars["spikes"])
+        if self.progress.iteration == 0:  # --finetune, or a checkpoint that contains only weights
             self._notes += (f"weights: {self.checkpoints.resumed_from}; the run starts at iteration 0",)
         return loaded
 
     def _save(self, *, final: bool) -> None:
         self._check(saved=True)
-        self._flush()  # what a resumed run does not do again has to be in its log and its history of losses
+        self._flush()  # a resumed run does not repeat these steps, so its log and loss history must contain them
         with self.monitor.paused(), self.watch.section("save", f"of iteration {self.progress.iteration}"):
             self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()
@@ -460,17 +483,17 @@ class Trainer:
     def _scalars(self) -> dict[str, Any]:
         scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
-        scalars["spikes"] = self.numbers.state()
+        scalars["spikes"] = self.bad_steps.state()
         scalars["verified"] = dict(self.guards.verified)
         scalars[RECORD] = self._identity
-        scalars[NAMES] = self.checkpoints.lineage.told
+        scalars[NAMES] = self.checkpoints.lineage.agreed
         scalars["drops_tokens"] = self.job.sizes.drops_tokens
         return scalars
 
-    # What people see; one rank speaks
+    # Messages to the user, from rank 0
 
     def _greet(self) -> None:
-        self.guards.witness.hosts = names = opening.hosts(self.world)  # all ranks ask
+        self.guards.witness.hosts = names = opening.hosts(self.world)  # a collective of all ranks
         if self.terminal is None:
             return
         for line in opening.opening(self.config, self.world, self.corpus, names):
@@ -484,23 +507,23 @@ class Trainer:
             if line:
                 self.terminal.say(line)
         if self.progress.iteration:
-            self._say(f"resumed at iteration {self.progress.iteration} from {self.checkpoints.resumed_from}")
+            self._message(f"resumed at iteration {self.progress.iteration} from {self.checkpoints.resumed_from}")
 
-    def _tell_nothing_left(self) -> None:
+    def _report_nothing_left(self) -> None:
         training = self.config.training
         if training.train_iters:
-            self._say(report.nothing_left(self.progress.iteration, training.train_iters))
-        if training.eval_interval:  # the way to ask what a saved model is worth
-            self._say(report.evaluation(self._evaluate()))
+            self._message(report.nothing_left(self.progress.iteration, training.train_iters))
+        if training.eval_interval:  # a run without steps is the way to evaluate a checkpoint
+            self._message(report.evaluation(self._evaluate()))
 
-    def _tell_end(self, exported: Path | None) -> None:
+    def _report_end(self, exported: Path | None) -> None:
         if self.control.stop:
-            kept = "saved" if self.checkpoints.folder else "nothing is saved without --save"
-            self._say(f"stopped at iteration {self.progress.iteration}: {self.control.stop}; {kept}")
+            saved = "saved" if self.checkpoints.folder else "nothing is saved without --save"
+            self._message(f"stopped at iteration {self.progress.iteration}: {self.control.stop}; {saved}")
         for line in report.farewell(self.config, self.checkpoints.folder, exported):
-            self._say(line)
+            self._message(line)
         if self.checkpoints.folder and self.progress.iteration < self.config.training.train_iters:
-            self._say(report.how_to_go_on(self.config))
+            self._message(report.how_to_continue(self.config))
 
 
 def _due(iteration: int, interval: int) -> bool:

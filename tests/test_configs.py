@@ -95,9 +95,7 @@ def test_counts_of_published_models_are_printed(name: str, ranks: int, total: fl
     config = load(FOLDER / f"{name}.yaml")
     assert config.grid.world_size == ranks
     assert config.notes == ()
-    said = re.search(
-        r"^parameters: ([\d.]+) B(?:, of which a token passes ([\d.]+) B)?$", outline(config), re.MULTILINE
-    )
+    said = re.search(r"^parameters: ([\d.]+) B(?:, ([\d.]+) B active per token)?$", outline(config), re.MULTILINE)
     assert said is not None
     assert float(said[1]) * 1e9 == pytest.approx(total, rel=0.02)
     assert float(said[2] or said[1]) * 1e9 == pytest.approx(active, rel=0.02)

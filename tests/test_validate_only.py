@@ -67,7 +67,7 @@ MISTAKES = [
     ),
     (f"{ERNIE3} --phrase-file blank.jsonl", "--phrase-file blank.jsonl holds no entries"),
     ("--load run --num-layers 2", "[checkpoint-model]", "num_layers is 4 there and 2 here"),
-    ("--load run --train-iters 12", "[checkpoint-schedule]", "--lr-decay-iters is 6 there and 12 here", "Give --lr-d"),
+    ("--load run --train-iters 12", "[checkpoint-schedule]", "--lr-decay-iters is 6 there and 12 here", "Pass --lr-d"),
     ("--load run --train-iters 6 --lr 1", "[checkpoint-schedule]", "--lr is", "--override-opt-param-scheduler"),
     ("--load foreign", "[checkpoint-foreign]", "Megatron-LM", "--load-hf"),
     ("--load run --ckpt-step 7", "no checkpoint of --ckpt-step 7", "It has those of 6"),

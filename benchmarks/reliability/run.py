@@ -49,7 +49,7 @@ def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
     records = trainer.monitor.flush()
     if watchdog is not None:
         for record in records:
-            trainer.numbers.watch(record.iteration, record.loss, record.grad_norm)
+            trainer.bad_steps.watch(record.iteration, record.loss, record.grad_norm)
     return time.perf_counter() - start
 
 
@@ -70,7 +70,7 @@ def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
     watching = (
         *((StepGuard, "_is_bad"), (FlightRecorder, "note"), (Axis, "note")),
         *((Watchdog, "before_step"), (Watchdog, "after_step")),
-        *((type(trainer.numbers), "watch"), (monitor, "find_pace")),
+        *((type(trainer.bad_steps), "watch"), (monitor, "find_pace")),
     )
     with timed(watching) as spent:
         steps(trainer, count, watchdog)

@@ -106,7 +106,7 @@ def trace(
         gradients=recorder.gradients,
         parameters=parameters,
         routing=recorder.routing,
-        judged_late=trainer.stepper.judge.late,
+        judged_late=trainer.stepper.step_guard.late,
     )
 
 

@@ -27,4 +27,4 @@ def test_a_checkpoint_from_before_runs_had_identities(tmp_path: Path, monkeypatc
     root = str(shutil.copytree(GOLDEN / "checkpoint", tmp_path / "c"))
     outcome = train(parse("moe", [*FLAGS, "--load", root, "--save", root], {}), keep_records=True)
     assert [record.loss for record in outcome.records] == pytest.approx(LOSSES, rel=1e-9)
-    assert len([line for line in told if "does not say what it was trained on" in line]) == 1
+    assert len([line for line in told if "does not record what it was trained on" in line]) == 1

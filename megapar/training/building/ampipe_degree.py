@@ -1,4 +1,4 @@
-"""``--ampipe-degree auto``: a few steps at the start, thrown away, choose a degree that leaves the numbers alone."""
+"""``--ampipe-degree auto``: choose the fastest degree that leaves the results unchanged, by timing discarded steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megapar.training.step.objective import Objective
 AUTO = 0
 DEGREES = (1, 2, 4)
 REPEATS = 3
-# A degree has to be faster than none by this much: below it the weather of the machine decides.
+# Minimum gain over degree 1. Smaller differences are noise.
 LEAST_GAIN = 0.02
 
 
 def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
-    """(degrees that give the numbers of degree 1, why there is only one of them; empty where there are more)."""
+    """Return (degrees with the same results as degree 1, the reason if there is only one, else "")."""
     values = config.values() | {"kind": config.kind}
     for rule in RULES:
         if rule.kind == SETTLED and rule.broken(values):
@@ -38,17 +38,20 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
     room = config.model.seq_length // (parallel.mp_degree if parallel.sequence_parallel else 1)
     pieces = ampipe.pipe_experts_multi_data if ampipe.use_pipe_experts else 0
     degrees = tuple(d for d in DEGREES if d <= room and (d == 1 or not pieces or (pieces % d == 0 and pieces > d)))
-    return degrees, "" if len(degrees) > 1 else "the sequence, or --pipe-experts-multi-data, allows no other"
+    return degrees, "" if len(degrees) > 1 else "the sequence length or --pipe-experts-multi-data allows only it"
 
 
 def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress) -> str:
-    """Slice the model by the checkpoint's degree or a measured one; what to say of it, "" where a degree is given."""
+    """Slice the model by the checkpoint's degree or a measured one.
+
+    Returns a line for the log, or "" if --ampipe-degree sets a degree.
+    """
     if config.ampipe.ampipe_degree != AUTO:
         return ""
     model = cast(Decoder, job.model)  # no other model has the flag
     legal, why = legal_degrees(config)
     if progress.ampipe_degree in legal:
-        why = "as the checkpoint has it"
+        why = "from the checkpoint"
     elif len(legal) == 1:
         progress.ampipe_degree = legal[0]
     else:
@@ -66,7 +69,7 @@ def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, 
 
 
 def _seconds(job: Job, objective: Objective, batch: MicroBatch) -> float:
-    """Of a forward and backward; nothing of it is kept."""
+    """Return the seconds of a forward and backward. Discards the gradients."""
     device = job.world.device
     tensors = batch.to(device.torch_device).tensors
     job.sharding.begin_step()
@@ -84,22 +87,28 @@ def _seconds(job: Job, objective: Objective, batch: MicroBatch) -> float:
 
 
 def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, device: torch.device) -> dict[int, float]:
-    """Degree -> median seconds of a micro-batch on the slowest rank, turns interleaved, the first round unseen.
+    """Return degree -> median seconds of a micro-batch on the slowest rank. The result is the same on every rank.
 
-    run: seconds of one micro-batch, forward and backward, at a degree. The same on every rank.
+    The degrees take turns, and the first round is warmup.
+
+    Args:
+        degrees: the degrees to measure.
+        run: runs forward and backward of one micro-batch at a degree, and returns the seconds.
+        world: all ranks.
+        device: device for the reduction.
     """
     rounds = [[run(degree) for degree in degrees] for _ in range(1 + REPEATS)][1:]
-    own = [statistics.median(turns) for turns in zip(*rounds, strict=True)]
-    slowest = torch.tensor(own, dtype=torch.float32, device=device)
+    medians = [statistics.median(turns) for turns in zip(*rounds, strict=True)]
+    slowest = torch.tensor(medians, dtype=torch.float32, device=device)
     if world.size > 1:
         all_reduce_(slowest, world, dist.ReduceOp.MAX)
     return dict(zip(degrees, slowest.tolist(), strict=True))
 
 
 def choose(seconds: Mapping[int, float]) -> tuple[int, str]:
-    """(the degree, why): the fastest, if it is faster than degree 1 by ``LEAST_GAIN``."""
+    """Return (degree, reason): the fastest degree if it beats degree 1 by ``LEAST_GAIN``, else 1."""
     best = min(seconds, key=lambda degree: seconds[degree])
-    told = ", ".join(f"{degree}: {value * 1000:.1f} ms" for degree, value in seconds.items())
+    times = ", ".join(f"{degree}: {value * 1000:.1f} ms" for degree, value in seconds.items())
     if seconds[best] > (1 - LEAST_GAIN) * seconds[1]:
         best = 1
-    return best, f"measured per micro-batch {told}"
+    return best, f"measured per micro-batch {times}"

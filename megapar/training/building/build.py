@@ -1,4 +1,4 @@
-"""From flags to what a run is made of: data, schedules, slices, the objective."""
+"""Factories for the parts of a run, from its flags: data, schedules, slices, the objective."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def compute_dtype(config: Config, device: Device) -> torch.dtype:
-    """``--dtype``, or what the device likes best.
+    """Return ``--dtype``, or for ``auto`` the default of the device.
 
-    Raises ConfigError where that is fp16 and a flag beside it is for bf16; without ``auto`` a rule row does.
+    Raises ConfigError if the default is fp16 and another flag needs bf16. Without ``auto`` the rules check this.
     """
     dtype = DTYPES.get(config.training.dtype, device.default_dtype)
     if dtype == torch.float16 and config.sharding.grad_reduce_dtype == "bf16":
@@ -45,18 +45,18 @@ def compute_dtype(config: Config, device: Device) -> torch.dtype:
 
 
 def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Of gradients on their way: ``--grad-reduce-dtype``; "fp32" is the dtype of masters."""
+    """Return the dtype in which gradients are reduced: ``--grad-reduce-dtype``. "fp32" is that of master weights."""
     chosen = DTYPES[config.sharding.grad_reduce_dtype]
     return at_least_fp32(dtype) if chosen == torch.float32 else chosen
 
 
 def timeout(config: Config) -> timedelta:
-    """How long ranks wait for each other."""
+    """Return the time that ranks wait for each other in a collective."""
     return timedelta(minutes=config.parallel.distributed_timeout_minutes)
 
 
 def make_corpus(config: Config) -> Corpus:
-    """Samples, tokenizer and held-out samples; before any process group. Raises DataError or ConfigError."""
+    """Return samples, tokenizer and held-out samples. Needs no process group. Raises DataError or ConfigError."""
     data = config.data
     return corpus.build(
         config.kind,
@@ -77,7 +77,7 @@ def make_corpus(config: Config) -> Corpus:
 
 
 def _task_data(config: Config) -> TaskData | None:
-    """What the objectives of ERNIE 3.0 are made from; None for other models."""
+    """Return the files and settings of ERNIE 3.0's pretraining tasks, or None for other models."""
     if not config.model.mixes_tasks:
         return None
     data = config.data
@@ -92,7 +92,7 @@ def _task_data(config: Config) -> TaskData | None:
 
 
 def make_layout(config: Config) -> SequenceLayout:
-    """How the ranks of cp share a sequence."""
+    """Return how the ranks of cp share a sequence."""
     parallel, slicing = config.parallel, make_slicing(config)
     return choose_layout(
         parallel.context_parallel_algo,
@@ -106,13 +106,13 @@ def make_layout(config: Config) -> SequenceLayout:
 
 
 def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
-    """What makes micro-batches of this rank's positions from whole samples, ready to be copied to its device."""
+    """Return the function that makes pinned micro-batches of this rank's positions from whole samples."""
     own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
     return pinned(own, world.device.pin)
 
 
 def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
-    """This rank's micro-batches of the training samples, except the skipped ones. data: the ranks that share them."""
+    """Return the loader of this rank's micro-batches, without skipped samples. The ranks of ``data`` share them."""
     return Loader(
         Skipping(corpus.train, skipped) if skipped else corpus.train,
         collate,
@@ -123,7 +123,7 @@ def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, sk
 
 
 def make_objective(config: Config) -> Objective:
-    """The weights of the loss terms."""
+    """Return the training objective: the weights of the loss terms."""
     weights = config.model.loss_weights(config.values())
     if not spec_of(config.model).has_experts:
         return Objective(weights)
@@ -138,9 +138,9 @@ def make_objective(config: Config) -> Objective:
 
 
 def make_slicing(config: Config, degree: int | None = None) -> Slicing:
-    """How layers are cut into slices, and experts' rows into pieces. degree: in place of the asked one.
+    """Return how AMPipe slices layers, and how experts' rows are split. ``degree`` overrides --ampipe-degree.
 
-    Where it is to be measured, a model starts without slices.
+    With --ampipe-degree auto a model starts without slices.
     """
     ampipe = config.ampipe
     degree = max(1, ampipe.ampipe_degree if degree is None else degree)
@@ -150,14 +150,14 @@ def make_slicing(config: Config, degree: int | None = None) -> Slicing:
         capacity=ampipe.ampipe_capacity,
         cross_layer=ampipe.ampipe_cross_layer and degree > 1,
         overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
-        # All slices of an expert's rows together are asked for, so each slice has its share of the pieces.
+        # The flag counts the pieces of all slices together, so each slice has its share of them.
         expert_pieces=ampipe.pipe_experts_multi_data // degree if ampipe.use_pipe_experts else 0,
         chained=ampipe.pipe_experts_multi_stream,
     )
 
 
 def make_loss_scale(config: Config, device: Device) -> LossScale | None:
-    """The dynamic loss scale, which only fp16 needs, asked for or chosen by the device."""
+    """Return the dynamic loss scaling if the compute dtype is fp16, else None."""
     training = config.training
     if compute_dtype(config, device) != torch.float16:
         return None
@@ -171,7 +171,7 @@ def make_loss_scale(config: Config, device: Device) -> LossScale | None:
 
 
 def make_progressive(config: Config) -> Progressive | None:
-    """What grows over the first steps; None: everything is as large from the start."""
+    """Return the progressive training of the first steps, or None without it."""
     training = config.training
     if not training.progressive_iters:
         return None
@@ -184,22 +184,22 @@ def make_progressive(config: Config) -> Progressive | None:
     )
 
 
-def make_numbers(config: Config) -> BadStepPolicy:
-    """What a run does about bad numbers."""
+def make_bad_step_policy(config: Config) -> BadStepPolicy:
+    """Return the policy for steps with non-finite gradients or spikes."""
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
     reliability = config.reliability
     return BadStepPolicy(reliability.bad_step_limit, SpikeDetector(reliability.spike_sigmas), folder)
 
 
 def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
-    """Who may ask the run to save or to stop."""
+    """Return the control that collects requests to save or stop, by signals, time and step count."""
     checkpoint = config.checkpoint
     limits = Limits(checkpoint.save_interval_minutes, checkpoint.exit_duration_minutes, checkpoint.exit_interval)
     return Control(limits, stop_signal, leader=leader)
 
 
 def make_batch_size(config: Config) -> BatchSize:
-    """The global batch size over consumed samples."""
+    """Return the global batch size as a function of the consumed samples."""
     training = config.training
     if not training.rampup_batch_size:
         return BatchSize(training.global_batch_size)

@@ -1,4 +1,7 @@
-"""Builds a rank's model, complete: how its layers run is decided first and passed to their constructors."""
+"""The builder of a rank's model. It first decides how layers run, and passes that to their constructors.
+
+Tested in ``tests/training/building/test_build.py`` and ``tests/training/building/test_tensor_overlap.py``.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,11 @@ Model = Decoder | Ernie
 
 
 class Builder:
-    """The parts of a trainer that a run without values builds differently: ``tools.tracing.pretend`` overrides them.
+    """Factory for the replaceable parts of a trainer. ``tools.tracing.pretend`` overrides them to trace without data.
 
-    moe_layer: the class of mixture-of-experts layers. denominators: the class that counts a step's labels.
+    Attributes:
+        moe_layer: class of mixture-of-experts layers.
+        denominators: class that counts the labels of a step.
     """
 
     moe_layer: type[MoeLayer] = MoeLayer
@@ -71,7 +76,18 @@ class Builder:
         *,
         meta: bool,
     ) -> Model:
-        """The uninitialised model. holding: what of it this rank has. meta: without memory, for stage 3 to allocate."""
+        """Return this rank's uninitialised part of the model.
+
+        Args:
+            config: the resolved configuration.
+            world: process groups of all axes.
+            sizes: sizes of the model.
+            holding: the stages' layers that this rank has.
+            dtype: dtype of the parameters.
+            execution: how layers run.
+            recompute: activation checkpointing of whole layers. None without it.
+            meta: create parameters on the meta device, for stage 3 to allocate.
+        """
         common: dict[str, Any] = {
             "mp": world.axis("mp"),
             "sequence_parallel": config.parallel.sequence_parallel,
@@ -95,11 +111,11 @@ class Builder:
         return model
 
     def overlap(self, config: Config, world: World, sizes: ModelSizes) -> Overlap:
-        """How the collectives of layers cut over mp are hidden; see ``make_overlap``."""
+        """Return the overlap of tensor parallel layers' collectives. See ``make_overlap``."""
         return make_overlap(config, world, sizes)
 
     def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
-        """Fill this rank's piece of a parameter with its initial values."""
+        """Fill this rank's shard of a parameter with its initial values."""
         fill(tensor, spec, box, seed=seed, init_std=init_std)
 
     def fully_shard(self, *modules: Any, **options: Any) -> Any:
@@ -107,12 +123,12 @@ class Builder:
         return fully_shard(*modules, **options)
 
     def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
-        """What makes micro-batches of samples; see ``make_collate``."""
+        """Return the function that makes micro-batches from samples. See ``make_collate``."""
         return make_collate(config, world, corpus)
 
 
 def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext) -> Execution:
-    """How the model's layers run on this device."""
+    """Return how the model's layers run on this device."""
     splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
     return Execution(
         overlap=overlap,
@@ -125,16 +141,16 @@ def make_execution(config: Config, world: World, overlap: Overlap, comm: CommCon
 
 
 def check_widths(model: Model) -> None:
-    """Raise ConfigError where linear layers have widths that fp8 products do not take."""
+    """Raise ConfigError if linear layers have widths that fp8 products do not support."""
     if odd := odd_widths(model):
-        message = f"fp8 products take widths that are multiples of 16; not so {', '.join(odd[:4])}."
-        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or leave --fp8 out.")])
+        message = f"fp8 products need widths that are multiples of 16, unlike those of {', '.join(odd[:4])}."
+        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or remove --fp8.")])
 
 
 def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
-    """How the collectives of layers cut over mp are hidden on this device.
+    """Return how the collectives of column and row parallel layers are overlapped on this device.
 
-    Raises ConfigError where they should be fused and the ranks of mp do not share a node.
+    Raises ConfigError if they are to be fused and the ranks of mp do not share a node.
     """
     device, mp = world.device, world.axis("mp")
     kind, computed = kind_of(device.type, device.name), compute_dtype(config, device)
@@ -157,7 +173,7 @@ def make_recompute(
     comm: CommContext,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Recompute | None:
-    """How whole layers are recomputed; None: none are. around: see ``Recompute``."""
+    """Return the activation checkpointing of whole layers, or None without it. For ``around``, see ``Recompute``."""
     recompute = config.recompute
     if recompute.adaptive_recompute_device_size:
         adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)

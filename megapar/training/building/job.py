@@ -1,4 +1,7 @@
-"""What trains: the model of this rank, and what holds its parameters, gradients and optimizer state."""
+"""The job: this rank's part of the model with its sharded parameters, gradients and optimizer state.
+
+Tested in ``tests/training/building/test_build.py`` and ``tests/test_trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,22 @@ from megapar.training.step.pipelined import PipelinedModel
 
 @dataclass
 class Job:
-    """A model with what holds its parameters, gradients and optimizer state.
+    """This rank's part of the model with its parameters, gradients and optimizer state.
 
-    comm: what layers launch; nothing of it may be left at the end of a step. metered: whether ``meter`` sees
-    every wait. partial: parameters whose gradients mp ranks must sum. pipeline: runs the model where pp > 1. tied: the
-    parameter that the first and the last stage have, whose gradients they sum. observer: sees the steps.
+    Attributes:
+        world: process groups of all axes.
+        sizes: sizes of the model.
+        table: a row for every parameter and buffer of the whole model.
+        model: the modules of this rank.
+        sharding: shards of the parameters and gradients.
+        optimizer: the optimizer of the shards.
+        meter: times the waits for collectives.
+        comm: collectives that layers have in flight. None may be left at the end of a step.
+        metered: True if ``meter`` times every wait.
+        partial: parameters whose gradients are summed over mp.
+        pipeline: runs the model if pp > 1, else None.
+        tied: parameter that the first and the last stage share and whose gradients they sum, or None.
+        observer: hooks into every step.
     """
 
     world: World
@@ -68,7 +82,14 @@ class Job:
 
 
 def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
-    """Build and initialise the model as this rank holds it. builder: makes its parts. observer: will see its steps."""
+    """Build and initialise this rank's part of the model.
+
+    Args:
+        config: the resolved configuration.
+        world: process groups of all axes.
+        builder: builds the replaceable parts. None uses the default parts.
+        observer: hooks into every step. None observes nothing.
+    """
     builder = builder or Builder()
     sizes = config.model
     stages = make_stages(config, sizes)
@@ -124,7 +145,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
 
 
 def _observe_routing(model: Model, observer: StepObserver) -> None:
-    """Pass every router's choice through the observer, by torch's forward hooks."""
+    """Pass every router's choice through the observer, with torch's forward hooks."""
     for name, block in model.layers.items():
         if isinstance(block, DecoderBlock) and block.moe is not None:
             seen = partial(observer.experts_chosen, int(name))
@@ -132,15 +153,15 @@ def _observe_routing(model: Model, observer: StepObserver) -> None:
 
 
 def check_device(config: Config, device: Device) -> None:
-    """Raise ConfigError for what is asked of a device that this one, or this machine, does not have."""
+    """Raise ConfigError if the flags need something that this device or machine does not support."""
     complaints = []
     if config.training.compile and (lacks := device.compiler_lacks()):
-        complaints.append(Complaint("compile", f"--compile, but {lacks}.", "Leave it out."))
+        complaints.append(Complaint("compile", f"--compile, but {lacks}.", "Remove --compile."))
     if config.parallel.tp_comm_overlap == FUSED and device.type != "cuda":
-        message = f"--tp-comm-overlap fused reads the memory of other GPUs, and this is {device.name}."
-        complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Choose --tp-comm-overlap on."))
+        message = f"--tp-comm-overlap fused reads the memory of other GPUs, but the device is {device.name}."
+        complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
     if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
-        complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Leave it out."))
+        complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))
     if complaints:
         raise ConfigError(complaints)
 
@@ -155,7 +176,10 @@ def _pipelined(
     meter: WaitMeter,
     weight_gradients: WeightGradients | None,
 ) -> tuple[Sharding, PipelinedModel]:
-    """Stages 1 and 2 for each chunk by itself, whose backward is one of many, and what runs the chunks."""
+    """Return sharding stage 1 or 2 with a separate part for each chunk, and the model that runs the chunks.
+
+    The parts are separate because each chunk has its own backward.
+    """
     pp = world.axis("pp")
     mine = stages.on(pp.rank)
 
@@ -188,14 +212,14 @@ def _pipelined(
 def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
     optimizer = config.optimizer
     betas = optimizer.adam_beta1, optimizer.adam_beta2
-    numbers = AdamW(betas, optimizer.adam_eps, optimizer.weight_decay, config.moe.moe_router_lr_ratio)
+    settings = AdamW(betas, optimizer.adam_eps, optimizer.weight_decay, config.moe.moe_router_lr_ratio)
     if config.sharding.optimizer_offload:
-        return OffloadedOptimizer(sharding.parts, world.device, numbers)
-    return Optimizer(sharding.parts, numbers)
+        return OffloadedOptimizer(sharding.parts, world.device, settings)
+    return Optimizer(sharding.parts, settings)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
-    """Parameters whose gradient is a partial sum on every mp rank."""
+    """Return the names of the parameters whose gradient is a partial sum on every mp rank."""
     partial = ("always", "sp") if sequence_parallel else ("always",)
     return tuple(spec.name for spec in table if spec.trainable and spec.mp_partial in partial)
 
@@ -210,7 +234,7 @@ def _full(
     meter: WaitMeter,
     builder: Builder,
 ) -> Sharding:
-    """Stage 3; experts that are whole on their ranks are kept as stage 2 keeps them."""
+    """Return sharding stage 3 (FSDP). Experts that are not sharded are handled as in stage 2."""
     together = ("embedding", "head") if sizes.shares_embedding else ()
     full = FullSharding(
         world,
@@ -236,7 +260,7 @@ def _full(
 def _zero(
     config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype, meter: WaitMeter
 ) -> ZeroSharding:
-    """Stages 1 and 2."""
+    """Return sharding stage 1 or 2."""
     named = dict(model.named_parameters())
     return ZeroSharding(
         world,
@@ -255,7 +279,7 @@ def _zero(
 
 
 def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
-    """Buffers of the table (the router's correction bias) start at zero; memory may come uninitialised."""
+    """Zero the buffers of the table (the router's correction bias), whose memory may be uninitialised."""
     buffers = dict(model.named_buffers())
     for spec in table:
         if not spec.trainable and spec.name in buffers:
@@ -263,7 +287,7 @@ def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
 
 
 def copies(job: Job) -> Iterator[Replica]:
-    """Everything that other ranks hold too: masters, parameters that are whole, buffers of the table."""
+    """Yield everything that is replicated on other ranks: master weights, whole parameters, buffers of the table."""
     for view in job.sharding.views([part.master for part in job.sharding.parts]):
         for axis in axes_of(view.spec, job.world, sharded=True):
             yield Replica(f"the master of {view.spec.name}", view.tensor, axis)

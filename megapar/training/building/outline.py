@@ -1,6 +1,8 @@
-"""The part of --validate-only that needs the model: its parameters, stages and segments, and a saved model.
+"""The part of --validate-only that needs the model: its parameters, stages and buckets, and the checkpoint of --load.
 
-No torch: the entry scripts import this before they know that the configuration is accepted.
+Does not import torch, because the entry scripts import this module before the configuration is accepted.
+
+Tested in ``tests/test_validate_only.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megapar.training.step.learning_rate import another_schedule, make_learning_
 
 
 def outline(config: Config) -> str:
-    """Describe the model for --validate-only: parameters, stages, segments. Raises ConfigError for a wrong --load."""
+    """Describe the model for --validate-only: parameters, stages, buckets. Raises ConfigError for a wrong --load."""
     sizes = config.model
     not_compared = _check_saved(config, sizes)
     segments = make_segments(config, sizes)
@@ -37,7 +39,7 @@ def outline(config: Config) -> str:
 def _check_saved(config: Config, sizes: ModelSizes) -> str:
     """Refuse a checkpoint of another model, schedule, tokenizer or data, before any rank is started.
 
-    Returns a line that says what could not be compared, or "".
+    Returns a line with the data that could not be compared, or "".
     """
     saved = config.checkpoint
     if saved.load is None or config.runtime.rules_only:
@@ -49,7 +51,7 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     complaints = []
     if apart := differences(facts, fitted(facts, sizes.facts(), alone=alone).facts):
         message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {apart}."
-        fix = "Give the flags that it was trained with, or the folder of another run."
+        fix = "Pass the flags that it was trained with, or the folder of another run."
         complaints.append(Complaint("checkpoint-model", message, fix))
     trained = None if alone or saved.no_load_optim else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
@@ -65,7 +67,7 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
 
 def _counts(sizes: ModelSizes) -> str:
     total, active = parameter_counts(sizes)
-    passed = "" if active == total else f", of which a token passes {billions(active)}"
+    of_a_token = "" if active == total else f", {billions(active)} active per token"
     every = sum(row.numel for row in table_of(sizes) if row.trainable)
-    ahead = "" if every == total else f"\nmulti-token prediction: {billions(every - total)} more, in training only"
-    return f"parameters: {billions(total)}{passed}{ahead}\n"
+    mtp = "" if every == total else f"\nmulti-token prediction: {billions(every - total)} more, in training only"
+    return f"parameters: {billions(total)}{of_a_token}{mtp}\n"

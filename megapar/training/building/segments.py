@@ -1,4 +1,7 @@
-"""The plan of the segments that parameters are gathered and reduced in, from a configuration. No torch."""
+"""The buckets in which parameters are gathered and gradients reduced. Does not import torch.
+
+The flags call a bucket a segment. Tested in ``tests/config/test_resolve.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
 def make_segments(config: Config, sizes: ModelSizes) -> list[PlannedBucket]:
-    """The plan of ``--sharding-segment-strategy``. Raises ConfigError for anchors that do not fit the model.
+    """Plan the buckets of ``--sharding-segment-strategy``. Raises ConfigError for anchors that do not fit the model.
 
-    Bytes are those that rank 0 gathers in the compute dtype; where the device is to choose that, bf16 is assumed.
+    The size of a bucket is the number of bytes that rank 0 gathers in the compute dtype. If the device chooses the
+    dtype, bf16 is assumed.
     """
     rows = [spec for spec in table_of(sizes) if spec.trainable]
     item = ITEM_BYTES.get(config.training.dtype, 2)
@@ -25,8 +29,9 @@ def make_segments(config: Config, sizes: ModelSizes) -> list[PlannedBucket]:
         return local_box(row, config.grid, 0).numel * (max(4, item) if row.fp32 else item)
 
     sharding = config.sharding
-    # At stage 3 a part of a layer is gathered by its call. ERNIE 3.0 calls the parts of a layer as often as a rank's
-    # samples ask for, and hidden gathers of mp take the attention's weights without a call.
+    # At stage 3 the call of a module gathers its parameters. Whole layers are needed where that does not work for parts
+    # of a layer: ERNIE 3.0 calls them a different number of times on each rank, depending on its samples, and
+    # overlapped gathers of mp use the attention's weights without a call.
     whole = sharding.sharding_stage == 3 and (sizes.mixes_tasks or config.ampipe.ampipe_tp_sp_comm_overlap)
     if sharding.sharding_segment_strategy == "segment_broadcast_MB":
         return by_bytes(rows, cost, sharding.segment_broadcast_mb * MEGABYTE, whole=whole)

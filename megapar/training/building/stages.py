@@ -1,4 +1,4 @@
-"""From a configuration to the stages of its pipeline. No torch."""
+"""Pipeline stages of a configuration. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megapar.model.sizes import ModelSizes
 
 
 def effective_schedule(config: Config) -> str:
-    """``--pp-schedule``, or what ``--use-nanopipe`` makes of it."""
+    """Return ``--pp-schedule``, or the zero-bubble schedule with ``--use-nanopipe``."""
     return ZERO_BUBBLE if config.pipeline.use_nanopipe else config.pipeline.pp_schedule
 
 
 def pipeline_layers(sizes: ModelSizes) -> PipelineLayers:
-    """The model as a list of layers: class names, with what is inside a block, and model FLOPs as costs."""
+    """Return the model as a list of layers: their class names, including those inside a block, and their FLOPs."""
     return PipelineLayers(sizes.layer_names, tuple(map(float, layer_flops(sizes))))
 
 
 def placed(table: Iterable[ParameterSpec], stages: Stages) -> tuple[ParameterSpec, ...]:
-    """The table with each row's stage."""
+    """Return the table with the stage of each row filled in."""
     return tuple(replace(spec, stage=stages.rank_of_unit(spec.unit)) for spec in table)
 
 
 def make_stages(config: Config, sizes: ModelSizes) -> Stages:
-    """The chunks of ``--pp-seg-method``. Raises ConfigError where the model cannot be cut so."""
+    """Return the chunks of ``--pp-seg-method``. Raises ConfigError if the model cannot be split that way."""
     pp, vpp = config.grid.pp, config.pipeline.vpp_degree
     if pp == 1:
         return Stages.single(sizes.num_blocks)
@@ -42,7 +42,7 @@ def make_stages(config: Config, sizes: ModelSizes) -> Stages:
 
 
 def outline(config: Config, sizes: ModelSizes) -> str:
-    """What --validate-only adds of the pipeline: which layers, and which share of the work, every chunk has."""
+    """Describe the pipeline for --validate-only: the layers of every chunk, and its share of the FLOPs."""
     if config.grid.pp == 1:
         return ""
     layers, stages = pipeline_layers(sizes), make_stages(config, sizes)

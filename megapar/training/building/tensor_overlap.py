@@ -1,4 +1,4 @@
-"""Which way the collectives of linear layers take, from a configuration and a kind of device. No torch."""
+"""The choice of the overlap of linear layers' collectives, from a configuration and a device. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megapar.training.building.segments import ITEM_BYTES
 
 
 def hiding(config: Config, kind: DeviceKind, dtype: str, sizes: ModelSizes | None = None) -> str:
-    """off, on or fused: what is asked for; of ``auto`` what is priced as faster in ``dtype`` on this kind.
+    """Return off, on or fused: the requested overlap, or for ``auto`` the faster one in ``dtype`` by estimate.
 
-    torch's fused operators are never chosen by themselves: no device has confirmed them.
+    ``auto`` never chooses torch's fused operators, because they are not confirmed to be faster on any device.
     """
-    asked = config.parallel.tp_comm_overlap
-    if asked != "auto":
-        return asked
+    requested = config.parallel.tp_comm_overlap
+    if requested != "auto":
+        return requested
     if kind.device_class.hides or dtype not in kind.flops:
         return ON if kind.device_class.hides else OFF
     mp = config.grid.mp
@@ -27,12 +27,12 @@ def hiding(config: Config, kind: DeviceKind, dtype: str, sizes: ModelSizes | Non
 
 
 def cut_linears(sizes: ModelSizes, mp: int) -> tuple[CutLinear, ...]:
-    """One rank's layers that are split over mp, of one block of each kind that the model has."""
+    """Return a rank's column and row parallel layers, for one block of each kind in the model."""
     H, (queries, keys_values) = sizes.hidden_size, sizes.attention_widths
     gates = 2 if sizes.gated else 1
-    found = []
+    linears = []
     for width in sizes.mlp_widths:
-        found += [CutLinear(True, H, (queries + keys_values) // mp), CutLinear(False, queries // mp, H)]
+        linears += [CutLinear(True, H, (queries + keys_values) // mp), CutLinear(False, queries // mp, H)]
         if width:
-            found += [CutLinear(True, H, gates * width // mp), CutLinear(False, width // mp, H)]
-    return tuple(found)
+            linears += [CutLinear(True, H, gates * width // mp), CutLinear(False, width // mp, H)]
+    return tuple(linears)

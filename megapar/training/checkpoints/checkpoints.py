@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are taken, how long that held training up, and which one a run goes on from."""
+"""Checkpoints of a run: when to save, how long training waited for it, and which checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Say = Callable[[str], None]
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher started this process in place of one that failed."""
+    """Return True if the launcher started this process to replace one that failed."""
     return starts_before(environ) > 0
 
 
 def _unwritable(root: Path) -> str:
-    """Why no checkpoint could be saved under a folder, which is tried before hours of training; "" where one can."""
+    """Return the reason why a folder is not writable, or "". Checked before hours of training."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -49,16 +49,29 @@ def _unwritable(root: Path) -> str:
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """Where a run goes on from. own: this very job has saved there before it was restarted."""
+    """The folder of checkpoints that a run resumes from.
+
+    Attributes:
+        root: the folder.
+        own: True if this job saved there before it was restarted.
+    """
 
     root: Path
     own: bool
 
 
 class Checkpoints:
-    """Saves and loads for one run; every rank has one and calls the same in the same step.
+    """Saves and loads the checkpoints of one run. Every rank makes the same calls in the same step.
 
-    say: where rank 0 reports; notes: what there was to say before it could. section: what watches a thread that saves.
+    ``section`` watches the thread that saves.
+
+    Attributes:
+        say: writes a line to the log, on rank 0. None before the log is open.
+        notes: lines from before the log was open.
+        failures: counts saves that failed.
+        folder: the newest checkpoint that this start saved.
+        resumed_from: the checkpoint that was loaded.
+        lineage: names of the checkpoints on this run's lineage.
     """
 
     def __init__(self, options: CheckpointOptions, job: Job, section: Section = unwatched) -> None:
@@ -79,7 +92,7 @@ class Checkpoints:
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
         self._limits = ResumeLimits({})
-        self._resumed_whole: tuple[Path, int] | None = None  # the same, unless its weights alone were taken
+        self._resumed_whole: tuple[Path, int] | None = None  # (folder, iteration), unless only the weights were loaded
         if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
         self._owner = ownership.take(options.save, options.load, job.world, self._agree) if options.save else None
@@ -89,71 +102,73 @@ class Checkpoints:
     # Loading
 
     def clear_up(self, local_saves: LocalSaves | None) -> int | None:
-        """Set aside what may hold a fault that ended the run before; the last iteration of a local checkpoint that may
-        be taken. Raises CheckpointError where nothing is left to go on from.
+        """Set aside the checkpoints that may contain the fault that ended the previous start.
+
+        Returns the last iteration of a local checkpoint that may be loaded. Raises CheckpointError if there is nothing
+        left to resume from.
         """
         aftermath = Aftermath(self._options, self._job.world, local_saves, self._agree, self._owner)
         self._limits = aftermath.clear_up()
         self.notes += aftermath.notes
         return self._limits.local
 
-    def _allowed(self, root: Path, found: list[Path]) -> list[Path]:
+    def _allowed(self, root: Path, folders_found: list[Path]) -> list[Path]:
         limit = self._limits.by_root.get(root)
-        return [one for one in found if limit is None or limit.allows(one)]
+        return [folder for folder in folders_found if limit is None or limit.allows(folder)]
 
     def source(self) -> ResumeSource | None:
-        """The folder of checkpoints to go on from: --load, or what this very job has saved since.
+        """Return the folder of checkpoints to resume from: --load, or --save if this job has already saved there.
 
-        A job that is started again by the name that it was given has saved there as well as one that is restarted; who
-        names the same folder by --load asks for a step of it in the usual way.
+        A job that is started again under the same name counts as this job, like a restart. If --load and --save are the
+        same folder, --ckpt-step selects a checkpoint as usual.
         """
         options, restart = self._options, self.is_restart
         if options.save and (restart or not self._loads_what_it_saves) and self._saved_by_this_job(Path(options.save)):
             if not restart:
                 instead = f", not from --load {options.load}" if options.load else ""
                 name = f"{options.save} holds checkpoints of this job, {job_id(os.environ)}"
-                self.notes.append(f"--save {name}: it goes on from them{instead}")
+                self.notes.append(f"--save {name}: the run resumes from them{instead}")
             return ResumeSource(Path(options.save), own=True)
         if not options.load:
             return None
         root = Path(options.load)
         named = options.ckpt_step is not None and self._agree(sorted(suspects(root)))
         if self._loads_what_it_saves and not self._candidates(root)[0] and not named:
-            return None  # the usual script names one folder for both; its first run starts from scratch
+            return None  # scripts usually pass one folder for both, and their first run starts from scratch
         return ResumeSource(root, own=False)
 
-    def begin_anew(self) -> None:
-        """There is nothing to go on from. Raises CheckpointError where the run would lose what lies in --save."""
+    def start_from_scratch(self) -> None:
+        """Check that a run without a checkpoint may start. Raises CheckpointError if --save contains checkpoints."""
         options = self._options
         if not options.save or options.load:
             return
         root = Path(options.save)
         found, problem = self._candidates(root)
         if found or problem:
-            readable = self._agree(self._asks and any(scalars_of(path) is not None for path in found))
+            readable = self._agree(self._reads and any(scalars_of(path) is not None for path in found))
             why = "they are not known to be of this job" if readable else "none of them can be read"
             best = f", the best one {found[0].name}" if found else ""
             raise CheckpointError(
-                f"--save {root} holds checkpoints{best}, and {why}: without --load the run would begin at iteration 0 "
-                f"beside them. Go on from them by --load {root}, or give another folder."
+                f"--save {root} contains checkpoints{best}, and {why}: without --load the run would begin at iteration "
+                f"0 next to them. Resume from them with --load {root}, or choose another folder."
             )
 
     def follow(self, loaded: state.Loaded | None, *, local: bool = False) -> None:
-        """Know the run's line, once all ranks know what it goes on from. local: a checkpoint in nodes' memory."""
+        """Set the lineage of the run, after ``loaded`` was loaded. ``local``: from the memory of the nodes."""
         if not self._options.save:
             return
         root, place = Path(self._options.save), self.resumed_from
-        names = [path.name for paths in folders.every_checkpoint(root).values() for path in paths] if self._asks else []
-        there: list[str] = self._agree(names)
-        own: set[str] = set()
-        here = place is not None and (local or place.parent.resolve() == root.resolve())
-        if place is not None and here and loaded is not None and loaded.scalars:
-            own = before(place.name if place.name in there else "", loaded.scalars, there)
-        self.lineage.begin(there, self._agree(sorted(own)))
+        read = [path.name for paths in folders.every_checkpoint(root).values() for path in paths] if self._reads else []
+        names: list[str] = self._agree(read)
+        lineage: set[str] = set()
+        in_root = place is not None and (local or place.parent.resolve() == root.resolve())
+        if place is not None and in_root and loaded is not None and loaded.scalars:
+            lineage = before(place.name if place.name in names else "", loaded.scalars, names)
+        self.lineage.begin(names, self._agree(sorted(lineage)))
 
     @property
-    def _asks(self) -> bool:
-        """Whether this rank looks at folders for all."""
+    def _reads(self) -> bool:
+        """True if this rank reads folders for all ranks."""
         return self._job.world.rank == 0 or self._job.world.pretended
 
     @property
@@ -162,35 +177,35 @@ class Checkpoints:
         return bool(options.save and options.load) and Path(str(options.load)) == Path(str(options.save))
 
     def saves_into(self, source: ResumeSource) -> bool:
-        """Whether the run saves where it goes on from."""
+        """Return True if the run saves to the folder that it resumes from."""
         return bool(self._options.save) and source.root == Path(str(self._options.save))
 
     @cached_property
     def is_restart(self) -> bool:
-        """Whether the launcher started this run in place of one that failed; all ranks ask."""
-        return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts for itself
+        """True if the launcher started this run to replace one that failed. The first access is a collective."""
+        return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts its own restarts
 
     def _saved_by_this_job(self, root: Path) -> bool:
-        """Whether this very job has saved the best checkpoint that can be read.
+        """Return True if this job saved the best readable checkpoint.
 
-        Where a step of this folder is asked for, or tuned, by this launch: an earlier one of the same job is what it
-        was to turn back from.
+        With --ckpt-step or --finetune on this folder, only checkpoints of this launch count: those of an earlier
+        launch of the job are the ones that the user wants to go back from.
         """
         options, found = self._options, self._candidates(root)[0]
-        named = self._loads_what_it_saves and (options.ckpt_step is not None or options.finetune)
+        goes_back = self._loads_what_it_saves and (options.ckpt_step is not None or options.finetune)
 
-        def look() -> bool:
+        def read() -> bool:
             saved: Mapping[str, Json] = next(filter(None, map(scalars_of, found)), {})
             launch = saved.get("launch")
-            other = bool(named and launch and launch_id(os.environ) and launch != launch_id(os.environ))
+            other = bool(goes_back and launch and launch_id(os.environ) and launch != launch_id(os.environ))
             return bool(job_id(os.environ)) and saved.get("job") == job_id(os.environ) and not other
 
-        return bool(self._agree(look() if self._asks else None))
+        return bool(self._agree(read() if self._reads else None))
 
     def load(self, read: Callable[[Path], state.Loaded], source: ResumeSource) -> state.Loaded:
-        """``read`` of the best checkpoint of a source; of an older one where that is damaged, which is told.
+        """Load the best checkpoint of a source with ``read``. If it is damaged, load an older one and report that.
 
-        Raises CheckpointError where none is sound, or --on-bad-checkpoint stop.
+        Raises CheckpointError if none is sound, or if one is damaged and --on-bad-checkpoint is stop.
         """
         options, root = self._options, source.root
         if options.ckpt_step is not None and not source.own:
@@ -203,14 +218,14 @@ class Checkpoints:
         if loaded is not None:
             return loaded
         if not failures:
-            folders.find(root)  # says what is missing
+            folders.find(root)  # raises an error that names what is missing
             raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
         raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
 
     def _found(self, root: Path, iteration: int) -> Path:
-        """The checkpoint of an iteration, as rank 0 sees it. Raises CheckpointError, on every rank."""
+        """Return the checkpoint of an iteration, as rank 0 sees it. Raises CheckpointError, on every rank."""
         name, problem = "", ""
-        if self._asks:
+        if self._reads:
             try:
                 name = folders.find(root, iteration).name
             except CheckpointError as error:
@@ -221,9 +236,9 @@ class Checkpoints:
         return root / str(name)
 
     def load_newer(self, read: Callable[[Path], state.Loaded], source: ResumeSource, than: int) -> state.Loaded | None:
-        """The same where something of this iteration or a later one is sound; None where it is not, which is told.
+        """Load the best checkpoint of iteration ``than`` or later like ``load``, or return None if none is sound.
 
-        Raises CheckpointError where something is damaged and --on-bad-checkpoint stop.
+        Raises CheckpointError if one is damaged and --on-bad-checkpoint is stop.
         """
         found = [path for path in self._candidates(source.root)[0] if folders.iteration_of(path) >= than]
         loaded, failures = self._first_sound(read, found, [])
@@ -234,7 +249,7 @@ class Checkpoints:
     def _first_sound(
         self, read: Callable[[Path], state.Loaded], found: Sequence[Path], failures: list[str]
     ) -> tuple[state.Loaded | None, list[str]]:
-        """(``read`` of the first folder that is sound, what was wrong with those before it)."""
+        """Return (the state loaded from the first sound folder or None, the errors of the folders before it)."""
         for folder in found:
             try:
                 loaded = read(folder)
@@ -247,34 +262,34 @@ class Checkpoints:
                 continue
             self.notes += [f"WARNING: {failure}" for failure in failures]
             if failures:
-                turned = ", which is of a line that the run had turned back from" * (folder.name in self._turned_from)
-                self.notes.append(f"taking {folder.name} instead{turned}")
+                other = ", which is from a lineage that the run had gone back from" * (folder.name in self._turned_from)
+                self.notes.append(f"taking {folder.name} instead{other}")
             return self._resumed(folder, loaded), failures
         return None, failures
 
     def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
         self.resumed_from = folder
         self._resumed_whole = (folder.parent.resolve(), folders.iteration_of(folder)) if loaded.scalars else None
-        self.notes += [f"{folder} has no {what}; it starts anew" for what in loaded.initial]
+        self.notes += [f"{folder} has no {block}; it starts from its initial weights" for block in loaded.initial]
         return loaded
 
     def _candidates(self, root: Path) -> tuple[list[Path], str]:
-        """The checkpoints that may be tried, best first, and what is wrong with ``latest``, as rank 0 sees them."""
-        names, told, failure = [], "", ""
+        """Return (the checkpoints to try, best first; the problem with ``latest`` or ""), as rank 0 sees them."""
+        names, problem, failure = [], "", ""
         try:
-            if self._asks:
-                found, told = folders.candidates(root)
+            if self._reads:
+                found, problem = folders.candidates(root)
                 found, self._turned_from = in_order(found)
                 names = [path.name for path in found]
         except CheckpointError as error:
             failure = str(error)
-        names, told, failure = self._agree([names, told, failure])
+        names, problem, failure = self._agree([names, problem, failure])
         if failure:
             raise CheckpointError(failure)
-        return self._allowed(root, [root / name for name in names]), told
+        return self._allowed(root, [root / name for name in names]), problem
 
     def _agree(self, value: Json) -> Any:
-        """Rank 0's view, everywhere: a shared disk may show other ranks an older state."""
+        """Return rank 0's value on every rank. A shared disk may show other ranks an older state."""
         if self._group is None or self._job.world.pretended:
             return value
         return messages.broadcast(value, self._group)
@@ -282,14 +297,15 @@ class Checkpoints:
     # Saving
 
     def due(self, iteration: int) -> bool:
-        """Whether a checkpoint is to be taken after this step by count."""
+        """Return True if a checkpoint is due after this step by --save-interval."""
         interval = self._options.save_interval
         return bool(self._options.save) and interval > 0 and iteration % interval == 0
 
     def save(self, iteration: int, scalars: Mapping[str, Any], *, final: bool) -> None:
-        """Take a checkpoint; in the background unless it is the final one, after which nothing hides it.
+        """Save a checkpoint, in the background unless it is the final one.
 
-        Raises CheckpointError where it (or the one before it) failed and that is to stop the run, or no other follows.
+        Raises CheckpointError if this or the previous save failed and --on-save-error is stop, or if it is the final
+        one.
         """
         assert self._options.save is not None
         root = Path(self._options.save)
@@ -306,7 +322,7 @@ class Checkpoints:
                 try:
                     removed = folders.keep_newest(root, iteration, keep, line, self._owner, passed)
                     line.difference_update(path.name for path in removed)
-                except (OSError, CheckpointError) as error:  # this one is safe all the same
+                except (OSError, CheckpointError) as error:  # the new checkpoint is complete nevertheless
                     self._unremoved = f"WARNING: an older checkpoint could not be removed: {error}"
 
         def write(shards: State | CheckpointError) -> None:
@@ -315,7 +331,7 @@ class Checkpoints:
 
         in_background = self._background is not None and not final
         self.settle()
-        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.lineage.tell(self._agree)}
+        names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.lineage.agree(self._agree)}
         scalars = {**scalars, **names}
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return
@@ -333,17 +349,18 @@ class Checkpoints:
         except CheckpointError as failure:
             error = failure
         seconds = time.perf_counter() - start
-        self._tell(Written(seconds, seconds, error), final=final)
+        self._finish(Written(seconds, seconds, error), final=final)
 
     def before_update(self) -> None:
-        """The optimizer is about to change what a save may still be copying."""
+        """Wait until a save has copied the state that the optimizer is about to change."""
         if self._background is not None:
             self._background.settle_copy()
 
-    def look(self) -> None:
-        """Tell of a save that is done by now, on the rank that speaks; all ranks act on it in ``settle``.
+    def poll(self) -> None:
+        """Report a background save that has completed, on rank 0. All ranks act on its result in ``settle``.
 
-        Raises FolderLostError on the rank that owned the folder, where another run does by now: no save will succeed.
+        Raises FolderLostError on the rank that owned the folder if another run owns it now, because no save can
+        succeed any more.
         """
         if self._owner is not None and self._owner.lost:
             self._owner.check()
@@ -351,19 +368,19 @@ class Checkpoints:
             self._report(self._background.written)
 
     def settle(self) -> None:
-        """Wait for the save under way. Raises CheckpointError where it failed and --on-save-error is stop."""
+        """Wait for the save in progress. Raises CheckpointError if it failed and --on-save-error is stop."""
         written = None if self._background is None else self._background.join()
         if written is not None:
-            self._tell(written, final=False)
+            self._finish(written, final=False)
 
-    def _tell(self, written: Written, *, final: bool) -> None:
+    def _finish(self, written: Written, *, final: bool) -> None:
         folder, error = self._under_way, written.error
         self._report(written)
         self._under_way = None
         if error is None:
             self.folder = folder
             return
-        self._saved_at = 0  # whoever asks for this one again is to get it
+        self._saved_at = 0  # so that this iteration can be saved again
         stops = final or self._options.on_save_error == "stop" or isinstance(error, FolderLostError)
         if not isinstance(error, CheckpointError) or stops:
             raise error
@@ -375,8 +392,8 @@ class Checkpoints:
         name = self._under_way.name
         if written.error is None:
             waited, total = written.stall_seconds, written.total_seconds
-            said = f"checkpoint {name}: training waited {waited:.3f} s, on disk after {total:.3f} s"
-            lines = [said, self._unremoved, self.failures.saved(name)]
+            times = f"checkpoint {name}: training waited {waited:.3f} s, on disk after {total:.3f} s"
+            lines = [times, self._unremoved, self.failures.saved(name)]
         else:
             lines = [self.failures.failed(name, written.error)]
         self._unremoved = ""

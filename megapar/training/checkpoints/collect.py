@@ -1,4 +1,7 @@
-"""Whole parameters on rank 0, one at a time, from the pieces that ranks master."""
+"""Collection of whole parameters on rank 0, one at a time, from the shards of all ranks (unshard on the host).
+
+Tested in ``tests/training/checkpoints/test_convert.py`` and ``tests/training/test_loss_scaling.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,16 @@ from megapar.model.parameter import ParameterSpec
 def collect(
     world: World, spec: ParameterSpec, view: ParameterView | None, dtype: torch.dtype, *, full: bool
 ) -> Tensor | None:
-    """The whole tensor on the CPU of rank 0, None elsewhere; every rank must call it with the same parameter.
+    """Return the whole tensor on the CPU of rank 0, and None on other ranks. All ranks must collect the same parameter.
 
-    Each rank that answers for its piece sends it; which rank holds what is arithmetic over the grid. view: None on
-    ranks whose pipeline stage does not have the parameter. full: of the sharding.
+    The primary rank of each shard sends it. Which rank has which shard follows from the device mesh.
+
+    Args:
+        world: process groups of all axes.
+        spec: the parameter.
+        view: this rank's shard. None on ranks whose pipeline stage does not have the parameter.
+        dtype: dtype of the tensor.
+        full: True at sharding stage 3.
     """
     grid = world.grid
     if grid.world_size == 1:
@@ -48,9 +57,13 @@ def collect(
 def collect_all(
     world: World, table: Iterable[ParameterSpec], sharding: Sharding, tensors: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) one after the other on rank 0; other ranks yield nothing but must be run to the end.
+    """Yield (name, whole tensor) one at a time on rank 0. Other ranks yield nothing but must exhaust the iterator.
 
-    table: of the whole model; its trainable parameters are collected in its order. tensors: beside this rank's parts.
+    Args:
+        world: process groups of all axes.
+        table: rows of the whole model. Its trainable parameters are collected in this order.
+        sharding: the sharding of this rank's parameters.
+        tensors: a tensor for each of the sharding's parts, such as its master weights.
     """
     mine = {view.spec.name: view for view in sharding.views(tensors)}
     dtype = next(iter(mine.values())).tensor.dtype
@@ -64,9 +77,9 @@ def collect_all(
 def collect_buffers(
     world: World, table: Iterable[ParameterSpec], buffers: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``collect_all``, of what no gradient moves; every rank of a stage has these whole.
+    """Yield (name, buffer) like ``collect_all``. Every rank of a stage has its buffers whole.
 
-    dtype: of all of them, for a rank 0 that has none.
+    ``dtype`` is that of all buffers. Rank 0 needs it to receive buffers that it does not have.
     """
     for spec in table:
         if spec.trainable:

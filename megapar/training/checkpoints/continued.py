@@ -1,6 +1,6 @@
-"""A run that goes on from a checkpoint: whether it is the same run, what is otherwise, and where its data goes on.
+"""The continuation of a run from a checkpoint: is it the same run, what has changed, and where its data continues.
 
-The first rank looks, and all ranks do as it says.
+Rank 0 compares, and broadcasts the result. Tested in ``tests/training/checkpoints/test_identity.py``.
 """
 
 from __future__ import annotations
@@ -24,48 +24,62 @@ from megapar.training.checkpoints.identity import (
     RECORD,
     DataPhase,
     Identity,
+    changes,
     flags_of,
     made_by,
     refused,
-    told,
 )
 from megapar.training.checkpoints.state import Loaded
 
 
-class GoneOn(NamedTuple):
-    """record: of the run for its checkpoints; None where it has none. corpus: what it reads from now on."""
+class Continuation(NamedTuple):
+    """The continuation of a run.
+
+    Attributes:
+        record: identity of the run for its checkpoints. None if it saves none.
+        corpus: the data to read from now on.
+        notes: lines for the log.
+    """
 
     record: dict[str, Any] | None
     corpus: Corpus
     notes: tuple[str, ...]
 
 
-def go_on(
+def continue_run(
     config: Config, world: World, corpus: Corpus, loaded: Loaded | None, place: Path | None, skipped: Sequence[Range]
-) -> GoneOn:
-    """What a run is from now on. loaded: what it goes on from, place: of that. skipped: samples that are stepped over.
+) -> Continuation:
+    """Compare a run with the checkpoint that it resumes from. Every rank must call it.
 
-    Every rank calls it. Raises ConfigError, on every rank, where the checkpoint is of another run.
+    Raises ConfigError, on every rank, if the checkpoint is of another run.
+
+    Args:
+        config: the configuration of the run.
+        world: process groups of all axes.
+        corpus: the data of the configuration.
+        loaded: the loaded checkpoint. None for a start from scratch.
+        place: path of the checkpoint, for messages.
+        skipped: ranges of samples that the run leaves out.
     """
     before = loaded if loaded is not None and loaded.scalars else None
     if before is None and not config.checkpoint.save and not config.reliability.local_checkpoint_interval:
-        return GoneOn(None, corpus, ())
+        return Continuation(None, corpus, ())
     answer: dict[str, Any] = {}
     if world.rank == 0:
-        answer = _look(config, corpus, before, place, skipped)
+        answer = _compare(config, corpus, before, place, skipped)
     group = world.axis("world").group
     if group is not None:
         answer = messages.broadcast(answer, group)
     if answer["refused"]:
-        raise ConfigError([Complaint(*one) for one in answer["refused"]])
+        raise ConfigError([Complaint(*complaint) for complaint in answer["refused"]])
     identity = Identity.from_json(answer["record"])
     assert identity is not None
     if answer["on_course"] and len(identity.phases) > 1:
         corpus = corpus.on_course(_course(identity.phases))
-    return GoneOn(answer["record"], corpus, tuple(answer["notes"]))
+    return Continuation(answer["record"], corpus, tuple(answer["notes"]))
 
 
-def _look(
+def _compare(
     config: Config, corpus: Corpus, before: Loaded | None, place: Path | None, skipped: Sequence[Range]
 ) -> dict[str, Any]:
     try:
@@ -80,35 +94,38 @@ def _look(
     alone = {"record": here.to_json(), "refused": [], "on_course": False}
     if before is None:
         return {**alone, "notes": []}
-    there = Identity.from_json(before.scalars.get(RECORD))
-    if there is None:
-        note = f"{place} does not say what it was trained on, as older ones: its data and tokenizer are not compared"
+    saved = Identity.from_json(before.scalars.get(RECORD))
+    if saved is None:
+        note = (
+            f"{place} is of an older version and does not record what it was trained on: its data and tokenizer are "
+            "not compared"
+        )
         return {**alone, "notes": [note]}
     trains = config.training.train_iters > before.progress.iteration
-    complaints = refused(there, OPTIMIZER, tokenizer, data if trains else None, config, str(place))
+    complaints = refused(saved, OPTIMIZER, tokenizer, data if trains else None, config, str(place))
     next_sample = sample_at(before.progress.consumed_samples, skipped)
-    phases = _phases(there.phases, data, next_sample) if trains else there.phases
-    kept = Identity(OPTIMIZER, tokenizer or there.tokenizer, phases, here.made_by, here.flags)
-    otherwise = told(there, here)
-    notes = [f"otherwise than in {place}: {otherwise}"] if otherwise else []
-    if len(phases) > len(there.phases):
+    phases = _phases(saved.phases, data, next_sample) if trains else saved.phases
+    record = Identity(OPTIMIZER, tokenizer or saved.tokenizer, phases, here.made_by, here.flags)
+    changed = changes(saved, here)
+    notes = [f"changed since {place}: {changed}"] if changed else []
+    if len(phases) > len(saved.phases):
         notes.append(_change(phases))
-    apart = [] if trains else there.data.apart(data)
+    apart = [] if trains else saved.data.apart(data)
     if apart:
-        said = "; ".join(one.said for one in apart)
-        notes.append(f"no step is left to be trained on data that is not that of {place}: {said}")
-    refusals = [[one.rule, one.message, one.fix] for one in complaints]
-    # Other data that nothing is trained on may have other sources than the phases, which are the checkpoint's.
-    on_course = trains or _is_read_on(there.phases[-1], data)
-    return {"record": kept.to_json(), "notes": notes, "refused": refusals, "on_course": on_course}
+        differences = "; ".join(difference.text for difference in apart)
+        notes.append(f"no step is left to train, so the data need not be that of {place}: {differences}")
+    refusals = [[complaint.rule, complaint.message, complaint.fix] for complaint in complaints]
+    # Without a step to train, the given data may have other sources than the phases, which are the checkpoint's.
+    on_course = trains or _is_same(saved.phases[-1], data)
+    return {"record": record.to_json(), "notes": notes, "refused": refusals, "on_course": on_course}
 
 
 def _phases(before: Sequence[DataPhase], data: DataFacts, start: int) -> tuple[DataPhase, ...]:
-    """The phases of a run that reads ``data`` from sample ``start`` on; a new one where that is a change."""
+    """Return the phases of a run that reads ``data`` from sample ``start`` on. Changed data starts a new phase."""
     last = before[-1]
     pairs = last.data.matched(data)
-    apart = {one.field for one in last.data.apart(data)}
-    if _is_read_on(last, data):
+    apart = {difference.field for difference in last.data.apart(data)}
+    if _is_same(last, data):
         return (*before[:-1], DataPhase(last.start, last.lanes, data))
     known = {} if apart & {"split", "seed", "seq-length"} else dict(enumerate(last.lanes))
     lanes = tuple(
@@ -119,21 +136,21 @@ def _phases(before: Sequence[DataPhase], data: DataFacts, start: int) -> tuple[D
     return (*before, DataPhase(start, lanes, data))
 
 
-def _is_read_on(last: DataPhase, data: DataFacts) -> bool:
-    """Whether ``data`` is that of the phase, its sources in the same order."""
+def _is_same(last: DataPhase, data: DataFacts) -> bool:
+    """Return True if ``data`` is that of the phase, with its sources in the same order."""
     return not last.data.apart(data) and last.data.matched(data) == list(range(len(last.lanes)))
 
 
 def _seen_before(before: Sequence[DataPhase], data: DataFacts, lanes: tuple[str, ...]) -> tuple[str, ...]:
-    """A source that an earlier phase of the same order had, and a later one had not, goes on where that left it."""
-    found = list(lanes)
+    """Return the lanes so that a source of an earlier phase with the same order continues where that phase ended."""
+    continued = list(lanes)
     for phase in reversed(before[:-1]):
         same = (phase.data.seed, phase.data.seq_length, phase.data.split) == (data.seed, data.seq_length, data.split)
         for number, pair in enumerate(phase.data.matched(data)):
-            new = found[number] not in before[-1].lanes and found[number].startswith(f"phase/{len(before)}/")
-            if same and pair is not None and new and phase.lanes[pair] not in found:
-                found[number] = phase.lanes[pair]
-    return tuple(found)
+            new = continued[number] not in before[-1].lanes and continued[number].startswith(f"phase/{len(before)}/")
+            if same and pair is not None and new and phase.lanes[pair] not in continued:
+                continued[number] = phase.lanes[pair]
+    return tuple(continued)
 
 
 def _course(phases: Sequence[DataPhase]) -> course.Course:
@@ -141,11 +158,11 @@ def _course(phases: Sequence[DataPhase]) -> course.Course:
 
 
 def _change(phases: Sequence[DataPhase]) -> str:
-    """What becomes of each source where a phase begins."""
+    """Describe the position of each source at the beginning of the last phase."""
     *before, now = _course(phases)
     ends = [phase.start for phase in phases[1:]]
-    said = []
+    positions = []
     for source, lane in zip(phases[-1].data.sources, now.lanes, strict=True):
         taken = sum(phase.taken(lane, end - phase.start) for phase, end in zip(before, ends, strict=True))
-        said.append(f"{source.name} {f'goes on after {taken:,} samples' if taken else 'begins at its start'}")
-    return f"other data from sample {now.start:,} on: {', '.join(said)}"
+        positions.append(f"{source.name} {f'continues after {taken:,} samples' if taken else 'begins at its start'}")
+    return f"other data from sample {now.start:,} on: {', '.join(positions)}"

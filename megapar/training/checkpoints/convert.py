@@ -1,4 +1,4 @@
-"""Models between Hugging Face folders and checkpoints: streamed, a few blocks of a tensor in memory at a time."""
+"""Conversion between Hugging Face folders and checkpoints, streaming a few blocks of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -59,10 +59,16 @@ _LEFT = (".safetensors", ".bin", ".py", ".pt", ".pth", ".h5", ".msgpack", ".onnx
 
 @dataclass(frozen=True)
 class Converted:
-    """A conversion that is done.
+    """The result of a conversion.
 
-    architecture: the published class. carried: tensors that the model has no place for, kept beside it. tokenizer:
-    whether the folder has one. drops_tokens: whether the run did, which the written model does not.
+    Attributes:
+        folder: folder that was written.
+        architecture: the published class.
+        tensors: number of tensors.
+        bytes: size of the weights in bytes.
+        carried: tensors that the model has no place for, copied as they are.
+        tokenizer: True if the folder has a tokenizer.
+        drops_tokens: True if the run dropped tokens over the capacity, which the exported model does not.
     """
 
     folder: Path
@@ -80,7 +86,7 @@ def _refuse_foreign(source: Path) -> None:
 
 
 def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
-    """Class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for sizes no model can have."""
+    """Return class and sizes of a Hugging Face folder. Raises CheckpointError, or ConfigError for impossible sizes."""
     try:
         config = read_config(source)
         kind, flags = flags_of(config)
@@ -90,18 +96,18 @@ def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
     length = str(min(256, flags["max_position_embeddings"]))
     sizes = parse(kind, ["--load-hf", str(source), "--seq-length", length], {}).model
     sizes = replace(sizes, **architecture.fixed_sizes)
-    # transformers writes the number of multi-token prediction blocks and leaves the blocks out.
+    # transformers writes the number of multi-token prediction blocks, but not the blocks.
     lacking = blocks_lacking(architecture, table_of(sizes), HfFolder(source).tensors)
     left: dict[str, Any] = {block.fact: 0 for block in lacking}
     return architecture, replace(sizes, **left)
 
 
 def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
-    """Make a checkpoint of a Hugging Face folder, which ``--load OUT`` reads on any layout.
+    """Convert a Hugging Face folder to a checkpoint, which ``--load OUT`` reads on any layout.
 
-    Weights are kept as fp32 masters, which loses nothing of bf16 or fp16; OUT/hf has config.json, the tokenizer, the
-    dtype of every tensor, and the tensors that the model has no place for, so that the way back gives the same folder.
-    OUT appears when it is complete. Raises CheckpointError.
+    Weights become fp32 master weights, which is exact for bf16 and fp16. OUT/hf contains config.json, the tokenizer,
+    the dtype of every tensor, and the tensors that the model has no place for, so that the conversion back reproduces
+    the folder. OUT appears when it is complete. Raises CheckpointError.
     """
     source, out = Path(source), Path(out)
     _refuse_foreign(source)
@@ -182,12 +188,17 @@ def megapar_to_hf(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Tokenizer | None = None,
 ) -> Converted:
-    """Make a Hugging Face folder of a checkpoint of any layout.
+    """Convert a checkpoint of any layout to a Hugging Face folder.
 
-    source: a folder of checkpoints (the latest is taken), or one of them. dtype: of the files, but for what the table
-    keeps in fp32; by default every tensor has the dtype it came with, and fp32 where it did not come from such a
-    folder. tokenizer: by default the one that the run kept beside its checkpoints, or the published folder's.
-    Raises CheckpointError; OUT appears when it is complete.
+    The folder appears when it is complete. Raises CheckpointError.
+
+    Args:
+        source: a folder of checkpoints, whose latest one is converted, or a single checkpoint.
+        out: folder to write.
+        dtype: dtype of the weights, except parameters that are always fp32. By default a tensor has the dtype of the
+            Hugging Face folder that it came from, or fp32 without one.
+        shard_bytes: maximum size of a file.
+        tokenizer: by default the tokenizer saved with the checkpoints, or that of the published folder.
     """
     source, out = Path(source), Path(out)
     _refuse_foreign(source)
@@ -200,30 +211,30 @@ def megapar_to_hf(
     if tokenizer is not None and tokenizer.size > saved.sizes.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.size} ids and the model {saved.sizes.vocab_size}: "
-            "give the one that the model was trained with"
+            "pass the one that the model was trained with"
         )
     export = partial(_write_hf, out=out, saved=saved, architecture=architecture, facts=facts, beside=beside)
     return _aside(out, partial(export, tokenizer=tokenizer, dtype=dtype, shard_bytes=shard_bytes))
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Read what ``_write_beside`` wrote, which may have been edited since. Raises CheckpointError."""
+    """Read the file that ``_write_beside`` wrote. It may have been edited since. Raises CheckpointError."""
     try:
         facts = json.loads(read_regular(path, INDEX_BYTES))
         if (architecture := ARCHITECTURES.get(facts["family"])) is None:
             known = ", ".join(ARCHITECTURES)
-            raise CheckpointError(f"{path} names the family {facts['family']!r}; known are {known}")
-        good = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(architecture.tied)
-        good = good and all(isinstance(pattern, str) for pattern in facts["absent"])
+            raise CheckpointError(f"{path} names the family {facts['family']!r}; known families are {known}")
+        valid = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(architecture.tied)
+        valid = valid and all(isinstance(pattern, str) for pattern in facts["absent"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
-    if not good:
-        raise CheckpointError(f"{path} is damaged: it names dtypes or tied tensors that are not known")
+    if not valid:
+        raise CheckpointError(f"{path} is damaged: it contains unknown dtypes or tied tensors")
     return dict(facts)
 
 
 def _architecture(facts: Mapping[str, Any], saved: Saved) -> PublishedArchitecture:
-    """The class that the checkpoint is written as. Raises CheckpointError where it cannot be its model."""
+    """Return the class to write the checkpoint as. Raises CheckpointError if no class fits its model."""
     architecture = ARCHITECTURES[facts["family"]] if facts else own_architecture(saved.sizes)
     if facts and architecture is not None:
         if not saved.trained:
@@ -294,8 +305,8 @@ def _write_config(
 ) -> None:
     """Write config.json: the published folder's own bytes unless something has changed since, or a new one."""
     own = config_of(architecture, saved.sizes, dtype or torch.float32)
-    there = path.exists()
-    config = json.loads(path.read_text(encoding="utf-8")) if there else dict(own)
+    exists = path.exists()
+    config = json.loads(path.read_text(encoding="utf-8")) if exists else dict(own)
     before = dict(config)
     if saved.trained:
         config |= architecture.retrained(config, spec_of(saved.sizes).published.settings(saved.sizes))
@@ -304,7 +315,7 @@ def _write_config(
     if dtype is not None:
         config |= {name: own["dtype"] for name in ("dtype", "torch_dtype") if name in config}
     config |= token_ids(tokenizer, config)
-    if not there or config != before:
+    if not exists or config != before:
         path.unlink(missing_ok=True)
         write_bytes(path, (json.dumps(config, indent=2) + "\n").encode())
 
@@ -312,7 +323,10 @@ def _write_config(
 def _write_files(
     folder: Path, plans: list[TensorPlan], fetch: Callable[[str], Iterator[Tensor]], shard_bytes: int
 ) -> int:
-    """Files of at most ``shard_bytes`` (or one tensor) with an index, as transformers names them; their bytes."""
+    """Write files of at most ``shard_bytes`` (or one tensor) and an index, named as in transformers.
+
+    Returns the total number of bytes.
+    """
     groups: list[list[TensorPlan]] = [[]]
     held = 0
     for plan in plans:
@@ -335,9 +349,9 @@ def _write_files(
 
 
 def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:
-    """Let ``write`` fill a folder that gets its name when it is complete."""
+    """Call ``write`` with a temporary folder, and rename it to ``out`` when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already; give a new folder")
+        raise CheckpointError(f"{out} already exists; choose a new folder")
     aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""The data of a run, as its checkpoints record it, and the differences between the data of two runs. No torch."""
+"""The data of a run, as its checkpoints record it, and the differences between the data of two runs.
+
+Does not import torch. Tested in ``tests/training/checkpoints/test_identity.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,33 @@ from megapar.data.text.fingerprint import (
 from megapar.data.tokens.split import Split
 from megapar.errors import DataError
 
-KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # what is read beside the sources
-_LONGEST = 300  # characters of a source's name
-APART = "apart"  # in place of a split: held-out documents have their own files
+KNOWLEDGE = ("phrase_file", "entity_file", "triples_file")  # flags of the files that are read next to the sources
+_LONGEST = 300  # maximum characters of a source's name
+APART = "apart"  # replaces the split if held-out documents have their own files
 
 
-class Apart(NamedTuple):
-    """A difference. field: its name in --override-data. said: for people."""
+class Difference(NamedTuple):
+    """A difference between the data of two runs.
+
+    Attributes:
+        field: its name in --override-data.
+        text: its description for messages.
+    """
 
     field: str
-    said: str
+    text: str
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """sources: of a mixture, in order. split: shares as --split takes them, or APART. seed: of the order.
+    """Facts about the data of a run.
 
-    knowledge: files of KNOWLEDGE that are given, by the flags; None of a checkpoint that does not say.
+    Attributes:
+        sources: sources of the mixture, in order.
+        split: shares as in --split, or APART.
+        seed: seed of the order of samples.
+        seq_length: tokens per sample.
+        knowledge: files of the flags of KNOWLEDGE. None for a checkpoint that does not record them.
     """
 
     sources: tuple[Fingerprint, ...]
@@ -47,7 +60,10 @@ class DataFacts:
 
     @classmethod
     def of(cls, config: Config, *, may_read: bool = True) -> DataFacts:
-        """may_read: otherwise a source of which the cache does not know the fingerprint has none. Raises DataError."""
+        """Return the facts of a configuration. Raises DataError.
+
+        Unless ``may_read``, sources whose fingerprint is not in the cache have none.
+        """
         data = config.data
         if data.data_source == "hf":
             sources: tuple[Fingerprint, ...] = (fingerprint_of_dataset(str(data.hf_dataset), data.text_field),)
@@ -59,29 +75,29 @@ class DataFacts:
 
     @property
     def weights(self) -> tuple[Fraction, ...] | None:
-        """The weights of the sources; None of a single one."""
-        weights = tuple(one.weight for one in self.sources if one.weight is not None)
+        """Weights of the sources. None for a single source."""
+        weights = tuple(source.weight for source in self.sources if source.weight is not None)
         return weights if len(weights) > 1 else None
 
     @property
     def unread(self) -> int:
-        """Bytes that would have to be read to know all."""
+        """Number of bytes that must be read to know all fingerprints."""
         return sum(one.unread for one in (*self.sources, *(self.knowledge or ())))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the facts as JSON values."""
         sources = [
             {"name": one.name[:_LONGEST], "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
             for one in self.sources
         ]
-        found = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
+        facts = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
         return (
-            found if self.knowledge is None else {**found, "knowledge": {one.name: one.value for one in self.knowledge}}
+            facts if self.knowledge is None else {**facts, "knowledge": {one.name: one.value for one in self.knowledge}}
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataFacts:
-        """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
+        """Return the facts from the output of ``to_json``. Raises ValueError, KeyError or TypeError otherwise."""
         sources = tuple(
             Fingerprint(str(one["name"])[:_LONGEST], str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
             for one in value["sources"]
@@ -99,9 +115,12 @@ class DataFacts:
         return cls(sources, split, seed, seq_length, _knowledge(value.get("knowledge")))
 
     def matched(self, later: DataFacts) -> list[int | None]:
-        """For each source of ``later`` its number among these; one whose content is not known is taken by its name."""
+        """Return the index of each source of ``later`` among these sources, or None.
+
+        Sources are compared by their content, or by their name if the content is not known.
+        """
         free = list(range(len(self.sources)))
-        found: list[int | None] = []
+        matches: list[int | None] = []
         for one in later.sources:
             same = [
                 number
@@ -109,73 +128,73 @@ class DataFacts:
                 if one.value == self.sources[number].value
                 or (one.value is None and one.name == self.sources[number].name)
             ]
-            found.append(same[0] if same else None)
+            matches.append(same[0] if same else None)
             if same:
                 free.remove(same[0])
-        return found
+        return matches
 
-    def apart(self, later: DataFacts) -> list[Apart]:
-        """The differences between this data and that of a run that resumes from it."""
+    def apart(self, later: DataFacts) -> list[Difference]:
+        """Return the differences between this data and that of a run that resumes from it."""
         pairs = self.matched(later)
-        found = [*self._sources(later, pairs), *self._weights(later, pairs), *self._split(later, pairs)]
+        differences = [*self._sources(later, pairs), *self._weights(later, pairs), *self._split(later, pairs)]
         if self.seed != later.seed:
-            found.append(Apart("seed", f"--seed is {self.seed} there and {later.seed} here"))
+            differences.append(Difference("seed", f"--seed is {self.seed} there and {later.seed} here"))
         if self.seq_length != later.seq_length:
-            said = f"--seq-length is {self.seq_length} there and {later.seq_length} here"
-            found.append(Apart("seq-length", said))
-        return [*found, *self._knowledge(later)]
+            text = f"--seq-length is {self.seq_length} there and {later.seq_length} here"
+            differences.append(Difference("seq-length", text))
+        return [*differences, *self._knowledge(later)]
 
-    def _sources(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
+    def _sources(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
         gone = [one for number, one in enumerate(self.sources) if number not in pairs]
         new = [one for one, number in zip(later.sources, pairs, strict=True) if number is None and not one.unread]
         if not new and (not gone or any(one.unread for one in later.sources)):
             return []
         names = {one.name for one in gone} & {one.name for one in new}
-        said = [f"{name} has another content here than there" for name in sorted(names)]
+        changed = [f"{name} has another content here than there" for name in sorted(names)]
         only = [
             f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} read {place} only"
             for one, place in ((gone, "there"), (new, "here"))
             if (left := [source.name for source in one if source.name not in names])
         ]
-        return [Apart("sources", ", ".join([*said, *only]))]
+        return [Difference("sources", ", ".join([*changed, *only]))]
 
-    def _knowledge(self, later: DataFacts) -> list[Apart]:
+    def _knowledge(self, later: DataFacts) -> list[Difference]:
         if self.knowledge is None or later.knowledge is None:
             return []
         there = {one.name: one.value for one in self.knowledge}
         here = {one.name: one.value for one in later.knowledge}
         unread = {one.name for one in later.knowledge if one.unread}
-        said = [f"{name} is given there only" for name in there if name not in here]
-        said += [f"{name} is given here only" for name in here if name not in there]
+        texts = [f"{name} is given there only" for name in there if name not in here]
+        texts += [f"{name} is given here only" for name in here if name not in there]
         both = [name for name in here if name in there and name not in unread]
-        said += [f"{name} has another content here than there" for name in both if there[name] != here[name]]
-        return [Apart("knowledge", ", ".join(said))] if said else []
+        texts += [f"{name} has another content here than there" for name in both if there[name] != here[name]]
+        return [Difference("knowledge", ", ".join(texts))] if texts else []
 
-    def _weights(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
-        """Compares the sources that both have: one that is added or removed changes their shares alike."""
+    def _weights(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
+        """Compare the weights of the sources in both. Adding or removing a source scales their shares equally."""
         both = [(self.sources[n], one) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
         shares = [_shares([pair[side].weight for pair in both]) for side in (0, 1)]
         if shares[0] == shares[1]:
             return []
         texts = [", ".join(f"{pair[side].name} {float(pair[side].weight or 1):g}" for pair in both) for side in (0, 1)]
-        return [Apart("weights", f"weights are {texts[0]} there and {texts[1]} here")]
+        return [Difference("weights", f"weights are {texts[0]} there and {texts[1]} here")]
 
-    def _split(self, later: DataFacts, pairs: list[int | None]) -> list[Apart]:
+    def _split(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
         cuts = [(self.sources[n].cut, one.cut) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
         if not any(there or here for there, here in cuts):
             return []  # random tokens have no documents
         if _parsed(self.split) != _parsed(later.split):
-            said = f"what is held out is given by {_held_out(self.split)} there and by {_held_out(later.split)} here"
-            return [Apart("split", said)]
+            here, there = _held_out(later.split), _held_out(self.split)
+            return [Difference("split", f"held-out documents are given by {there} there and by {here} here")]
         other = [pair for pair in cuts if pair[0] != pair[1]]
         if other and self.split != APART:
-            said = f"documents are split by their {other[0][0]} there and by their {other[0][1]} here"
-            return [Apart("split", said)]
+            text = f"documents are split by their {other[0][0]} there and by their {other[0][1]} here"
+            return [Difference("split", text)]
         return []
 
 
 def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
-    """Fingerprints of the files of KNOWLEDGE that are given. may_read: see DataFacts.of. Raises DataError."""
+    """Return fingerprints of the files of KNOWLEDGE. For ``may_read``, see ``DataFacts.of``. Raises DataError."""
     paths = {FLAGS[name].spelling: getattr(config.data, name) for name in KNOWLEDGE}
     given = ((spelling, Path(path)) for spelling, path in paths.items() if path is not None)
     return tuple(fingerprint_of_file(spelling, path, may_read=may_read) for spelling, path in given)
@@ -184,13 +203,13 @@ def knowledge_of(config: Config, *, may_read: bool = True) -> tuple[Fingerprint,
 def _knowledge(value: Any) -> tuple[Fingerprint, ...] | None:
     if value is None:
         return None
-    found = {str(name)[:_LONGEST]: str(content) for name, content in dict(value).items()}
-    return tuple(Fingerprint(name, content, None, "") for name, content in found.items())
+    contents = {str(name)[:_LONGEST]: str(content) for name, content in dict(value).items()}
+    return tuple(Fingerprint(name, content, None, "") for name, content in contents.items())
 
 
 def _shares(weights: list[Fraction | None]) -> list[Fraction]:
-    numbers = [Fraction(1) if weight is None else weight for weight in weights]
-    return [number / sum(numbers) for number in numbers]
+    known = [Fraction(1) if weight is None else weight for weight in weights]
+    return [weight / sum(known) for weight in known]
 
 
 def _held_out(split: str) -> str:

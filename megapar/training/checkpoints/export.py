@@ -1,4 +1,7 @@
-"""The trained model as a Hugging Face folder, from any layout."""
+"""Export of the trained model as a Hugging Face folder, from any layout.
+
+Tested in ``tests/training/test_exports.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,16 @@ from megapar.training.checkpoints.collect import collect_all, collect_buffers
 from megapar.training.checkpoints.load_hf import trained_architecture
 
 UNDROPPED = (
-    "the model in Hugging Face's form drops no token; this run drops those that find no room, in evaluations too, so "
-    "that its losses there are others"
+    "the exported Hugging Face model does not drop tokens; this run drops tokens over the capacity, also in "
+    "evaluations, so the losses of the exported model differ"
 )
 
 
 def export(config: Config, job: Job, tokenizer: Tokenizer | None) -> Path | None:
-    """Write the model to ``--save-hf`` with what the published folder says that the run began with; None without it."""
+    """Write the model to ``--save-hf``, with the settings of the published folder that the run started from, if any.
+
+    Returns the folder, or None without --save-hf.
+    """
     if not config.checkpoint.save_hf:
         return None
     folder = Path(config.checkpoint.save_hf)
@@ -47,10 +53,17 @@ def save_hf(
     architecture: PublishedArchitecture | None = None,
     published: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write weights, configuration and tokenizer so that ``transformers`` loads them; every rank must call it.
+    """Write weights, configuration and tokenizer in the format of ``transformers``. Every rank must call it.
 
-    Whole parameters pass rank 0 one at a time. tokenizer: None where the run had none. architecture, published: class
-    to write and config.json of the folder that the run was started from, if there was one.
+    Rank 0 holds one whole parameter at a time.
+
+    Args:
+        folder: folder to write.
+        job: this rank's part of the model.
+        tokenizer: None if the run has none.
+        dtype: dtype of the weights.
+        architecture: class of the published folder that the run started from. None without one.
+        published: config.json of that folder.
     """
     tensors = _whole(job)
     if job.world.rank == 0:

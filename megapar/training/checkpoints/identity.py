@@ -1,7 +1,7 @@
-"""The identity of a run, as its checkpoints record it, and its differences from a run that resumes. No torch.
+"""The identity of a run, as its checkpoints record it, and its differences from a run that resumes.
 
-Another architecture, optimizer or tokenizer is another model. Other data is refused unless --override-data names it;
-layout, ranks, versions, code and other flags are reported.
+Another architecture, optimizer or tokenizer is another model. Other data is refused unless --override-data names it.
+Changes of layout, ranks, versions, code and other flags are reported. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,28 +29,34 @@ _GROUPS = (
     *("model", "moe", "ampipe", "training", "optimizer", "data"),
     *("parallel", "sharding", "pipeline", "recompute"),
 )
-# Compared elsewhere, or of one start only.
+# Flags that are compared elsewhere, and flags that belong to one start only.
 _ELSEWHERE = ("seed", "seq_length", "split", "override_data", "override_opt_param_scheduler")
 _OF_A_START = ("train_iters", "eval_interval", "eval_iters", "distributed_timeout_minutes")
-READ_AT_ONCE = 16 << 20  # bytes of data, which --validate-only reads where the cache does not know them
-_TOLD = 12  # differences of flags
+READ_AT_ONCE = 16 << 20  # bytes of data that --validate-only reads at most to find fingerprints missing in the cache
+_SHOWN_FLAGS = 12  # maximum number of changed flags in a message
 
 
 @dataclass(frozen=True)
 class DataPhase:
-    """A stretch of a run with one kind of data. start: its first sample. lanes: see data.course.Phase."""
+    """A part of a run with the same data.
+
+    Attributes:
+        start: its first sample.
+        lanes: see ``data.sampling.course.Phase``.
+        data: the data.
+    """
 
     start: int
     lanes: tuple[str, ...]
     data: DataFacts
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the phase as JSON values."""
         return {"start": self.start, "lanes": list(self.lanes), **self.data.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataPhase:
-        """Raises ValueError, KeyError or TypeError for what ``to_json`` never wrote."""
+        """Return the phase from the output of ``to_json``. Raises ValueError, KeyError or TypeError otherwise."""
         start, lanes, data = value["start"], tuple(map(str, value["lanes"])), DataFacts.from_json(value)
         if not isinstance(start, int) or start < 0 or len(lanes) != len(data.sources):
             raise ValueError(f"a phase from {start!r} on with {len(lanes)} lanes")
@@ -59,10 +65,14 @@ class DataPhase:
 
 @dataclass(frozen=True)
 class Identity:
-    """The record of its run in a checkpoint.
+    """The record of a run in its checkpoints.
 
-    tokenizer: see data.ids; None without text. phases: which data was read from which sample on; the last one is the
-    current one. made_by: versions, code, ranks. flags: what else may change numbers, by name.
+    Attributes:
+        optimizer: name of the optimizer.
+        tokenizer: facts of the tokenizer, see ``data.tokenizers.ids``. None without text.
+        phases: the data that was read from each sample on. The last phase is the current one.
+        made_by: versions, code and number of ranks.
+        flags: the other flags that may change results, by name.
     """
 
     optimizer: str
@@ -73,11 +83,11 @@ class Identity:
 
     @property
     def data(self) -> DataFacts:
-        """The data that is read now."""
+        """The current data."""
         return self.phases[-1].data
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a checkpoint's scalars."""
+        """Return the identity as JSON values for a checkpoint's scalars."""
         return {
             "version": VERSION,
             "optimizer": self.optimizer,
@@ -89,7 +99,7 @@ class Identity:
 
     @classmethod
     def from_json(cls, value: Any) -> Identity | None:
-        """None for what ``to_json`` did not write, as checkpoints of before have nothing."""
+        """Return the identity from the output of ``to_json``, or None for anything else, as in older checkpoints."""
         try:
             phases = tuple(DataPhase.from_json(one) for one in value["phases"])
             starts = [phase.start for phase in phases]
@@ -104,7 +114,7 @@ class Identity:
 
 @lru_cache(maxsize=1)
 def code_hash() -> str:
-    """12 hexadecimal digits over the package's own source files."""
+    """Return 12 hexadecimal digits of a hash over the package's source files."""
     root, state = Path(megapar.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         state.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
@@ -112,7 +122,7 @@ def code_hash() -> str:
 
 
 def made_by(ranks: int, nodes: int) -> dict[str, Any]:
-    """Versions, code and ranks that make the checkpoints of this process's run."""
+    """Return the versions, code hash and number of ranks and nodes of this process's run."""
     versions = {"megapar": megapar.__version__, "torch": _version("torch"), "python": platform.python_version()}
     return {**versions, "code": code_hash(), "ranks": ranks, "nodes": nodes}
 
@@ -125,46 +135,52 @@ def _version(package: str) -> str:
 
 
 def flags_of(config: Config) -> dict[str, Any]:
-    """The values of all flags that say what is trained and how; without paths and what each start chooses."""
-    found, values = {}, config.values()
+    """Return the values of all flags that affect training, except paths and the flags of a single start."""
+    flags, values = {}, config.values()
     for flag in FLAGS.values():
         left_out = flag.meta or flag.path or flag.name in (*_ELSEWHERE, *_OF_A_START)
         if flag.group in _GROUPS and config.kind in flag.models and not left_out:
             value = values[flag.name]
-            found[flag.name] = list(value) if isinstance(value, tuple) else value
-    return found
+            flags[flag.name] = list(value) if isinstance(value, tuple) else value
+    return flags
 
 
 def refused(
     there: Identity, optimizer: str, tokenizer: Facts | None, data: DataFacts | None, config: Config, where: str
 ) -> list[Complaint]:
-    """What of a run is not that of the checkpoint it goes on from, as complaints; what --override-data names is none.
+    """Return complaints about the differences between a run and its checkpoint, except those in --override-data.
 
-    tokenizer: None where it is not known. data: None where it is not compared. where: begins messages.
+    Args:
+        there: identity of the checkpoint.
+        optimizer: optimizer of the run.
+        tokenizer: facts of the run's tokenizer. None if they are not known.
+        data: data of the run. None if it is not compared.
+        config: the configuration of the run.
+        where: beginning of the messages.
     """
-    found = []
+    complaints = []
     if there.optimizer != optimizer:
         message = f"{where} is of another optimizer: {there.optimizer} there and {optimizer} here."
-        found.append(
-            Complaint("checkpoint-optimizer", message, "Its moments mean nothing here; --finetune starts over.")
+        complaints.append(
+            Complaint("checkpoint-optimizer", message, "Its moments cannot be used; pass --finetune to start over.")
         )
     if there.tokenizer is not None and tokenizer is not None and not same_ids(there.tokenizer, tokenizer):
         prints = _shown(there.tokenizer.get("fingerprint")), tokenizer["fingerprint"]
         message = f"{where} was trained on the ids of another tokenizer: {prints[0]} there and {prints[1]} here."
-        fix = "Leave --tokenizer-model out to have the one that is kept beside the checkpoints, or give that one."
-        found.append(Complaint("checkpoint-tokenizer", message, fix))
+        fix = "Leave --tokenizer-model out to use the tokenizer that is saved with the checkpoints, or pass that one."
+        complaints.append(Complaint("checkpoint-tokenizer", message, fix))
     apart = [] if data is None else there.data.apart(data)
-    open_ = [one for one in apart if one.field not in config.data.override_data]
+    open_ = [difference for difference in apart if difference.field not in config.data.override_data]
     if open_:
-        message = f"{where} was trained on other data: {'; '.join(one.said for one in open_)}."
-        names = ",".join(dict.fromkeys((*config.data.override_data, *(one.field for one in open_))))
-        fix = f"Give what it was trained with, or --override-data {names} to go on with what is given now."
-        found.append(Complaint("checkpoint-data", message, fix))
-    return found
+        message = f"{where} was trained on other data: {'; '.join(difference.text for difference in open_)}."
+        names = ",".join(dict.fromkeys((*config.data.override_data, *(difference.field for difference in open_))))
+        fix = f"Pass the data that it was trained with, or --override-data {names} to continue with the given data."
+        complaints.append(Complaint("checkpoint-data", message, fix))
+    return complaints
 
 
-def told(there: Identity, here: Identity) -> str:
-    """How a run that goes on is made otherwise than its checkpoint, in one line; "" where it is not."""
+def changes(there: Identity, here: Identity) -> str:
+    """Describe the changes of versions, code, ranks and flags since a checkpoint in one line, "" without any."""
     changed = [
         f"{name} {_shown(there.made_by[name])} -> {value}"
         for name, value in here.made_by.items()
@@ -175,8 +191,8 @@ def told(there: Identity, here: Identity) -> str:
         for name, value in here.flags.items()
         if name in there.flags and there.flags[name] != value
     ]
-    more = [f"and {len(flags) - _TOLD} flags more"] if len(flags) > _TOLD else []
-    return ", ".join([*changed, *flags[:_TOLD], *more])
+    more = [f"and {len(flags) - _SHOWN_FLAGS} more flags"] if len(flags) > _SHOWN_FLAGS else []
+    return ", ".join([*changed, *flags[:_SHOWN_FLAGS], *more])
 
 
 def _shown(value: Any) -> str:
@@ -186,9 +202,12 @@ def _shown(value: Any) -> str:
 
 
 def another_run(config: Config, folder: Path) -> tuple[list[Complaint], str]:
-    """Where a configuration is not of the run that saved ``folder``, and what could not be compared, as a line.
+    """Compare a configuration with the run that saved ``folder``.
 
-    The question alone reads little data: what the cache knows is compared. A start reads what it would read anyway.
+    With --validate-only, little data is read: fingerprints come from the cache. A start reads what it needs anyway.
+
+    Returns:
+        The complaints, and a line about the data that could not be compared, or "".
     """
     scalars = stored_scalars(folder)
     there, iteration = Identity.from_json(scalars.get(RECORD)), scalars.get("iteration")
@@ -207,4 +226,4 @@ def another_run(config: Config, folder: Path) -> tuple[list[Complaint], str]:
     complaints = refused(there, OPTIMIZER, tokenizer, data, config, where)
     if data is None or not data.unread:
         return complaints, ""
-    return complaints, f"data: not compared with that of {folder.name}, {data.unread / 1e9:.3g} GB to be read\n"
+    return complaints, f"data: not compared with that of {folder.name}, {data.unread / 1e9:.3g} GB would be read\n"

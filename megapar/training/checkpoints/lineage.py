@@ -1,7 +1,8 @@
-"""Which checkpoints under ``--save`` are of a run's line: those that it has made, and those that it comes from.
+"""Lineage of a run: the checkpoints under ``--save`` that it made, and those that it was resumed from.
 
-A folder holds several lines where a run went back to an earlier checkpoint, or was tuned beside what it began from.
-Every checkpoint names those before it on its own; what another line made is no more removed than gone on from.
+A folder contains several lineages if a run went back to an earlier checkpoint, or was finetuned in the folder of its
+base. Every checkpoint names those before it on its lineage. A run neither removes nor resumes from checkpoints of
+other lineages.
 """
 
 from __future__ import annotations
@@ -15,62 +16,74 @@ from megapar.core.checkpoint import storage, store
 from megapar.errors import CheckpointError
 
 NAMES = "lineage"
-"""The scalar that has the names of the checkpoints before one on its line."""
+"""The scalar with the names of the checkpoints before this one on its lineage."""
 MOST_NAMES = 4096
-"""Of the newest; ``--keep`` and a way back look at no more."""
+"""Maximum number of names, the newest ones. ``--keep`` and going back need no more."""
 
 
 class Lineage:
-    """names: of the run's line, as rank 0 knows them while the run goes on. told: the same as of the last save, in
-    order, and others: names that lay there when the run began and are of other lines; both the same on all ranks.
+    """Names of the checkpoints on the lineage of a run.
+
+    Attributes:
+        names: the current names, up to date on rank 0 only.
+        agreed: the names as of the last save, in order, the same on all ranks.
+        others: names of other lineages in the folder at the start of the run, the same on all ranks.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.told: list[str] = []
+        self.agreed: list[str] = []
         self.others: frozenset[str] = frozenset()
 
-    def begin(self, there: Collection[str], own: Collection[str]) -> None:
-        """A run begins beside these checkpoints, some of them its own."""
-        self.names = set(there) & set(own)
-        self.others = frozenset(there) - self.names
-        self.tell(lambda names: names)
+    def begin(self, present: Collection[str], own: Collection[str]) -> None:
+        """Start with the checkpoints ``present`` in the folder, of which ``own`` are on this lineage."""
+        self.names = set(present) & set(own)
+        self.others = frozenset(present) - self.names
+        self.agree(lambda names: names)
 
-    def tell(self, agree: Callable[[list[str]], list[str]]) -> list[str]:
-        """The names for the next checkpoint's scalars. agree: gives rank 0's to all ranks."""
-        self.told = agree(sorted(self.names, key=_place)[-MOST_NAMES:])
-        return self.told
+    def agree(self, agree: Callable[[list[str]], list[str]]) -> list[str]:
+        """Return the names for the next checkpoint's scalars. ``agree`` returns rank 0's value on all ranks."""
+        self.agreed = agree(sorted(self.names, key=_place)[-MOST_NAMES:])
+        return self.agreed
 
 
-def before(name: str, scalars: Mapping[str, Any], there: Collection[str]) -> set[str]:
-    """The line of the checkpoint of this name, with itself; "" where it lies elsewhere.
+def before(name: str, scalars: Mapping[str, Any], present: Collection[str]) -> set[str]:
+    """Return the names on the lineage of a checkpoint, including its own.
 
-    One of an earlier version says nothing: then all that were there before it are taken for its line.
+    A checkpoint of an earlier version does not record its lineage. Then all earlier checkpoints in the folder count.
+
+    Args:
+        name: name of the checkpoint. "" if it is in another folder.
+        scalars: its scalars.
+        present: names of all checkpoints in the folder.
     """
-    said = scalars.get(NAMES)
-    if isinstance(said, list):
-        return {*said, *([name] if name else [])}
+    recorded = scalars.get(NAMES)
+    if isinstance(recorded, list):
+        return {*recorded, *([name] if name else [])}
     last = scalars.get("iteration", 0)
-    return {other for other in there if _place(other)[0] <= last}
+    return {other for other in present if _place(other)[0] <= last}
 
 
 def in_order(found: Sequence[Path]) -> tuple[list[Path], set[str]]:
-    """(checkpoints, best first, with those of the best one's line before all others; names of the others).
+    """Sort checkpoints, best first, so that those on the lineage of the best one come before all others.
 
-    What cannot be read stays where it is: nobody knows its line.
+    Unreadable checkpoints keep their position, because their lineage is unknown.
+
+    Returns:
+        The checkpoints in order, and the names of those on other lineages.
     """
     for number, folder in enumerate(found):
         scalars = scalars_of(folder)
         if scalars is not None:
-            line = before(folder.name, scalars, [path.name for path in found[number:]])
-            line |= {path.name for path in found[:number]}
-            others = [path for path in found if path.name not in line]
-            return [*(path for path in found if path.name in line), *others], {path.name for path in others}
+            lineage = before(folder.name, scalars, [path.name for path in found[number:]])
+            lineage |= {path.name for path in found[:number]}
+            others = [path for path in found if path.name not in lineage]
+            return [*(path for path in found if path.name in lineage), *others], {path.name for path in others}
     return list(found), set()
 
 
 def scalars_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint says of its run; None where that cannot be read."""
+    """Return the scalars of a checkpoint, or None if they cannot be read."""
     try:
         return storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
     except CheckpointError:

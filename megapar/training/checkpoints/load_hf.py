@@ -1,4 +1,7 @@
-"""A run's start from a Hugging Face folder: every rank reads the parts that it holds."""
+"""The start of a run from a Hugging Face folder: every rank reads its own shards.
+
+Tested in ``tests/training/checkpoints/test_convert.py`` and ``tests/training/test_imports.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from megapar.training.checkpoints.model_match import blocks_lacking
 
 
 def trained_architecture(folder: Path) -> PublishedArchitecture:
-    """The class that a run writes which started from the folder."""
+    """Return the class that a run exports if it started from the folder."""
     name = architecture_of(read_config(folder)).name
     return ARCHITECTURES[ARCHITECTURES[name].trained_as or name]
 
 
 def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
-    """Fill the weights and return notes on what was loaded, for the log.
+    """Fill the weights and return notes for the log.
 
-    A masked language model has no sentence-order head, and many decoders' folders no multi-token prediction block: the
-    model keeps its initial one. Raises CheckpointError, before anything is filled, for missing, misshapen and
+    A masked language model has no sentence-order head, and many decoders' folders have no multi-token prediction block.
+    The model then keeps its initial one. Raises CheckpointError, before anything is filled, for missing, misshapen or
     unreadable tensors.
     """
     architecture, weights = architecture_of(read_config(folder)), HfFolder(folder)
@@ -41,7 +44,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
             weights.fill(view.tensor, spec, view.box, architecture)
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
-        # A stage of a pipeline has those of its own layers.
+        # A pipeline stage has only the buffers of its own layers.
         if not spec.trainable and spec.name in buffers and weights.holds(spec, architecture):
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
     job.sharding.publish()

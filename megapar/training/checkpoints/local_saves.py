@@ -1,4 +1,7 @@
-"""Local checkpoints of a run: taken every few steps in the background, taken back by a restart of the same job."""
+"""Local checkpoints of a run: saved every few steps in the background, and loaded by a restart of the same job.
+
+Tested in ``tests/training/checkpoints/test_lineage.py`` and ``tests/training/checkpoints/test_verification.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class LocalSaves:
-    """Every rank has one and calls the same in the same step. say: where rank 0 reports."""
+    """Saves and loads local checkpoints, in the memory of the nodes. Every rank makes the same calls in the same step.
+
+    Attributes:
+        say: writes a line to the log, on rank 0. None before the log is open.
+    """
 
     def __init__(self, local: LocalCheckpoints, interval: int, job: Job, section: Section = unwatched) -> None:
         self._local = local
@@ -33,11 +40,11 @@ class LocalSaves:
         self.say: Callable[[str], None] | None = None
 
     def due(self, iteration: int) -> bool:
-        """Whether a local checkpoint is to be taken after this step."""
+        """Return True if a local checkpoint is due after this step."""
         return iteration % self._interval == 0
 
     def save(self, iteration: int, scalars: Mapping[str, Any]) -> None:
-        """Take one; the one before is waited for first."""
+        """Start a save in the background, after waiting for the previous one."""
         self.settle()
         shards = {**state.weights(self._job), **state.moments(self._job)}
         everything = {name: replace(shard, primary=True) for name, shard in shards.items()}
@@ -49,11 +56,11 @@ class LocalSaves:
         )
 
     def before_update(self) -> None:
-        """The optimizer is about to change what is being copied."""
+        """Wait until a save has copied the state that the optimizer is about to change."""
         self._background.settle_copy()
 
     def settle(self) -> None:
-        """Wait for the one under way; where this node's memory is full it is told, and training goes on."""
+        """Wait for the save in progress. If this node's memory is full, log a warning and continue training."""
         written = self._background.join()
         if written is None or written.error is None:
             return
@@ -64,43 +71,43 @@ class LocalSaves:
 
     @property
     def folder(self) -> Path:
-        """Where this node keeps those of this job."""
+        """Folder of this job's local checkpoints on this node."""
         return self._local.folder
 
     def find(self, limit: int | None = None) -> FoundLocal | None:
-        """The newest one that is whole, of no later iteration than the limit."""
+        """Return the newest complete local checkpoint, of iteration ``limit`` at most, or None."""
         return self._local.find(limit)
 
     def remove_after(self, iteration: int) -> None:
-        """Give up the ones of later iterations, from which another start would go on."""
+        """Remove the local checkpoints of later iterations, so that no other start resumes from them."""
         self._local.remove_after(iteration)
 
     def forget_fault(self) -> None:
-        """What this node has recorded has been acted on."""
+        """Remove this node's record of a fault, after it was handled."""
         (self.folder / RECORD).unlink(missing_ok=True)
 
     def load(self, found: FoundLocal) -> dict[str, Any]:
-        """Fill masters and moments; its scalars."""
+        """Fill master weights and moments from a local checkpoint. Returns its scalars."""
         return self._local.load(found, {**state.weights(self._job), **state.moments(self._job)})
 
     def remove(self) -> None:
-        """The run has ended well."""
+        """Remove all local checkpoints, after a complete run."""
         self.settle()
         self._local.remove()
 
 
 def make(config: Config, job: Job, job_name: str, section: Section = unwatched) -> LocalSaves | None:
-    """As the flags say; None without --local-checkpoint-interval. Raises TrainingError without a launcher's job.
+    """Return the local checkpoints of the flags, or None without --local-checkpoint-interval.
 
-    section: what watches the thread that saves.
+    ``section`` watches the thread that saves. Raises TrainingError if no launcher has named the job.
     """
     options, world = config.reliability, job.world
     if not options.local_checkpoint_interval:
         return None
     if not job_name:
         raise TrainingError(
-            "--local-checkpoint-interval serves restarts of one job: start it by megapar launch --max-restarts N, or "
-            "by torchrun with a --rdzv-id of its own"
+            "--local-checkpoint-interval serves restarts of one job: start it with megapar launch --max-restarts N, or "
+            "with torchrun and a unique --rdzv-id"
         )
     root = Path(options.local_checkpoint_dir or SHARED_MEMORY / f"megapar-{os.getuid()}")
     facts = {"model": state.model_facts(job), "grid": state.grid_facts(job)}
@@ -113,7 +120,7 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
 
 
 def _neighbour(world: World) -> tuple[int, int] | None:
-    """(this rank's counterpart on the next node, the one on the node before); None where there is one node."""
+    """Return the ranks with this rank's position on (the next node, the previous node), or None on a single node."""
     size = world.grid.world_size
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if per_node >= size:

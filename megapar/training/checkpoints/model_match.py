@@ -1,4 +1,7 @@
-"""How far the model of a checkpoint may be another one than the run's. No torch: a refusal takes no second."""
+"""The differences that are allowed between the model of a checkpoint and that of a run.
+
+Does not import torch, so that refusals are fast. Tested in ``tests/training/checkpoints/test_checkpoints.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ from megapar.schema.published import PublishedArchitecture
 
 @dataclass(frozen=True)
 class OptionalBlock:
-    """A part that a model may have beside what its checkpoint has. fact: what says so; prefixes: of its parameters."""
+    """A part of a model that its checkpoint may lack.
+
+    Attributes:
+        name: name for messages.
+        fact: the fact of the model that is true if it has the block.
+        prefixes: prefixes of its parameters' names.
+    """
 
     name: str
     fact: str
@@ -27,7 +36,13 @@ BLOCKS = (SENTENCE_ORDER, MTP)
 
 @dataclass(frozen=True)
 class ModelMatch:
-    """facts: to be compared with the checkpoint's. initial: blocks that it lacks; left: those that only it has."""
+    """The comparison of a model with a checkpoint.
+
+    Attributes:
+        facts: facts that the checkpoint must have.
+        initial: blocks that the checkpoint lacks. They keep their initial weights.
+        left: blocks that only the checkpoint has. They are dropped.
+    """
 
     facts: dict[str, Any]
     initial: tuple[OptionalBlock, ...]
@@ -35,10 +50,15 @@ class ModelMatch:
 
 
 def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: bool) -> ModelMatch:
-    """What a checkpoint must say to be one of a model with ``expected`` facts, where ``stored`` may differ.
+    """Return the facts that a checkpoint must have to fit a model.
 
-    Rotary positions have no tensor, and longer samples are no other model. alone: of the weights alone, as --finetune
-    and a converted model are taken; then a head or block that is on one side only starts anew, or is left out.
+    With rotary positions, which have no tensor, the maximum sample length may differ.
+
+    Args:
+        stored: facts of the checkpoint's model.
+        expected: facts of the run's model.
+        alone: only weights are loaded, as with --finetune and for a converted model. Then a head or block that is on
+            one side only is initialised or dropped.
     """
     facts = dict(expected)
     initial: list[OptionalBlock] = []
@@ -56,11 +76,11 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
 def blocks_lacking(
     architecture: PublishedArchitecture, table: Iterable[ParameterSpec], names: Container[str]
 ) -> tuple[OptionalBlock, ...]:
-    """The blocks of the table that a published folder with tensors of these names does not have.
+    """Return the blocks of the table that a published folder with tensors of these names lacks.
 
-    Some classes never have a block. Others may have it, and their folders often leave all of its tensors out.
+    Some classes never have a block. For others it is optional, and their folders often leave all of its tensors out.
     """
-    rows, found = tuple(table), []
+    rows, blocks = tuple(table), []
     for block in BLOCKS:
         pieces = [piece for spec in rows if spec.name.startswith(block.prefixes) for piece in spec.pieces]
         if block.fact in architecture.fixed_sizes:
@@ -69,5 +89,5 @@ def blocks_lacking(
             stored = any(architecture.hf_name(piece.hf_name) in names for piece in pieces)
             lacking = bool(pieces) and architecture.sets(block.fact) and not stored
         if lacking:
-            found.append(block)
-    return tuple(found)
+            blocks.append(block)
+    return tuple(blocks)

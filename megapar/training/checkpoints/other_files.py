@@ -1,4 +1,7 @@
-"""Files beside a model's weights that a conversion takes along, as its tokenizer; never what lies elsewhere."""
+"""Files next to a model's weights that a conversion copies, such as the tokenizer, but none from other folders.
+
+Tested in ``tests/training/checkpoints/test_convert.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from megapar.errors import CheckpointError
 
 
 def files_beside(folder: Path, left_out: Callable[[str], bool]) -> list[Path]:
-    """The files of a folder by their names, but for hidden ones and those of a name that is left out.
+    """Return the files of a folder, sorted by name, except hidden files and those for which ``left_out`` is True.
 
-    What is converted is often published. So a link is followed within the folder, and from a snapshot in the cache of
-    the Hub to its blobs; raises CheckpointError where one leads elsewhere.
+    Converted models are often published, so links must not leak other files: a link is followed only within the folder,
+    and from a snapshot in the Hub's cache to its blobs. Raises CheckpointError for other links.
     """
     found = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not left_out(path.name))
     root = folder.resolve()
@@ -21,10 +24,10 @@ def files_beside(folder: Path, left_out: Callable[[str], bool]) -> list[Path]:
     roots = [root, *(one.parent / "blobs" for one in snapshots)]
     outside = [path for path in found if path.is_symlink() and not _within(path, roots)]
     if outside:
-        more = f", and {len(outside) - 1} more lead outside of it, too" if len(outside) > 1 else ""
+        more = f", and {len(outside) - 1} more links lead outside of it" if len(outside) > 1 else ""
         raise CheckpointError(
             f"{outside[0]} is a link to {os.readlink(outside[0])}, which is not in that folder{more}; a conversion "
-            "copies no other folder's files: remove the link, or put the file itself in its place"
+            "does not copy files of other folders: remove the link, or replace it with the file itself"
         )
     return [path for path in found if path.is_file()]
 

@@ -1,4 +1,4 @@
-"""Which run may write into the folder of ``--save``: rank 0 takes it for all ranks, which hear how that went."""
+"""Ownership of the folder of ``--save``: rank 0 takes it for all ranks and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ _WAITING = "waiting"
 
 
 def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any]) -> Owner | None:
-    """Own the folder of ``--save`` until this rank leaves the world; None on ranks that are not the first.
+    """Own the folder of ``--save`` until this rank leaves the world. Returns None on every rank except rank 0.
 
-    agree: gives rank 0's value to all ranks. Whether an owner lives can take a minute to see; the others hear meanwhile
-    that they wait, for a collective may have less time. Raises FolderOwnedError or CheckpointError, on every rank.
+    It can take a minute to find out whether the present owner is alive, which is more than a collective may wait. So
+    rank 0 repeatedly broadcasts that it is waiting. Raises FolderOwnedError or CheckpointError, on every rank.
+
+    Args:
+        save: the folder.
+        load: the folder of --load. None without it.
+        world: process groups of all axes.
+        agree: returns rank 0's value on all ranks.
     """
     owner, failure = None, ["", ""]
 
@@ -53,7 +59,7 @@ def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any])
 
 
 def _check_saved_meanwhile(owner: Owner, save: str, load: str | None) -> None:
-    """Refuse what another run has saved between this one's look at the folder, before it started, and now."""
+    """Raise FolderOwnedError if another run saved here after this one checked the folder before its start."""
     if owner.followed is None or owner.followed.process == owner.lease.process:
         return
     complaints = check_save(os.environ, {"save": save, "load": load})
@@ -71,7 +77,7 @@ def _claim() -> Lease:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # a user without a name, as in a container
         return str(os.getuid())
 
 

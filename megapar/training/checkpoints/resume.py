@@ -1,4 +1,7 @@
-"""Where a run goes on from: a local checkpoint, what this job has saved, or what ``--load`` names."""
+"""The start of a run from a local checkpoint, this job's own checkpoints, or those of ``--load``.
+
+Tested in ``tests/training/checkpoints/test_checkpoints.py``.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +27,35 @@ def resume(
     checkpoints: Checkpoints,
     local_saves: LocalSaves | None,
 ) -> state.Loaded | None:
-    """Fill weights and moments from the newest sound checkpoint; None where the run starts from scratch.
+    """Fill weights and moments from the newest sound checkpoint. Returns None if the run starts from scratch.
 
-    progress: where the run stands without one. Raises CheckpointError.
+    Raises CheckpointError.
+
+    Args:
+        config: the configuration of the run.
+        job: this rank's part of the model.
+        progress: the progress of a run without a checkpoint.
+        schedule: this run's learning-rate schedule.
+        loss_scale: the loss scaling of fp16. None without it.
+        checkpoints: checkpoints on disk.
+        local_saves: checkpoints in the memory of the nodes. None without them.
     """
     options = config.checkpoint
     limit = checkpoints.clear_up(local_saves)
     source = checkpoints.source()
     own = source is not None and source.own
-    found = None
+    local = None
     if local_saves is not None:
         if not own and not checkpoints.is_restart and (options.ckpt_step is not None or options.finetune):
-            local_saves.remove_after(-1)  # whoever asks for a step turns back from what came later
+            local_saves.remove_after(-1)  # --ckpt-step and --finetune go back from all later checkpoints
         else:
-            found = local_saves.find(limit)
-    if source is None and found is None:
-        checkpoints.begin_anew()
+            local = local_saves.find(limit)
+    if source is None and local is None:
+        checkpoints.start_from_scratch()
         checkpoints.follow(None)
         return None
-    # A restarted job goes on from what it saved itself, and that wholly.
-    own = own or found is not None
+    # A restarted job resumes from its own checkpoint, and loads all of it.
+    own = own or local is not None
     wanted = state.LoadOptions(
         finetune=options.finetune and not own,
         optimizer=own or not options.no_load_optim,
@@ -55,15 +67,15 @@ def resume(
     def read(folder: Path) -> state.Loaded:
         return state.load(folder, job, progress, schedule, wanted, loss_scale)
 
-    if found is not None and local_saves is not None:
-        # What is newer on disk goes first, if it is sound.
+    if local is not None and local_saves is not None:
+        # A newer sound checkpoint on disk takes precedence.
         newer = source is not None and checkpoints.saves_into(source)
-        loaded = checkpoints.load_newer(read, source, found.iteration) if source is not None and newer else None
+        loaded = checkpoints.load_newer(read, source, local.iteration) if source is not None and newer else None
         if loaded is None:
-            place = Path(f"local checkpoint {found.iteration}")
+            place = Path(f"local checkpoint {local.iteration}")
             checkpoints.resumed_from = place
-            checkpoints.notes.append(f"taking the local checkpoint of iteration {found.iteration}")
-            loaded = state.take(place, local_saves.load(found), job, progress, schedule, wanted, loss_scale)
+            checkpoints.notes.append(f"taking the local checkpoint of iteration {local.iteration}")
+            loaded = state.take(place, local_saves.load(local), job, progress, schedule, wanted, loss_scale)
             checkpoints.follow(loaded, local=True)
             return loaded
     else:

@@ -1,4 +1,4 @@
-"""Checkpoints in a row that could not be written: told more plainly each time, as each one puts more steps at stake."""
+"""Saves that failed in a row. Messages get more severe with each one, because more training steps are at risk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from megapar.training.reports.time_left import clock_text
 
 
 class SaveFailures:
-    """Of one run. in_a_row: since the newest checkpoint that was written. clock: in seconds."""
+    """Counts the failed saves of a run and words their messages. ``clock`` returns seconds.
+
+    Attributes:
+        in_a_row: failed saves since the newest checkpoint that was written.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -18,22 +22,22 @@ class SaveFailures:
         self.in_a_row = 0
 
     def saved(self, name: str) -> str:
-        """One was written; what there is to say of those that were not, or ""."""
+        """Reset the count after a save. Returns a message about the failed saves before it, or ""."""
         missed, self.in_a_row = self.in_a_row, 0
         self._since, self._newest = self._clock(), name
         return f"checkpoints are written again: {missed} before {name} were not" if missed > 1 else ""
 
     def failed(self, name: str, error: BaseException) -> str:
-        """One was not, and why; what people read of it."""
+        """Count a failed save and return the message for the log."""
         self.in_a_row += 1
         if self.in_a_row == 1:
             return f"WARNING: {name} was not saved: {error}"
-        newest = f"the newest one is {self._newest}" if self._newest else "there is none of this start"
-        grave = "WARNING" if self.in_a_row == 2 else "ERROR"
+        newest = f"the newest one is {self._newest}" if self._newest else "this start has not saved any"
+        level = "WARNING" if self.in_a_row == 2 else "ERROR"
         return (
-            f"{grave}: {name} was not saved, the {_nth(self.in_a_row)} checkpoint in a row: {error}. For "
-            f"{clock_text(self._clock() - self._since)} nothing has been written; {newest}, and whatever was trained "
-            "since is lost if the run ends now"
+            f"{level}: {name} was not saved, the {_nth(self.in_a_row)} checkpoint in a row: {error}. For "
+            f"{clock_text(self._clock() - self._since)} no checkpoint has been written; {newest}, and all training "
+            "since then is lost if the run ends now"
         )
 
 

@@ -1,4 +1,7 @@
-"""The weights of a checkpoint, read without a run."""
+"""Weights of a checkpoint, read without a run.
+
+Tested in ``tests/training/checkpoints/test_convert.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ from megapar.schema.published import PublishedArchitecture
 
 
 class Saved:
-    """The weights of a checkpoint, whatever layout it was saved on. sizes: of its model; scalars: of its run."""
+    """Weights of a checkpoint that was saved on any layout.
+
+    Attributes:
+        sizes: sizes of its model.
+        scalars: scalars of its run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,28 +44,28 @@ class Saved:
 
     @property
     def trained(self) -> bool:
-        """A run saved it, not a conversion."""
+        """True if a training run saved the checkpoint, False if a conversion did."""
         return int(self.scalars.get("iteration", 0)) > 0
 
     def check(self, table: tuple[ParameterSpec, ...], architecture: PublishedArchitecture) -> None:
-        """Check files and shapes, and that the class has a place for all that is not zero. Raises CheckpointError."""
+        """Check files and shapes, and that the class has a place for every nonzero weight. Raises CheckpointError."""
         problems = [problem for file in self._layout.files if (problem := check_file(self._folder, file, "full"))]
         for spec in table:
             entry = self._layout.tensors.get(f"model/{spec.name}")
             if entry is None or entry.shape != spec.shape:
-                there = "is missing" if entry is None else f"has shape {entry.shape}, the model's is {spec.shape}"
-                problems.append(f"{spec.name} {there}")
+                problem = "is missing" if entry is None else f"has shape {entry.shape}, the model's is {spec.shape}"
+                problems.append(f"{spec.name} {problem}")
         if problems:
             raise CheckpointError(f"{self._folder}: {some(problems)}")
         for spec in table:
             gone = [piece for piece in spec.pieces if architecture.hf_name(piece.hf_name) is None]
             if any(bool(self.read(spec, piece_box(spec, piece)).any()) for piece in gone):
                 raise CheckpointError(
-                    f"{spec.name} is not zero, and {architecture.name} has no place for it. {_way(self.sizes, gone)}"
+                    f"{spec.name} is not zero, and {architecture.name} has no place for it. {_advice(self.sizes, gone)}"
                 )
 
     def read(self, spec: ParameterSpec, region: Box) -> Tensor:
-        """A part of a parameter."""
+        """Read a region of a parameter."""
         entry = self._layout.tensors[f"model/{spec.name}"]
         out = torch.empty(region.sizes, dtype=entry.dtype)
         for number, piece in entry.tiling(len(self._layout.files)).meeting(region):
@@ -68,19 +76,19 @@ class Saved:
         return out
 
 
-def _way(sizes: ModelSizes, pieces: Sequence[HfPiece]) -> str:
-    """The way out for a model with pieces that the class of its folder has no place for."""
+def _advice(sizes: ModelSizes, pieces: Sequence[HfPiece]) -> str:
+    """Return what to do if the class of a checkpoint's Hugging Face folder has no place for some of its weights."""
     own = own_architecture(sizes)
     if own is not None and not_exportable(sizes) is None and all(own.hf_name(piece.hf_name) for piece in pieces):
         return (
-            f"{own.name} has one, and is what a checkpoint without a folder {BESIDE} beside it is written as: "
+            f"{own.name} has one, and is the class of a checkpoint without a folder {BESIDE} next to it: "
             "rename that folder for the export"
         )
     return "No class known here has one; the checkpoint keeps every weight"
 
 
 def sizes_of(facts: Mapping[str, Any], where: Path) -> ModelSizes:
-    """The sizes that ``ModelSizes.facts`` described; numbers that it leaves out do not matter for weights."""
+    """Return the sizes from the output of ``ModelSizes.facts``. Sizes that it leaves out do not affect weights."""
     spec = STORED.get(str(facts.get("kind", "")))
     if spec is None:
         raise CheckpointError(f"{where} is of an unknown model, {facts.get('kind')!r}")

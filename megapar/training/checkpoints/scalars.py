@@ -1,6 +1,6 @@
-"""Whether the scalars of a checkpoint are some that a run could have written, before any of them is gone on from.
+"""Validation of a checkpoint's scalars before a run resumes from them.
 
-Their file's hash says that they are what somebody wrote; not that this was a run.
+The hash of their file proves only that the file is unchanged, not that a run wrote it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NEEDED_TO_GO_ON: Mapping[str, tuple[Check, str]] = {
     "optimizer_steps": _COUNT,
     "schedule": (_schedule, "an object of finite numbers and texts"),
 }
-# What older checkpoints have not.
+# Scalars that older checkpoints do not contain.
 _FREE: Mapping[str, tuple[Check, str]] = {
     **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree"), _COUNT),
     "dropout_seed": (lambda value: _count(value, MAX_SEED), "a whole number from 0 on"),
@@ -82,10 +82,13 @@ _INSIDE: Mapping[str, Mapping[str, tuple[Check, str]]] = {
 
 
 def check_scalars(place: str, scalars: Mapping[str, Any], iteration: int | None, *, optimizer: bool) -> None:
-    """Refuse scalars that no run has written. place: of the checkpoint, for messages.
+    """Raise CheckpointError, with all problems, for scalars that a run cannot have written.
 
-    iteration: as the folder is called; None where it does not say. optimizer: its steps and schedule are taken, too.
-    Raises CheckpointError with all that is wrong.
+    Args:
+        place: path of the checkpoint, for messages.
+        scalars: the scalars to check.
+        iteration: the iteration in the folder's name. None if it has none.
+        optimizer: also require the scalars of the optimizer, its steps and schedule.
     """
     wrong = [*_wrong(scalars, iteration, optimizer)]
     if wrong:

@@ -1,4 +1,7 @@
-"""A run's state as checkpoints hold it: master weights, moments, counters; saved and loaded on any layout."""
+"""State of a run in a checkpoint: master weights, optimizer state and counters. Can be loaded on any layout.
+
+Tested in ``tests/training/checkpoints/test_checkpoints.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,16 @@ from megapar.training.step.learning_rate import another_schedule
 
 @dataclass
 class Progress:
-    """How far a run is. iteration: steps done. consumed_samples, consumed_tokens: read so far, without padding.
+    """Progress of a run.
 
-    micro_batches: run so far by all data ranks together. dropout_seed: of the random streams. skipped_steps: of the
-    iterations those that overflowed and changed nothing. ampipe_degree: as measured at the start; 0, not measured.
+    Attributes:
+        iteration: steps done.
+        consumed_samples: samples read so far.
+        consumed_tokens: tokens read so far, without padding.
+        micro_batches: micro-batches run so far, on all data ranks together.
+        dropout_seed: seed of the random streams.
+        skipped_steps: steps that changed nothing, because they overflowed or were bad.
+        ampipe_degree: degree measured at the start. 0 if not measured.
     """
 
     iteration: int = 0
@@ -39,12 +48,12 @@ class Progress:
 
 
 def model_facts(job: Job) -> dict[str, Any]:
-    """What must agree for a checkpoint to be one of this model: everything that decides names, shapes or meaning."""
+    """Return the facts that must agree for a checkpoint to fit this model: all that affect names, shapes or meaning."""
     return job.sizes.facts()
 
 
 def weights(job: Job) -> dict[str, Shard]:
-    """Master weights and the router's correction biases."""
+    """Return the shards of the master weights and of the router's correction biases."""
     state = _shards(job, "model", [part.master for part in job.sharding.parts])
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
@@ -57,7 +66,7 @@ def weights(job: Job) -> dict[str, Shard]:
 
 
 def moments(job: Job) -> dict[str, Shard]:
-    """The optimizer's moments of every parameter."""
+    """Return the shards of the optimizer's moments of every parameter."""
     state: dict[str, Shard] = {}
     for name in MOMENTS:
         state |= _shards(job, f"optimizer/{name}", job.optimizer.moments(name))
@@ -66,37 +75,40 @@ def moments(job: Job) -> dict[str, Shard]:
 
 def _shards(job: Job, prefix: str, tensors: list[Any]) -> dict[str, Shard]:
     grid, rank = job.world.grid, job.world.rank
-    found = {}
+    shards = {}
     for view in job.sharding.views(tensors):
         name = f"{prefix}/{view.spec.name}"
         primary = is_primary(view.spec, grid, rank)
-        found[name] = Shard(name, view.spec.shape, view.box, view.tensor, primary=primary)
-    return found
+        shards[name] = Shard(name, view.spec.shape, view.box, view.tensor, primary=primary)
+    return shards
 
 
 def scalars(
     job: Job, progress: Progress, schedule: Mapping[str, Any], loss_scale: LossScale | None = None
 ) -> dict[str, Any]:
-    """Everything of a run that is no tensor."""
-    found = {**asdict(progress), "optimizer_steps": job.optimizer.num_steps, "schedule": dict(schedule)}
+    """Return the state of a run that is not a tensor."""
+    values = {**asdict(progress), "optimizer_steps": job.optimizer.num_steps, "schedule": dict(schedule)}
     if loss_scale is not None:
-        found["loss_scale"] = loss_scale.state()
-    return found
+        values["loss_scale"] = loss_scale.state()
+    return values
 
 
 def grid_facts(job: Job) -> dict[str, int]:
-    """Sizes of the axes, for people who look at a checkpoint."""
+    """Return the sizes of the device mesh's axes, for users who inspect a checkpoint."""
     grid = job.world.grid
     return {name: grid.size(name) for name in ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")}
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is taken.
+    """The parts of a checkpoint to load.
 
-    finetune: weights only, counters start anew. optimizer: moments and step count. random: the dropout seed.
-    override_schedule: keep this run's schedule where the checkpoint's differs, which is otherwise refused.
-    verify: what of its files is checked.
+    Attributes:
+        finetune: load weights only, and start all counters from 0.
+        optimizer: load optimizer state and step count.
+        random: load the dropout seed.
+        override_schedule: keep this run's schedule if the checkpoint's differs, instead of refusing the checkpoint.
+        verify: how thoroughly files are checked.
     """
 
     finetune: bool = False
@@ -108,9 +120,12 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a run stands after loading, and the scalars of what it loaded; of weights alone there are none.
+    """The state of a run after loading.
 
-    initial: what the model has and the checkpoint has not, which starts anew.
+    Attributes:
+        progress: the progress to continue from.
+        scalars: scalars of the checkpoint. Empty if only weights were loaded.
+        initial: blocks of the model that the checkpoint does not contain. They keep their initial weights.
     """
 
     progress: Progress
@@ -126,11 +141,19 @@ def load(
     options: LoadOptions,
     loss_scale: LossScale | None = None,
 ) -> Loaded:
-    """Fill weights (and moments) from a checkpoint, on whatever layout it was saved.
+    """Fill weights (and moments) from a checkpoint that was saved on any layout.
 
-    A checkpoint of weights alone, as ``megapar convert`` makes it, is taken as ``finetune`` takes one.
-    progress: where this run stands without it. Raises CheckpointError where it is missing or damaged, and
-    CheckpointMismatchError where it is of another model or was trained on another schedule.
+    A checkpoint that contains only weights, as ``megapar convert`` writes it, is loaded as with ``finetune``. Raises
+    CheckpointError if it is missing or damaged, and CheckpointMismatchError if it is of another model or was trained
+    on another schedule.
+
+    Args:
+        folder: folder of the checkpoint.
+        job: this rank's part of the model.
+        progress: the progress of this run without the checkpoint.
+        schedule: this run's learning-rate schedule.
+        options: the parts to load.
+        loss_scale: the loss scaling of fp16. None without it.
     """
     group = job.world.axis("world").group
     layout, targets = store.first_read_layout(folder, group), weights(job)
@@ -138,7 +161,7 @@ def load(
         options = replace(options, finetune=True)
     fit = fitted(layout.model, model_facts(job), alone=options.finetune)
     initial = _stored_names(fit.initial)
-    targets = {name: one for name, one in targets.items() if not name.startswith(initial)}
+    targets = {name: shard for name, shard in targets.items() if not name.startswith(initial)}
     with_moments = options.optimizer and not options.finetune
     if with_moments:
         targets |= moments(job)
@@ -167,10 +190,10 @@ def take(
     options: LoadOptions,
     loss_scale: LossScale | None,
 ) -> Loaded:
-    """Go on from weights and moments that have been filled, and the scalars beside them. Raises CheckpointError."""
+    """Continue from weights and moments that are already filled, and from their scalars. Raises CheckpointError."""
     if not options.finetune:
-        named = folders.iteration_of(folder)
-        check_scalars(str(folder), saved, named if named >= 0 else None, optimizer=options.optimizer)
+        iteration = folders.iteration_of(folder)
+        check_scalars(str(folder), saved, iteration if iteration >= 0 else None, optimizer=options.optimizer)
     job.sharding.publish()
     if options.finetune:
         return Loaded(progress, {})
@@ -179,7 +202,7 @@ def take(
         _check_schedule(folder, saved["schedule"], schedule, options)
         if loss_scale is not None and "loss_scale" in saved:
             loss_scale.restore(saved["loss_scale"])
-    # Checkpoints from before a counter was there have it at its start.
+    # Counters that an older checkpoint does not contain keep their initial value.
     fields = {name: saved.get(name, value) for name, value in asdict(progress).items()}
     if not options.random:
         fields["dropout_seed"] = progress.dropout_seed

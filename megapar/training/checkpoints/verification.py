@@ -1,7 +1,7 @@
-"""Up to which iteration each check of a run has found nothing wrong, as checkpoints carry it.
+"""The last iteration that each check has verified, as checkpoints record it.
 
-A run keeps that in memory, and every save writes it down: a check that passes vouches for the checkpoints before it
-too, which learn of it by the next one. A run that is killed in between knows less than it did, never more.
+A run keeps these iterations in memory, and every save writes them. A check that passes also verifies the checkpoints
+before it, and the next checkpoint records that. After a kill in between, less is known to be verified, never more.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ from megapar.training.checkpoints.state import Loaded
 
 @dataclass(frozen=True)
 class Start:
-    """Where this start of a run begins. saved: ``verified`` of the checkpoint that it goes on from, if it has any."""
+    """The iteration at which this start of a run begins.
+
+    Attributes:
+        iteration: last iteration done before this start.
+        saved: ``verified`` of the checkpoint that the run resumes from. None if it has none.
+    """
 
     iteration: int = 0
     saved: Any = None
 
     @classmethod
     def after(cls, loaded: Loaded | None) -> Start:
-        """With what a run goes on from; None: from scratch."""
+        """Return the start of a run that resumes from ``loaded``, or from scratch if that is None."""
         return cls() if loaded is None else cls(loaded.progress.iteration, loaded.scalars.get("verified"))
 
     def verified(self, names: Sequence[str]) -> dict[str, int]:
-        """For each check: what the checkpoint says, but no later than it was taken; what a run begins with is right."""
+        """Return check -> last verified iteration, as the checkpoint records it but at most its own iteration.
+
+        At iteration 0 everything counts as verified.
+        """
         return {name: 0 if self.iteration == 0 else self._of(name) for name in names}
 
     def _of(self, name: str) -> int:

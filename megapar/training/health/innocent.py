@@ -25,7 +25,7 @@ def lost_another(error: BaseException) -> bool:
     return any(sign in str(error) for sign in _SIGNS)
 
 
-def told(error: BaseException, environ: Mapping[str, str]) -> bool:
+def reported(error: BaseException, environ: Mapping[str, str]) -> bool:
     """Say it in one line where it is such an exception, of one of several ranks; whether it was."""
     if int(environ.get("WORLD_SIZE", "1")) == 1 or not lost_another(error):
         return False

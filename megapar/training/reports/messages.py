@@ -125,7 +125,7 @@ def evaluation(means: Mapping[str, float]) -> str:
     return f"held-out loss {means['loss']:.4f} ({terms})"
 
 
-def how_to_go_on(config: Config) -> str:
+def how_to_continue(config: Config) -> str:
     """Of a run that has saved and was stopped before its end."""
     checkpoint = config.checkpoint
     if checkpoint.load == checkpoint.save:

@@ -1,4 +1,4 @@
-"""Bad numbers: steps that are not finite or out of the ordinary, and how many of them a run puts up with."""
+"""Bad steps: steps with a non-finite gradient norm or a spike, and how many of them in a row a run tolerates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ LEAST = 16
 
 @dataclass
 class SpikeDetector:
-    """Losses and gradient norms of the last steps, and whether a new one stands out of them.
+    """Detects outliers among the losses and gradient norms of the last ``WINDOW`` steps.
 
-    sigmas: standard deviations above the mean that make a spike; 0: nothing is one. Source: OLMo 2's step skipping.
+    Source: OLMo 2's step skipping.
+
+    Attributes:
+        sigmas: standard deviations above the mean that make a spike. 0 turns detection off.
+        losses: losses of the last ordinary steps.
+        norms: gradient norms of the same steps.
     """
 
     sigmas: float
@@ -28,38 +33,44 @@ class SpikeDetector:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def judge(self, loss: float, norm: float) -> str:
-        """What stands out, or ""."""
+        """Describe the spike in a step's loss or gradient norm. Returns "" if there is none."""
         if not self.sigmas or len(self.losses) < LEAST:
             return ""
-        found = []
+        spikes = []
         for name, value, past in (("loss", loss, self.losses), ("gradient norm", norm, self.norms)):
             mean = sum(past) / len(past)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in past) / len(past))
-            # A flat history makes anything a spike: a thousandth of the mean is none.
+            # After a flat history any change would be a spike, so the deviation is at least a thousandth of the mean.
             if value > mean + self.sigmas * max(deviation, 1e-3 * abs(mean)):
-                found.append(f"{name} {value:.4g} where the last {len(past)} had {mean:.4g} +- {deviation:.2g}")
-        return ", ".join(found)
+                spikes.append(f"{name} {value:.4g} where the last {len(past)} had {mean:.4g} +- {deviation:.2g}")
+        return ", ".join(spikes)
 
     def add(self, loss: float, norm: float) -> None:
-        """A step that counts as ordinary from now on."""
+        """Add an ordinary step to the history."""
         self.losses.append(loss)
         self.norms.append(norm)
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
+        """Restore the state from a checkpoint."""
         self.losses.extend(state["losses"])
         self.norms.extend(state["norms"])
 
 
 class BadStepPolicy:
-    """Decides whether a step changes the model; the same on every rank, as its numbers are.
+    """Decides whether a bad step is skipped or ends the run. Equal inputs give all ranks the same decision.
 
-    limit: bad steps in a row that are skipped. folder: where the samples of the last one are noted; None: nowhere.
-    messages: lines for the log, until they are popped.
+    Args:
+        limit: maximum number of bad steps in a row that are skipped.
+        spikes: the detector of spikes.
+        folder: folder for a file with the samples of the step that ended the run. None writes no file.
+
+    Attributes:
+        in_a_row: bad steps since the last update of the model.
+        messages: lines for the log that ``pop_messages`` has not returned yet.
     """
 
     def __init__(self, limit: int, spikes: SpikeDetector, folder: Path | None) -> None:
@@ -70,33 +81,36 @@ class BadStepPolicy:
         self.messages: list[str] = []
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         return {**self.spikes.state(), "in_a_row": self.in_a_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's state; older ones have no count of bad steps."""
+        """Restore the state from a checkpoint. Older checkpoints do not contain the count of bad steps."""
         self.spikes.restore(state)
         self.in_a_row = state.get("in_a_row", 0)
 
     def end_streak(self) -> None:
-        """Note that a step changed the model, which ends a row of bad ones."""
+        """Reset the count of bad steps in a row, because a step updated the model."""
         self.in_a_row = 0
 
     def not_finite(self, iteration: int, norm: float, samples: str, why: str) -> None:
-        """A step to skip. Raises TrainingError where it is one too many."""
+        """Count a step to skip. Raises TrainingError if the limit is exceeded."""
         self.in_a_row += 1
-        what = f"iteration {iteration}: gradient norm {norm}; {why}; samples {samples}"
+        step = f"iteration {iteration}: gradient norm {norm}; {why}; samples {samples}"
         if self.in_a_row > self._limit:
             note = self._note({"iteration": iteration, "samples": samples, "found": why})
             raise TrainingError(
-                f"{what}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. Lower --lr, or "
+                f"{step}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. Lower --lr, or "
                 f"resume and step over the data by --skip-samples {samples}.{note}",
                 samples,
             )
-        self.messages.append(f"WARNING: {what}: step skipped ({self.in_a_row} of at most {self._limit} in a row)")
+        self.messages.append(f"WARNING: {step}: step skipped ({self.in_a_row} of at most {self._limit} in a row)")
 
     def is_spike(self, iteration: int, loss: float, norm: float, samples: str) -> bool:
-        """Whether a finite step is to be skipped as a spike; after the limit in a row it is the new ordinary."""
+        """Return True if a finite step is to be skipped as a spike.
+
+        After ``limit`` spikes in a row, the next one is accepted as the new ordinary level.
+        """
         spike = self.spikes.judge(loss, norm)
         if spike and self.in_a_row < self._limit:
             self.in_a_row += 1
@@ -108,14 +122,14 @@ class BadStepPolicy:
         return False
 
     def watch(self, iteration: int, loss: float, norm: float) -> None:
-        """Report a spike after the step, without --spike-skip."""
+        """Report a spike without skipping the step. Called after the step, without --spike-skip."""
         spike = self.spikes.judge(loss, norm)
         if spike:
             self.messages.append(f"WARNING: iteration {iteration}: {spike}")
         self.spikes.add(loss, norm)
 
     def pop_messages(self) -> list[str]:
-        """Return lines for the log since the last call."""
+        """Return the lines for the log since the last call."""
         messages, self.messages = self.messages, []
         return messages
 

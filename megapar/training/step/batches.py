@@ -1,4 +1,4 @@
-"""What a step runs on: this rank's share of a global batch, one after the other."""
+"""The input of a step: this rank's micro-batches of a global batch, and their denominators."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from megapar.training.step.denominators import Denominators
 
 @dataclass(frozen=True)
 class StepBatches:
-    """Of one step: all that a second run of it needs to give the same.
+    """The input of one step: everything that is needed to run it again with the same result.
 
-    batches: this rank's. global_batch: samples on all ranks. first_sample, first_micro_batch: how many were read and
-    run before. dropout_seed: of the random streams. length: that samples are cropped to; None: they are whole.
+    Attributes:
+        iteration: number of the step, from 1.
+        batches: micro-batches of this rank.
+        denominators: label counts of the global batch.
+        global_batch: samples on all ranks.
+        first_sample: number of samples consumed before this step.
+        first_micro_batch: number of micro-batches run before this step.
+        dropout_seed: seed of the random streams.
+        length: number of tokens that samples are cropped to. None keeps them whole.
     """
 
     iteration: int
@@ -33,7 +40,7 @@ class StepBatches:
     length: int | None = None
 
     def count_into(self, progress: Progress, *, skipped: bool) -> None:
-        """It was done."""
+        """Advance ``progress`` by this step."""
         progress.iteration += 1
         progress.skipped_steps += skipped
         progress.consumed_samples += self.global_batch
@@ -42,9 +49,9 @@ class StepBatches:
 
 
 class BatchFeed:
-    """The global batches of a run, one after the other, as far as this rank has them.
+    """The input of consecutive steps: this rank's share of every global batch.
 
-    denominators: the class that counts what loss terms are divided by.
+    ``denominators`` is the class that counts the labels of the global batch.
     """
 
     def __init__(self, config: Config, job: Job, denominators: type[Denominators] = Denominators) -> None:
@@ -55,7 +62,7 @@ class BatchFeed:
         self._micro_batch_size = config.training.micro_batch_size
 
     def next(self, loader: Loader, progress: Progress) -> StepBatches:
-        """What follows after ``progress``; waits for no other rank."""
+        """Return the input of the step after ``progress``. Does not wait for other ranks."""
         global_batch, length = self._grow(progress)
         share = global_batch // (self._micro_batch_size * self._data.size)
         batches = loader.step(progress.consumed_samples, share, length)
@@ -71,14 +78,14 @@ class BatchFeed:
         )
 
     def following(self, progress: Progress) -> tuple[int, str]:
-        """The step that follows after ``progress`` and its samples, A-B."""
+        """Return the number of the step after ``progress``, and its samples as "first-last"."""
         batch, first = self._batch_size.at(progress.consumed_samples), progress.consumed_samples
         if self._progressive is not None:
             batch = self._progressive.batch_at(progress.iteration)
         return progress.iteration + 1, f"{first}-{first + batch - 1}"
 
     def _grow(self, progress: Progress) -> tuple[int, int | None]:
-        """Samples of this step, and their length where that grows; dropout grows with it."""
+        """Return the number of samples of this step and their length. Sets the dropout, which grows with the length."""
         if self._progressive is None:
             return self._batch_size.at(progress.consumed_samples), None
         iteration = progress.iteration

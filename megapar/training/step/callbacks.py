@@ -1,4 +1,7 @@
-"""What goes with the steps of a run without being a part of them."""
+"""Callbacks: the garbage collector, the watchdog and the profiler, which run around the steps of a run.
+
+Tested in ``tests/test_trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,40 @@ from megapar.training.reports.profile import Profile
 
 
 class Callback(Protocol):
-    """Sees every step begin and end, on every rank alike."""
+    """Called before and after every step, on every rank."""
 
     def before_step(self, iteration: int) -> None:
-        """Step number ``iteration`` is about to begin."""
+        """Run before step ``iteration``."""
         ...
 
     def after_step(self, iteration: int) -> None:
-        """It has ended."""
+        """Run after step ``iteration``."""
         ...
 
     def close(self) -> None:
-        """The run is over, or has failed."""
+        """Release resources at the end of the run, also after a failure."""
         ...
 
 
-def make_companions(config: Config, job: Job, watch: Watchdog) -> list[Callback]:
-    """The watchdog, and others as the flags say.
+def make_callbacks(config: Config, job: Job, watch: Watchdog) -> list[Callback]:
+    """Return the callbacks that the flags turn on, and the watchdog, ordered outermost to innermost.
 
-    The one that looks most closely at a step is the last to see it begin and the first to see it end.
+    The profiler is innermost, so that its trace contains only the step.
     """
-    companions: list[Callback] = []
+    callbacks: list[Callback] = []
     if config.training.manual_gc == "on":
         collector = Collector(config.training.manual_gc_interval)
         collector.open()
-        companions.append(collector)
+        callbacks.append(collector)
     watch.start()
-    companions.append(watch)
+    callbacks.append(watch)
     if config.logging.profile is not None:
-        companions.append(_make_profile(config.logging.profile, config, job))
-    return companions
+        callbacks.append(_make_profile(config.logging.profile, config, job))
+    return callbacks
 
 
 def _make_profile(steps: str, config: Config, job: Job) -> Profile:
-    """The profiler, which records on rank 0, beside the metrics, or without them in the working folder."""
+    """Return the profiler. Rank 0 writes its trace next to the metrics, or to the working folder without them."""
     logging = config.logging
     named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
     world = job.world

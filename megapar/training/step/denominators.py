@@ -1,4 +1,7 @@
-"""What the loss terms of a global batch are divided by."""
+"""Denominators of the loss terms: label and token counts of the global batch.
+
+Tested in ``tests/test_trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from megapar.data.batches import MicroBatch
 
 
 class Denominators:
-    """Labels of each term, and tokens that are not padding, of the global batch; counted from the labels.
+    """Counts of the labels of each loss term, and of the tokens that are not padding, in the global batch.
 
-    The sum over the data ranks is launched here and waited for at the first use, after the first forward: at the start
-    of a step, when parameters are in flight, a small message would have to wait for them.
+    The constructor launches the sum over the data ranks. The first use, after the first forward, waits for it: at the
+    start of a step, while parameters are in flight, a small message would have to wait for them.
 
-    batches: this rank's. num_micro_batches: of the global batch, on all data ranks together.
+    Args:
+        batches: micro-batches of this rank.
+        num_micro_batches: micro-batches of the global batch, on all data ranks together.
+        data: the data axis.
+        meter: times the wait.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis, meter: WaitMeter) -> None:
@@ -26,18 +33,18 @@ class Denominators:
         self._names = sorted(batches[0].counts)
         self._meter = meter
         self._kind = f"{data.name}/counts"
-        own = [sum(batch.counts[name] for batch in batches) for name in self._names]
-        self._counts = torch.tensor([*own, sum(batch.valid_tokens for batch in batches)], dtype=torch.int64)
+        labels = [sum(batch.counts[name] for batch in batches) for name in self._names]
+        self._counts = torch.tensor([*labels, sum(batch.valid_tokens for batch in batches)], dtype=torch.int64)
         self._work = reduce_numbers(self._counts, data, "counts", async_op=True)
 
     @property
     def items(self) -> dict[str, int]:
-        """Term -> how many labels count for it."""
+        """Loss term -> number of its labels."""
         return dict(zip(self._names, self._settled(), strict=False))
 
     @property
     def tokens(self) -> int:
-        """Tokens of the global batch, without padding."""
+        """Number of tokens in the global batch, without padding."""
         return self._settled()[-1]
 
     def _settled(self) -> list[int]:

@@ -1,4 +1,7 @@
-"""Evaluation on held-out samples: the same samples in the same order, and the same number, on every layout."""
+"""Evaluation on held-out samples: the same samples in the same order, with the same result, on every layout.
+
+Tested in ``tests/test_trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from megapar.training.step.objective import Objective
 
 @torch.no_grad()
 def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objective: Objective) -> dict[str, float]:
-    """Mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
+    """Return the mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
-    Micro-batch j is samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches, or of all there are
-    (the last one may be smaller); data rank r of R runs j = r, R + r, ... Ranks that have none left repeat the
-    first one uncounted, because the others may need them in a collective. Ranks of a pipeline and of cp share the
-    samples and add up their terms.
+    Micro-batch j contains samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches, or of all
+    held-out samples if there are fewer (the last one may be smaller). Data rank r of R runs j = r, R + r, ... Ranks
+    that run out of micro-batches repeat the first one uncounted, because the other ranks may need them in a collective.
+    Ranks of pp and cp share the samples and add up their terms.
     """
     training, world, model = config.training, job.world, job.model
     run = model if job.pipeline is None else job.pipeline.evaluate
@@ -42,10 +45,10 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
     finally:
         model.train()
     reduce_numbers(totals, data, "evaluation")
-    for alike in (world.axis("pp"), world.axis("cp")):
-        if alike.group is not None:
-            totals[1] *= alike.rank == 0  # all of them have read the same
-            reduce_numbers(totals, alike, "evaluation")
+    for axis in (world.axis("pp"), world.axis("cp")):
+        if axis.group is not None:
+            totals[1] *= axis.rank == 0  # its ranks read the same samples, so only one counts them
+            reduce_numbers(totals, axis, "evaluation")
     sums, items = totals.tolist()
     means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)

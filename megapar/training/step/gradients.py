@@ -1,4 +1,7 @@
-"""The gradients of a step: forward and backward of this rank's micro-batches, summed over every axis."""
+"""The gradients of a step: forward and backward of this rank's micro-batches, summed over every axis.
+
+Tested in ``tests/test_trainer.py`` and ``tests/training/test_loss_scaling.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,36 @@ from megapar.training.step.totals import Totals
 
 
 class Summed(NamedTuple):
-    """What gradients came with. totals: terms of this rank's micro-batches. norm: the global one, a scalar on the
-    device. votes: sums over all ranks of what they ask of the run.
+    """Statistics of a step's gradients.
+
+    Attributes:
+        totals: terms of this rank's micro-batches.
+        norm: global gradient norm, a scalar on the device.
+        votes: the ranks' requests to the run, summed over all ranks.
     """
 
     totals: Totals
     norm: Tensor
     votes: Tensor
 
-    def told(self) -> Tensor:
-        """The norm and the votes in one vector, for which the host waits once."""
+    def norm_and_votes(self) -> Tensor:
+        """Return the norm and the votes in one vector, so that the host waits only once."""
         return torch.cat([self.norm.view(1).to(self.votes.dtype), self.votes])
 
 
 class Gradients:
-    """Computes the gradients of a step by gradient accumulation over its micro-batches, alike on every rank.
+    """Computes the gradients of a step by gradient accumulation over its micro-batches.
 
-    votes: this rank's, which travel with the norm. last_reduction: times the wait for the other ranks there, which
-    is nobody's communication: what made them late is.
+    Args:
+        job: this rank's part of the model.
+        objective: the loss.
+        loss_scale: the loss scaling of fp16. None without it.
+        votes: returns this rank's votes, which are reduced together with the norm.
+
+    Attributes:
+        work: batches of the current step, for guards that run a part of it again.
+        last_reduction: times the wait for the other ranks in the last reduction. This is not counted as communication:
+            it is caused by whatever made those ranks late.
     """
 
     def __init__(
@@ -55,11 +70,11 @@ class Gradients:
         self._votes = votes
         self._data = job.world.axis("data")
         self._watched: FirstNonfinite | None = None
-        self.work: StepBatches | None = None  # the step's, for whoever runs a part of it again
+        self.work: StepBatches | None = None
         self.last_reduction = WaitMeter(job.world.device.timed_event())
 
     def make(self, work: StepBatches) -> Summed:
-        """Forward and backward of a step, and the reduction."""
+        """Run forward, backward and the reduction of a step."""
         self.work = work
         with record_function("megapar: forward and backward"):
             totals = self._forward_backward(work)
@@ -68,22 +83,25 @@ class Gradients:
         return Summed(totals, norm, votes)
 
     def again(self, work: StepBatches) -> Totals:
-        """Forward, backward and the sums over the data ranks, of which nobody hears; sharding then holds gradients."""
+        """Run forward, backward and the sums over the data ranks again, without a reduction of the norm or the votes.
+
+        The sharding holds the gradients afterwards.
+        """
         totals = self._forward_backward(work)
         self._job.sharding.finish()
         self._job.comm.check_settled()
         return totals
 
     def watched(self, work: StepBatches) -> tuple[Summed, FirstNonfinite]:
-        """The same, and where the first number that is not finite came from."""
-        with watch(self._job.model, self._job.world.axis("pp").rank) as found:
-            self._watched = found
-            again = self.make(work)
+        """Run a step like ``make``, and locate the first non-finite value of its forward."""
+        with watch(self._job.model, self._job.world.axis("pp").rank) as watched:
+            self._watched = watched
+            summed = self.make(work)
         self._watched = None
-        return again, found
+        return summed, watched
 
     def first_bad_parameter(self) -> str:
-        """The last one in forward order, over all ranks, whose gradient is not finite."""
+        """Return the name of the last parameter in forward order, over all ranks, with a non-finite gradient."""
         job = self._job
         order = {spec.name: number for number, spec in enumerate(job.table)}
         grads = [part.grad for part in job.sharding.parts if part.grad is not None]
@@ -93,7 +111,7 @@ class Gradients:
         return job.table[int(last.item())].name
 
     def _forward_backward(self, work: StepBatches) -> Totals:
-        """Every micro-batch of this rank forward and backward; the sums of their terms."""
+        """Run every micro-batch of this rank forward and backward. Returns the sums of their terms."""
         job, totals = self._job, Totals()
         batches, denominators = work.batches, work.denominators
         first = work.first_micro_batch + self._data.rank
@@ -124,17 +142,17 @@ class Gradients:
         return totals
 
     def _loss_factor(self, denominators: Denominators) -> float:
-        """What the loss is multiplied by, and its gradients divided by in fp32 after the reduction.
+        """Return the factor that the loss is multiplied by, and the fp32 gradients divided by after the reduction.
 
-        fp16: a loss per token of the global batch has gradients too small to represent; times the tokens of a
-        micro-batch they are not.
+        In fp16, the gradients of a loss per token of the global batch are too small to represent. Times the tokens of
+        a micro-batch they are large enough.
         """
         if self._loss_scale is None:
             return 1.0
         return self._loss_scale.value * max(1, denominators.tokens) / denominators.num_micro_batches
 
     def _reduce(self, factor: float) -> tuple[Tensor, Tensor]:
-        """Complete the gradients over all axes and divide ``factor`` out; their global norm, and all ranks' votes."""
+        """Sum the gradients over all axes and divide out ``factor``. Returns their global norm and the summed votes."""
         job, world = self._job, self._job.world
         job.sharding.finish()
         job.comm.check_settled()

@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a configuration, and where a checkpoint's is another one. No torch."""
+"""The learning-rate schedule of a configuration, and how a checkpoint's schedule differs from it. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.training.step.schedules import LearningRate
 
-# Field of the schedule -> the flag that sets it; in the order in which people think of them.
+# Field of the schedule -> the flag that sets it, most important first.
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "style": "--lr-decay-style",
@@ -26,7 +26,7 @@ _OF_DECAY = ("floor", "decay_iters")
 
 
 def make_learning_rate(config: Config) -> LearningRate:
-    """The schedule over optimizer steps."""
+    """Return the schedule over optimizer steps."""
     optimizer = config.optimizer
     return LearningRate(
         peak=optimizer.lr,
@@ -40,10 +40,10 @@ def make_learning_rate(config: Config) -> LearningRate:
 
 
 def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(what of a checkpoint's schedule is otherwise, what to do), by flags; None where the rates are the same.
+    """Return (the differences of a checkpoint's schedule, what to do), in terms of flags. None if they are equal.
 
-    saved, now: as ``LearningRate.to_dict``. A field that a checkpoint is too old for had its default; one that the
-    style does not use is not compared.
+    Both arguments are as ``LearningRate.to_dict`` returns them. A field that an old checkpoint does not contain had its
+    default. Fields that the style does not use are not compared.
     """
     before = {"wsd_decay_style": LearningRate.wsd_decay_style, **saved}
     styles = {before.get("style"), now["style"]}
@@ -52,12 +52,12 @@ def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
     if not apart:
         return None
     ordered = sorted(apart, key=list(_FLAGS).index)
-    said = "; ".join(f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here" for name in ordered)
-    fix = "Give the same flags, or --override-opt-param-scheduler to go on with the new ones."
+    differences = "; ".join(f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here" for name in ordered)
+    fix = "Pass the same flags, or --override-opt-param-scheduler to continue with the new ones."
     if apart in (["decay_iters"], ["decay_iters", "wsd_decay_iters"]):  # they follow from --train-iters
         same = " ".join(f"{_FLAGS[name]} {before.get(name)}" for name in apart)
         fix = (
-            f"Give {same} to keep the schedule (the rate stays at --min-lr behind its end), or "
+            f"Pass {same} to keep the schedule (the rate stays at --min-lr after its end), or "
             "--override-opt-param-scheduler to stretch it to the new --train-iters."
         )
-    return said, fix
+    return differences, fix

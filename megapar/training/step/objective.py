@@ -1,4 +1,4 @@
-"""What is differentiated: every term over its own denominator in the global batch."""
+"""The training objective: every loss term divided by its own denominator in the global batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ T = TypeVar("T", float, Tensor)
 class Objective:
     """Weights of the terms: ``loss`` = sum of weight * sum / items, plus the routing losses.
 
-    weights: term -> weight (lm, sop, mtp). aux_coefficient and z_coefficient weigh the router's losses, which are means
-    over the micro-batches of the global batch; sequence_coefficient that of single samples, a mean over the global
-    batch's; orthogonal_coefficient that of the router's weight, which counts once per step.
+    Attributes:
+        weights: term -> weight (lm, sop, mtp).
+        aux_coefficient: weight of the router's load balancing loss, a mean over the micro-batches of the global batch.
+        z_coefficient: weight of the router's z-loss, a mean over the same micro-batches.
+        sequence_coefficient: weight of the load balancing loss per sample, a mean over the global batch's samples.
+        orthogonal_coefficient: weight of the orthogonality loss of the router's weight, which counts once per step.
     """
 
     weights: Mapping[str, float]
@@ -29,10 +32,12 @@ class Objective:
     orthogonal_coefficient: float = 0.0
 
     def of(self, terms: Terms, items: Mapping[str, int], num_micro_batches: int) -> Tensor:
-        """This micro-batch's share of the loss of the whole global batch.
+        """Return a micro-batch's share of the loss of the global batch.
 
-        items: denominators over the global batch, also of "sequences". num_micro_batches: of the global batch, on all
-        data ranks together.
+        Args:
+            terms: the terms of the micro-batch.
+            items: denominators over the global batch, including that of "sequences".
+            num_micro_batches: micro-batches of the global batch, on all data ranks together.
         """
         loss = sum(self.weights[name] * total / max(1, items[name]) for name, total in terms.sums.items())
         means = self.routing_means(tuple(getattr(terms, name) for name in ROUTING), items, num_micro_batches)
@@ -41,12 +46,12 @@ class Objective:
         return loss
 
     def weighted(self, means: Mapping[str, float], routing: Mapping[str, float]) -> float:
-        """The loss from unweighted means of the terms and of the routing losses."""
+        """Return the loss from the unweighted means of the terms and of the routing losses."""
         loss = sum(self.weights[name] * mean for name, mean in means.items())
         return loss + sum(self._coefficients[name] * mean for name, mean in routing.items())
 
     def routing_means(self, routing: Sequence[T], items: Mapping[str, int], num_micro_batches: int) -> dict[str, T]:
-        """The routing losses, which come in the order of ROUTING as sums, over their denominators."""
+        """Divide the sums of the routing losses, in the order of ROUTING, by their denominators."""
         per_sample = {"sequence": items.get("sequences", 1)}
         return {
             name: value / per_sample.get(name, num_micro_batches) for name, value in zip(ROUTING, routing, strict=True)

@@ -1,4 +1,7 @@
-"""A step and an evaluation of a model whose layers are spread over the ranks of ``pp``."""
+"""Steps and evaluations of a model whose layers are spread over the ranks of ``pp``.
+
+Tested in ``tests/training/test_pipeline.py``.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,22 @@ from megapar.training.step.objective import Objective
 
 
 class PipelinedModel:
-    """Runs micro-batches through this rank's chunks as the schedule says.
+    """Runs micro-batches through this rank's chunks in the order of the pipeline schedule.
 
-    model: what this rank holds. queues: to and from the neighbouring stages. shardings: of every chunk here, by its
-    index. reduce_every_micro_batch: gradients are reduced behind every micro-batch's backward; else once per step.
-    weight_gradients: for schedules that split the backward. meter: of waits for other stages. trail: notes what stages
-    give; None: nobody does.
+    Args:
+        model: this rank's part of the model.
+        stages: the chunks of all ranks.
+        queues: queues to and from the neighbouring stages.
+        schedule: name of the schedule.
+        objective: the loss.
+        shardings: chunk index -> sharding, for each chunk of this rank.
+        device: device of the model.
+        reduce_every_micro_batch: reduce gradients after every micro-batch's backward instead of once per step.
+        weight_gradients: deferred weight gradients, for schedules that split the backward.
+        meter: times the waits for other stages.
+
+    Attributes:
+        trail: records digests of the stages' outputs. None records nothing.
     """
 
     def __init__(
@@ -69,11 +82,14 @@ class PipelinedModel:
         seed: Callable[[int], None],
         add: Callable[[Terms], None],
     ) -> None:
-        """Forward and backward of all micro-batches.
+        """Run forward and backward of all micro-batches.
 
-        loss_of: what is differentiated of a micro-batch's terms. seed: called with the micro-batch before a forward.
-        add: gets the terms of every micro-batch and chunk, as the whole model would have them, zero where other chunks
-        compute them.
+        Args:
+            batches: micro-batches of this step.
+            loss_of: returns the loss of a micro-batch from its terms.
+            seed: called with the index of the micro-batch before each forward.
+            add: called with the terms of every micro-batch and chunk, in the form of the whole model's terms: zero for
+                those that other chunks compute.
         """
         chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks
         schedule = make_schedule(self._schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
@@ -95,28 +111,28 @@ class PipelinedModel:
         Runner(schedule, self._queues, work, self._weight_gradients, self._meter).run()
 
     def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:
-        """One micro-batch forward, without gradients; its terms, zero on ranks that do not have the head."""
-        found: list[Terms] = []
+        """Run one micro-batch forward without gradients. Returns its terms, zero on ranks without the head."""
+        terms: list[Terms] = []
         batch = MicroBatch(tensors, {}, valid_tokens, 0)
-        work = _ChunkComputation(self, [batch], lambda *_: None, found.append, lambda _: None, lambda *_: None)
+        work = _ChunkComputation(self, [batch], lambda *_: None, terms.append, lambda _: None, lambda *_: None)
         run_forward(self.stages, self._queues, work)
-        return found[-1]
+        return terms[-1]
 
     def run_chunk(self, chunk: Chunk, batch: MicroBatch, x: Tensor | None) -> tuple[Tensor | None, Terms]:
-        """Activations for the next chunk, and the terms of this chunk."""
+        """Run a chunk forward. Returns the activations for the next chunk and the terms of this chunk."""
         tied = self._tie.leaf() if self._tie is not None and chunk.last and torch.is_grad_enabled() else None
         return self.model.run_chunk(chunk, x, batch.tensors, batch.valid_tokens, tied)
 
     def whole(self, chunk: Chunk, terms: Terms) -> Terms:
-        """Terms of a chunk as those of the whole model, with zeros for what other chunks compute."""
+        """Expand the terms of a chunk to those of the whole model, with zeros for what other chunks compute."""
         zero = torch.zeros_like(terms.aux.detach())
-        # In one order on every rank: they are added up over the stages.
+        # The order is the same on every rank, because the terms are summed over the stages.
         sums = {name: terms.sums.get(name, zero) for name in self._objective.weights}
         load = terms.load
         if self.model.sizes.moe_layers:
             moe = self.model.sizes.moe_layers
-            # Layers of a chunk follow each other, and so do their rows: a list of them would be copied to the device,
-            # and the host would wait for that before it sends what the chunk computed.
+            # The layers of a chunk are consecutive, so a slice selects their rows. A list of rows would be copied to
+            # the device, and the host would wait for the copy before it sends the chunk's output.
             first = sum(layer < chunk.layers.start for layer in moe)
             rows = slice(first, first + sum(layer in chunk.layers for layer in moe))
             load = torch.zeros(len(moe), self.model.sizes.routed_experts, dtype=torch.int64, device=self._device)
@@ -125,7 +141,7 @@ class PipelinedModel:
         return terms._replace(sums=sums, load=load)
 
     def empty(self, batch: MicroBatch, chunk: int) -> Tensor:
-        """Room for the activations between a chunk and the one before it: [B, S(/mp), H]."""
+        """Allocate the buffer for the activations that a chunk receives: [B, S(/mp), H]."""
         model, (samples, length) = self.model, batch.tensors["tokens"].shape
         if model.sequence_parallel:
             length //= model.mp.size
@@ -134,7 +150,7 @@ class PipelinedModel:
 
 
 class _ChunkComputation:
-    """What the runner computes: the chunks of a model on the micro-batches of one step."""
+    """The computation that the schedule's runner drives: the chunks of a model on the micro-batches of one step."""
 
     def __init__(
         self,
@@ -153,11 +169,11 @@ class _ChunkComputation:
         self.before_backward = before_backward
 
     def empty(self, micro_batch: int, chunk: int) -> Tensor:
-        """Room for what the chunk before ``chunk`` sends."""
+        """Allocate the buffer for the output of the chunk before ``chunk``."""
         return self._pipelined.empty(self._batches[micro_batch], chunk)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """One chunk of one micro-batch."""
+        """Run one chunk of one micro-batch. Returns its activations and its loss, each None if it has none."""
         here = self._pipelined.stages.chunks[chunk]
         self._seed(micro_batch)
         y, terms = self._pipelined.run_chunk(here, self._batches[micro_batch], x)
@@ -169,10 +185,10 @@ class _ChunkComputation:
 
 
 class LocalTie:
-    """The embedding's weight where the first and the last chunk are on one rank (ZBV).
+    """Tied embedding weight of a rank that has both the first and the last chunk (ZBV).
 
-    The head computes with a leaf of its own, so that its gradients do not appear in the middle of another
-    micro-batch's: they join the embedding's, whose backward always follows.
+    The head computes with a separate leaf, so that its gradients do not mix with those of another micro-batch. They are
+    added to the embedding's gradients, whose backward always follows.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -181,7 +197,7 @@ class LocalTie:
         weight.register_hook(self._join)
 
     def leaf(self) -> Tensor:
-        """The weight as the head takes it in one micro-batch."""
+        """Return the leaf that the head computes one micro-batch with."""
         leaf = self._weight.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._keep)
         return leaf

@@ -1,4 +1,4 @@
-"""Learning rate and batch size as pure functions of the progress. Standard library only."""
+"""Learning rate and batch size schedules: pure functions of the progress. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
-# What is left of the way from peak to floor at a share of the decay. Source: Megatron-LM's optimizer_param_scheduler.
+# Share of the decay that has passed -> share of (peak - floor) that is left. Source: Megatron-LM's
+# optimizer_param_scheduler.
 DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
         "linear": lambda share: 1.0 - share,
@@ -21,11 +22,17 @@ INVERSE = "inverse-square-root"
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up to ``peak``, then a decay to ``floor`` that ends after ``decay_iters`` optimizer steps.
+    """Linear warmup to ``peak``, then a decay to ``floor`` that ends after ``decay_iters`` optimizer steps.
 
-    style: constant, linear, cosine, inverse-square-root (of the steps since the start, with the peak where the warm-up
-    ends) or wsd (warm-up, stable, decay: constant until the last ``wsd_decay_iters``, then as ``wsd_decay_style`` of
-    DECAYS says). Steps are optimizer steps, whatever the number of micro-batches.
+    Attributes:
+        peak: highest learning rate.
+        floor: lowest learning rate.
+        style: constant, linear, cosine, inverse-square-root (of the steps since the start, equal to the peak at the end
+            of the warmup) or wsd (warmup, stable, decay: constant until the last ``wsd_decay_iters``).
+        warmup_iters: optimizer steps of the warmup.
+        decay_iters: optimizer steps until the end of the decay, including the warmup.
+        wsd_decay_iters: optimizer steps of the decay of wsd.
+        wsd_decay_style: shape of the decay of wsd, a key of ``DECAYS``.
     """
 
     peak: float
@@ -37,7 +44,7 @@ class LearningRate:
     wsd_decay_style: str = "linear"
 
     def at(self, iteration: int) -> float:
-        """The rate of optimizer step ``iteration``, counted from 0."""
+        """Return the learning rate of optimizer step ``iteration``, counted from 0."""
         if iteration < self.warmup_iters:
             return self.peak * (iteration + 1) / self.warmup_iters
         if self.style == "constant":
@@ -54,13 +61,20 @@ class LearningRate:
         return self.floor + (self.peak - self.floor) * left
 
     def to_dict(self) -> dict[str, float | int | str]:
-        """For the checkpoint."""
+        """Return the fields for a checkpoint."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Samples per optimizer step: ``final``, after a ramp from ``start`` by ``increment`` over ``ramp_samples``."""
+    """Samples per optimizer step: ``final``, after a ramp from ``start`` in steps of ``increment``.
+
+    Attributes:
+        final: samples per step after the ramp.
+        start: samples per step at the start of the ramp.
+        increment: samples per step that each stage of the ramp adds.
+        ramp_samples: consumed samples at the end of the ramp. 0 turns it off.
+    """
 
     final: int
     start: int = 0
@@ -68,7 +82,7 @@ class BatchSize:
     ramp_samples: int = 0
 
     def at(self, consumed_samples: int) -> int:
-        """The global batch size of the step that starts after ``consumed_samples``."""
+        """Return the global batch size of the step that starts after ``consumed_samples``."""
         if not self.ramp_samples or consumed_samples >= self.ramp_samples:
             return self.final
         steps = (self.final - self.start) // self.increment
@@ -77,11 +91,16 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class Progressive:
-    """Length, batch, learning rate and dropout grow together over the first ``iters`` optimizer steps.
+    """Progressive training: length, batch, learning rate and dropout grow together, as functions of the iteration.
 
-    length: final tokens of a sample, reached in multiples of ``length_step``. batch: final samples of a step, reached
-    in multiples of ``batch_step``. Everything follows from the iteration.
     Source: ERNIE 3.0 (arXiv 2107.02137), section 3.3.
+
+    Attributes:
+        iters: optimizer steps until the final values.
+        length: final number of tokens of a sample.
+        length_step: the length is a multiple of this.
+        batch: final number of samples of a step.
+        batch_step: the number of samples is a multiple of this.
     """
 
     iters: int
@@ -91,15 +110,15 @@ class Progressive:
     batch_step: int
 
     def share(self, iteration: int) -> float:
-        """Of the final values, in (0, 1]: of the learning rate and of dropout. iteration: counted from 0."""
+        """Return the share of the final learning rate and dropout, in (0, 1]. ``iteration`` is counted from 0."""
         return min(1.0, (iteration + 1) / self.iters)
 
     def length_at(self, iteration: int) -> int:
-        """Tokens of a sample, at least one ``length_step``."""
+        """Return the number of tokens of a sample, at least ``length_step``."""
         return self._grown(self.length, self.length_step, iteration)
 
     def batch_at(self, iteration: int) -> int:
-        """Samples of the global batch, at least one ``batch_step``."""
+        """Return the number of samples of the global batch, at least ``batch_step``."""
         return self._grown(self.batch, self.batch_step, iteration)
 
     def _grown(self, final: int, step: int, iteration: int) -> int:

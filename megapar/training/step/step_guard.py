@@ -1,4 +1,7 @@
-"""Whether a step may change the model: an overflow, a number that is not finite, or a spike may forbid it."""
+"""The decision to apply or skip a step's update: found_inf (fp16 overflow), a non-finite norm, or a loss spike.
+
+Tested in ``tests/training/step/test_bad_steps.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ from megapar.training.step.totals import Totals
 
 
 class StepVerdict(NamedTuple):
-    """What a step goes on with. loss_scale: its gradients were made with. skipped: nothing may change."""
+    """The decision about a step.
+
+    Attributes:
+        summed: the gradients' statistics to continue with.
+        loss_scale: the loss scale that the gradients were computed with.
+        skipped: True if the step must not change the model.
+    """
 
     summed: Summed
     loss_scale: float
@@ -28,10 +37,20 @@ class StepVerdict(NamedTuple):
 
 
 class StepGuard:
-    """Decides the same on every rank, as the norm is the same.
+    """Decides whether a step may update the model. All ranks decide the same, because they have the same norm.
 
-    late: the device itself leaves the model alone where the norm is not finite, and the host hears of it a step later.
-    skipped: ranges of samples that the run steps over. mean_loss: the global batch's, from this rank's totals.
+    Args:
+        config: the configuration of the run.
+        job: this rank's part of the model.
+        progress: the position of the run in its data.
+        gradients: computes a step's gradients again if they are not finite.
+        loss_scale: the dynamic loss scaling of fp16. None without it.
+        bad_steps: the limits on bad steps.
+        skipped: ranges of samples that the run leaves out.
+        mean_loss: returns the loss of the global batch from this rank's totals.
+
+    Attributes:
+        late: True if the device itself skips an update with found_inf set, and the host learns of it one step later.
     """
 
     def __init__(
@@ -41,7 +60,7 @@ class StepGuard:
         progress: Progress,
         gradients: Gradients,
         loss_scale: LossScale | None,
-        numbers: BadStepPolicy,
+        bad_steps: BadStepPolicy,
         skipped: Sequence[Range],
         mean_loss: Callable[[Totals, Denominators], float],
     ) -> None:
@@ -49,50 +68,53 @@ class StepGuard:
         self._progress = progress
         self._gradients = gradients
         self._loss_scale = loss_scale
-        self._numbers = numbers
+        self._bad_steps = bad_steps
         self._skipped_ranges = skipped
         self._mean_loss = mean_loss
         self._skips_spikes = config.reliability.spike_skip
         self.late = self._may_be_late(config)
 
     def _may_be_late(self, config: Config) -> bool:
-        """Not where the next step's loss scale or length hangs on the verdict, or a spike is to be skipped."""
-        hangs_on_it = self._loss_scale is not None or config.training.progressive_iters > 0 or self._skips_spikes
+        """Return True unless the next step needs the verdict: for its loss scale, its length, or to skip a spike."""
+        next_step_needs_it = self._loss_scale is not None or config.training.progressive_iters > 0 or self._skips_spikes
         device = self._world.device
-        return device.is_async and device.skips_updates and not hangs_on_it
+        return device.is_async and device.skips_updates and not next_step_needs_it
 
-    def of(self, work: StepBatches, summed: Summed, norm: float) -> StepVerdict:
-        """norm: the global one, as the host knows it. Raises TrainingError where too many steps were bad."""
-        found = ""
+    def decide(self, work: StepBatches, summed: Summed, norm: float) -> StepVerdict:
+        """Decide about a step with the global gradient norm ``norm``. Raises TrainingError after too many bad steps."""
+        cause = ""
         if self._loss_scale is None and not math.isfinite(norm):
-            summed, norm, found = self._repeat(work, summed, norm)
+            summed, norm, cause = self._repeat(work, summed, norm)
         scale, overflow = self._check_overflow(work, norm)
-        skipped = overflow or self._is_bad(work, summed, norm, found)
+        skipped = overflow or self._is_bad(work, summed, norm, cause)
         return StepVerdict(summed, scale, skipped)
 
     def _repeat(self, work: StepBatches, summed: Summed, norm: float) -> tuple[Summed, float, str]:
-        """Run a step that was not finite again and watch where it goes bad: (a good second run or the same, its norm,
-        what was found).
+        """Run a non-finite step again and locate the first non-finite value.
 
-        A number that does not come again was none of the data's or the model's: the step goes on with the second run.
+        If the value does not reproduce, it was a hardware fault, not the data or the model. The step then continues
+        with the second run.
+
+        Returns:
+            The second run if it is finite, else the first; its norm; the cause, "" if the second run is finite.
         """
         again, watched = self._gradients.watched(work)
         repeated = self._world.device.values(again.norm.view(1))[0]
         if math.isfinite(repeated):
-            self._numbers.messages.append(
+            self._bad_steps.messages.append(
                 f"WARNING: iteration {work.iteration}: gradient norm {norm}, but {repeated} "
-                "when the step was run again: a rank computed wrongly; the step goes on with the second result"
+                "when the step was run again: a rank computed wrongly; the step continues with the second result"
             )
             return again, repeated, ""
-        found = watched.agree(self._world.axis("world"))
-        if not found:
-            found = f"the forward is finite, the gradient of {self._gradients.first_bad_parameter()} is not"
-        return summed, norm, found
+        cause = watched.agree(self._world.axis("world"))
+        if not cause:
+            cause = f"the forward is finite, the gradient of {self._gradients.first_bad_parameter()} is not"
+        return summed, norm, cause
 
     def _check_overflow(self, work: StepBatches, norm: float) -> tuple[float, bool]:
-        """The loss scale of this step, and whether its gradients overflowed.
+        """Return the loss scale of this step and found_inf: True if its gradients overflowed.
 
-        Raises TrainingError where no smaller scale is left, naming the first parameter that went bad.
+        Raises TrainingError if the scale is already the minimum, with the name of the first non-finite parameter.
         """
         if self._loss_scale is None:
             return 1.0, False
@@ -107,14 +129,14 @@ class StepGuard:
         self._loss_scale.update(overflow=overflow)
         return scale, overflow
 
-    def _is_bad(self, work: StepBatches, summed: Summed, norm: float, found: str) -> bool:
-        """Whether the numbers forbid the update. found: where one that is not finite came from."""
+    def _is_bad(self, work: StepBatches, summed: Summed, norm: float, cause: str) -> bool:
+        """Return True if a non-finite norm or a spike forbids the update. ``cause`` is the source of the former."""
         first, last = work.first_sample, work.first_sample + work.global_batch - 1
         samples = f"{sample_at(first, self._skipped_ranges)}-{sample_at(last, self._skipped_ranges)}"
         if not math.isfinite(norm):
-            self._numbers.not_finite(work.iteration, norm, samples, f"first bad: {found}")
+            self._bad_steps.not_finite(work.iteration, norm, samples, f"first bad: {cause}")
             return True
         if not self._skips_spikes:
             return False
         loss = self._mean_loss(summed.totals, work.denominators)
-        return self._numbers.is_spike(work.iteration, loss, norm, samples)
+        return self._bad_steps.is_spike(work.iteration, loss, norm, samples)

@@ -1,4 +1,7 @@
-"""One optimizer step: forward and backward of every micro-batch, reduce, judge, clip, update, publish."""
+"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, publish.
+
+Tested in ``tests/training/step/test_observer.py`` and ``tests/test_trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,33 @@ from megapar.training.step.gradients import Gradients, Summed
 from megapar.training.step.schedules import LearningRate
 from megapar.training.step.step_guard import StepGuard, StepVerdict
 
-READ_VOTES = "Stepper._apply_votes"  # where the host waits for a step's norm
+READ_VOTES = "Stepper._apply_votes"  # the function in which the host waits for a step's norm
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step of which the host does not know yet what became of it. told: its norm and the votes, when it is there."""
+    """A step whose norm is still in flight to the host.
+
+    Attributes:
+        work: its batches.
+        summed: its gradients' statistics.
+        step: its record for the monitor.
+        norm_and_votes: host memory that the copy writes to.
+        copied: event that completes with the copy.
+    """
 
     work: StepBatches
     summed: Summed
     step: Step
-    told: Tensor
-    there: Event
+    norm_and_votes: Tensor
+    copied: Event
 
 
 class Stepper:
-    """Takes a run's steps, one after the other.
+    """Runs optimizer steps, one per call.
 
-    A step whose gradients are not all finite changes nothing (in fp16 but the loss scale). Where the host runs ahead of
-    its device, the device decides that, and the host hears of it a step later (``settle``).
+    A step with non-finite gradients changes nothing (in fp16, only the loss scale). If the host runs ahead of its
+    device, the device makes that decision (found_inf), and the host reads it one step later in ``settle``.
     """
 
     def __init__(
@@ -57,13 +68,16 @@ class Stepper:
         progress: Progress,
         learning_rate: LearningRate,
         gradients: Gradients,
-        judge: StepGuard,
-        numbers: BadStepPolicy,
+        step_guard: StepGuard,
+        bad_steps: BadStepPolicy,
         guards: Guards,
         control: Control,
         before_update: Callable[[], None],
     ) -> None:
-        """before_update: called when the model is about to change, for what still reads it."""
+        """Store the parts of a step. ``before_update`` is called before the model changes, for code still reading it.
+
+        See ``Trainer._make_stepper`` for the other arguments.
+        """
         self.config = config
         self.job = job
         self.device = job.world.device
@@ -71,15 +85,15 @@ class Stepper:
         self.progress = progress
         self.learning_rate = learning_rate
         self.gradients = gradients
-        self.judge = judge
-        self.numbers = numbers
+        self.step_guard = step_guard
+        self.bad_steps = bad_steps
         self.guards = guards
         self.control = control
         self._before_update = before_update
         self._pending: _Pending | None = None
 
     def step(self, loader: Loader) -> Step:
-        """The next step, on as many micro-batches of ``loader`` as it takes."""
+        """Run the next step on micro-batches from ``loader``."""
         start = time.perf_counter()
         self._time_waits()
         progress, work = self.progress, self.feed.next(loader, self.progress)
@@ -87,34 +101,34 @@ class Stepper:
         if self.settle():
             summed = self.gradients.make(work)
         bad: Tensor | None = None
-        if self.judge.late:
+        if self.step_guard.late:
             bad = summed.norm.isfinite().logical_not().float()
             verdict = StepVerdict(summed, loss_scale=1.0, skipped=False)
         else:
-            verdict = self.judge.of(work, summed, self._apply_votes(summed.told()))
+            verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes()))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
             self._update(work.iteration, verdict.summed, lr, bad)
         work.count_into(progress, skipped=verdict.skipped)
         step = self._report(work, verdict, lr, time.perf_counter() - start)
         if bad is not None:
-            self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.told()))
+            self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes()))
         return step
 
     def settle(self) -> bool:
-        """Judge the step before, where that is done late; True where its gradients were computed again.
+        """Resolve the deferred verdict of the previous step. Returns True if its gradients had to be computed again.
 
-        The device has changed nothing where the norm was not finite, so the step is run again as it would have been.
+        The device skipped the update if the norm was not finite, so the repeated step starts from the same model.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return False
-        pending.there.synchronize()
-        norm = self._apply_votes(pending.told)
+        pending.copied.synchronize()
+        norm = self._apply_votes(pending.norm_and_votes)
         if math.isfinite(norm):
-            self.numbers.end_streak()
+            self.bad_steps.end_streak()
             return False
-        step, verdict = pending.step, self.judge.of(pending.work, pending.summed, norm)
+        step, verdict = pending.step, self.step_guard.decide(pending.work, pending.summed, norm)
         step.skipped = verdict.skipped
         self.progress.skipped_steps += step.skipped
         if not step.skipped:
@@ -123,23 +137,30 @@ class Stepper:
         return True
 
     def _time_waits(self) -> None:
-        """The host's clock is free; a device's events cost launches: there one step in a line of the log is timed."""
+        """Turn the wait meters on or off for this step.
+
+        Timing is free on the host. On a device its events cost launches, so only the logged steps are timed.
+        """
         interval = self.config.logging.log_interval
         due = interval > 0 and (self.progress.iteration + 1) % interval == 0
         for meter in (self.job.meter, self.gradients.last_reduction):
             meter.on = due or not self.device.is_async
 
-    def _apply_votes(self, told: Tensor) -> float:
-        """Act on the votes of all ranks; returns the global norm. Waits for the device."""
-        norm, *votes = self.device.values(told)
+    def _apply_votes(self, norm_and_votes: Tensor) -> float:
+        """Act on the votes of all ranks and return the global norm. Waits for the device."""
+        norm, *votes = self.device.values(norm_and_votes)
         self.job.observer.host_waited(READ_VOTES)
         self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
     def _update(self, iteration: int, summed: Summed, lr: float, bad: Tensor | None) -> None:
-        """Change the model, in the step of this number.
+        """Update the model.
 
-        bad: on the device, where it is 1 nothing changes; None: it is good.
+        Args:
+            iteration: number of the step, from 1.
+            summed: the gradients' statistics.
+            lr: learning rate.
+            bad: found_inf, a scalar on the device: 1 skips the update. None if the host knows that the step is good.
         """
         job = self.job
         self._before_update()
@@ -152,16 +173,16 @@ class Stepper:
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, bad)
         if bad is None:
-            self.numbers.end_streak()
+            self.bad_steps.end_streak()
 
     def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
-        """Raise the correction bias of experts that got less than their share of the global batch."""
+        """Raise the correction bias of experts that received less than their share of the global batch."""
         rate, data = self.config.moe.moe_router_bias_update_rate, self.job.world.axis("data")
         if rate:
             total = load.clone()
             reduce_numbers(total, data, "load")
-            # An index by a list would wait for the device.
-            model = cast(Decoder, self.job.model)  # the rules refuse a rate for another model
+            model = cast(Decoder, self.job.model)  # the rules refuse a rate for other models
+            # Rows are indexed one at a time: an index by a list would wait for the device.
             rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
             model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
 

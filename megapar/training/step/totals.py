@@ -1,4 +1,7 @@
-"""What the micro-batches of a step add up to on this rank."""
+"""Loss terms and routing statistics of a step, summed over its gradient accumulation on this rank.
+
+Tested in ``tests/test_trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from megapar.model.layers.terms import Terms
 
 
 class Totals:
-    """Sums over this rank's micro-batches of a step, on the device."""
+    """Sums over this rank's micro-batches of a step, on the device. Unset until the first ``add``.
+
+    Attributes:
+        sums: loss term -> its sum over the labels.
+        routing: the router's losses, in the order of ``ROUTING``.
+        load: tokens per expert.
+        dropped: tokens that exceeded the capacity.
+    """
 
     sums: dict[str, Tensor]
     routing: Tensor
@@ -19,7 +29,7 @@ class Totals:
         self._empty = True
 
     def add(self, terms: Terms) -> None:
-        """One micro-batch's terms."""
+        """Add the terms of one micro-batch."""
         sums = {name: value.detach() for name, value in terms.sums.items()}
         if self._empty:
             self.sums, self.routing, self.load, self.dropped = sums, terms.routing(), terms.load, terms.dropped

@@ -68,7 +68,7 @@ def test_out_of_memory_is_explained_with_a_snapshot_and_the_plan(tmp_path, monke
     with pytest.raises(TrainingError) as failure:
         trainer_module.train(config, planned=planned_memory)
     said = str(failure.value)
-    for part in ("2 GiB", "100.00 GiB", "3.00 GiB", "repeated: 7", "megapar plan (h200-141g): stage 0 peaks at"):
+    for part in ("2 GiB", "100.00 GiB", "3.00 GiB", "retries: 7", "megapar plan (h200-141g): stage 0 peaks at"):
         assert part in said
     assert (tmp_path / "out-of-memory-rank0.pickle").read_text() == "snapshot"
 

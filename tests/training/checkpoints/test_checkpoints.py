@@ -229,7 +229,7 @@ def test_a_job_that_is_started_again_by_its_name_goes_on_from_what_it_saved(
     run_here(own, *load, "--exit-interval", "3", TORCHELASTIC_RUN_ID="job-a")
     assert losses(run_here(own, *load, TORCHELASTIC_RUN_ID="job-a")) == {step: saved[1][step] for step in (4, 5, 6)}
     instead = f", not from --load {root}" if elsewhere else ""
-    assert f"--save {own} holds checkpoints of this job, job-a: it goes on from them{instead}" in told
+    assert f"--save {own} holds checkpoints of this job, job-a: the run resumes from them{instead}" in told
 
 
 def test_a_restart_before_the_first_save_starts_as_the_job_did(
@@ -263,7 +263,9 @@ def test_a_run_with_nothing_left_to_do_still_saves(root: Path, tmp_path: Path) -
 def test_a_block_that_the_checkpoint_lacks_starts_anew(root: Path, tmp_path: Path, told: list[str]) -> None:
     line = ("--load", str(root), "--mtp-depth", "1", "--exit-interval", "1")
     assert run_here(tmp_path / "b", *line, "--finetune").iteration == 1
-    assert any(line.endswith("has no multi-token prediction block; it starts anew") for line in told)
+    assert any(
+        line.endswith("has no multi-token prediction block; it starts from its initial weights") for line in told
+    )
     with pytest.raises(CheckpointError, match="mtp_depth is 0 there and 1 here"):
         run_here(tmp_path / "c", *line)
     back = ("--load", str(tmp_path / "b"), "--finetune", "--exit-interval", "1")

@@ -396,7 +396,7 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path
     with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
         megapar_to_hf(tmp_path / "made", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         hf_to_megapar(folders["Mixtral"], tmp_path / "made")
 
 

@@ -210,7 +210,9 @@ def test_under_an_override_sources_go_on_and_the_checkpoint_is_of_the_new_run(ru
     runs.run(2, one)
     fields = ("--override-data", "weights")
     straight = runs.run(8, two, *fields, "--save-interval", "3")
-    assert f"other data from sample 16 on: {runs.a} goes on after 8 samples, {runs.b} goes on after 8 samples" in told
+    assert (
+        f"other data from sample 16 on: {runs.a} continues after 8 samples, {runs.b} continues after 8 samples" in told
+    )
     first, second = runs.identity(8)["phases"]
     assert (first["start"], second["start"], second["lanes"]) == (0, 16, first["lanes"])
     assert [source["weight"] for source in second["sources"]] == ["3", "1"]
@@ -236,7 +238,7 @@ def test_what_a_run_that_was_overridden_is_worth_on_other_data(runs: Runs, told:
         assert found.iteration == 4
         assert found.evaluation is not None
         worth.append(found.evaluation)
-        assert any("no step is left to be trained on" in line for line in told) is (data == [other])
+        assert any("no step is left to train, so" in line for line in told) is (data == [other])
     assert worth[0] != worth[2]
     assert runs.run(6, mixed).iteration == 6  # the course is still the checkpoint's
 
@@ -262,7 +264,7 @@ def test_what_is_told_and_never_refused(runs: Runs, told: list[str], monkeypatch
     runs.run(2, [runs.a])
     monkeypatch.setattr("megapar.training.checkpoints.identity.code_hash", lambda: "0123456789ab")
     runs.run(4, [runs.a], "--weight-decay", "0.2", "--log-interval", "7")
-    (line,) = (line for line in told if line.startswith("otherwise than in "))
+    (line,) = (line for line in told if line.startswith("changed since "))
     assert line.endswith(f"code {code_hash()} -> 0123456789ab, --weight-decay 0.1 -> 0.2")
 
 
@@ -278,7 +280,7 @@ def test_a_checkpoint_that_does_not_say_is_taken_and_told(runs: Runs, told: list
     verify = ("--checkpoint-verify", "off")
     assert "trained on" not in runs.asked(4, ["mock"], "--seed", "7")
     assert runs.run(4, ["mock"], "--seed", "7", *verify).iteration == 4
-    assert any("does not say what it was trained on" in line for line in told)
+    assert any("does not record what it was trained on" in line for line in told)
     assert runs.identity(4)["phases"][0]["seed"] == 7
 
 
@@ -287,7 +289,7 @@ def test_the_question_reads_no_large_data(runs: Runs, monkeypatch: pytest.Monkey
     monkeypatch.setattr("megapar.training.checkpoints.identity.READ_AT_ONCE", 1000)
     write_text(Path(runs.a), 5)
     size = Path(runs.a).stat().st_size / 1e9
-    assert f"data: not compared with that of iter_0000002, {size:.3g} GB to be read" in runs.asked(4, [runs.a])
+    assert f"data: not compared with that of iter_0000002, {size:.3g} GB would be read" in runs.asked(4, [runs.a])
     before = sorted(cache_folder().glob("hashes/*"))
     assert "--seed is" in runs.asked(4, [runs.a], "--seed", "7")
     assert sorted(cache_folder().glob("hashes/*")) == before

@@ -59,7 +59,7 @@ def test_a_checkpoint_names_those_before_it_on_its_line() -> None:
     assert before(there[1], {"iteration": 4}, there) == set(there[:2])  # of an earlier version
     line = Lineage()
     line.begin(there, before("", {NAMES: [there[0], "iter_0000001"], "iteration": 3}, there))
-    assert line.told == there[:1]
+    assert line.agreed == there[:1]
     assert line.others == set(there[1:])
 
 
@@ -87,7 +87,7 @@ def test_one_of_another_line_is_better_than_none_and_told(root: Path, told: list
     for step in (2, 3, 5):
         damage(next((root / f"iter_000000{step}").glob("shard-*")))
     assert min(losses(run_here(root, "--load", str(root), **RESTART))) == 5
-    assert "taking iter_0000004 instead, which is of a line that the run had turned back from" in told
+    assert "taking iter_0000004 instead, which is from a lineage that the run had gone back from" in told
 
 
 @pytest.mark.parametrize("flags", [("--ckpt-step", "2"), ("--finetune",)])

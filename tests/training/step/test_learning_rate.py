@@ -19,7 +19,7 @@ def test_a_checkpoint_from_before_the_shapes_was_linear() -> None:
     assert found[0] == "--lr-wsd-decay-style is linear there and cosine here"
     assert another_schedule({**old, "peak": 2.0}, now) == (
         "--lr is 2.0 there and 1.0 here",
-        "Give the same flags, or --override-opt-param-scheduler to go on with the new ones.",
+        "Pass the same flags, or --override-opt-param-scheduler to continue with the new ones.",
     )
 
 
@@ -29,10 +29,10 @@ def test_more_steps_name_the_flag_that_keeps_the_schedule() -> None:
     found = another_schedule(COSINE.to_dict(), longer.to_dict())
     assert found is not None
     assert found[0] == "--lr-decay-iters is 10 there and 20 here"
-    assert "Give --lr-decay-iters 10 to keep the schedule" in found[1]
+    assert "Pass --lr-decay-iters 10 to keep the schedule" in found[1]
     wsd = another_schedule(replace(COSINE, style="wsd").to_dict(), replace(longer, style="wsd").to_dict())
     assert wsd is not None
-    assert "Give --lr-decay-iters 10 --lr-wsd-decay-iters 1 to keep the schedule" in wsd[1]
+    assert "Pass --lr-decay-iters 10 --lr-wsd-decay-iters 1 to keep the schedule" in wsd[1]
 
 
 def test_a_constant_rate_has_no_end_that_could_differ() -> None:
