@@ -51,7 +51,7 @@ from megapar.training.reports import opening
 from megapar.training.reports.loggers import PlainTerminal
 from megapar.training.reports.monitor import Monitor, Step
 from megapar.training.reports.record import Record
-from megapar.training.reports.said import is_first_to_say
+from megapar.training.reports.said import is_first_to_report
 from megapar.training.reports.streams import make_patient
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.callbacks import make_callbacks
@@ -98,7 +98,7 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
         failure.note(error, os.environ)
         prefix = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
         status = error.exit_status
-        if is_first_to_say(str(error), os.environ):
+        if is_first_to_report(str(error), os.environ):
             sys.stderr.write(f"{prefix}{type(error).__name__}: {error}\n")
     except BaseException as error:
         failure.note(error, os.environ)
@@ -275,7 +275,7 @@ class Trainer:
             job=self.job,
             gradients=gradients,
             loader=self.loader,
-            say=self._message,
+            log_line=self._message,
             start=Start.after(loaded),
             local_saves=self.local_saves,
         )
@@ -415,7 +415,7 @@ class Trainer:
 
     def _message(self, text: str) -> None:
         if self.terminal is not None:
-            self.terminal.say(text)
+            self.terminal.print_message(text)
 
     def step(self) -> Step:
         """Run one optimizer step. See ``Stepper``."""
@@ -497,15 +497,15 @@ class Trainer:
         if self.terminal is None:
             return
         for line in opening.opening(self.config, self.world, self.corpus, names):
-            self.terminal.tell(line)
-        self.checkpoints.say = self.terminal.say
+            self.terminal.print_line(line)
+        self.checkpoints.log_line = self.terminal.print_message
         if self.local_saves is not None:
-            self.local_saves.say = self.terminal.say
+            self.local_saves.log_line = self.terminal.print_message
         for line in report.greeting(self.config, self.job, self.monitor):
-            self.terminal.tell(line)
+            self.terminal.print_line(line)
         for line in (*self._notes, *self.guards.pop_messages(), self._degree):
             if line:
-                self.terminal.say(line)
+                self.terminal.print_message(line)
         if self.progress.iteration:
             self._message(f"resumed at iteration {self.progress.iteration} from {self.checkpoints.resumed_from}")
 

@@ -47,7 +47,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path: Path, want: dict[in
     ended = run_job(tmp_path, 2, Fault("SIGTERM", rank=1, iteration=3), *LAYOUT)
     assert ended.status == 0, ended.output
     assert "stopped at iteration 3: asked to stop by a signal; saved" in ended.output
-    assert "the same command goes on from there" in ended.output  # it has --load too
+    assert "to continue, run the same command again" in ended.output  # it has --load too
     assert ended.losses == {step: want[step] for step in (1, 2, 3)}
     assert run_job(tmp_path, 2, Fault("none", attempts=()), *LAYOUT).losses == want
 

@@ -240,7 +240,7 @@ def test_a_checkpoint_of_another_model_is_told_before_the_start(
         parse_or_exit("moe", [*load, *line.split()], {}, outline=outline)
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    assert [word for word in (*words, "Give the flags that it was trained with") if word not in said] == [], said
+    assert [word for word in (*words, "Pass the flags that it was trained with") if word not in said] == [], said
 
 
 FITTING = [

@@ -230,7 +230,7 @@ def test_that_the_exported_model_drops_no_tokens_is_said(tmp_path: Path, capsys:
     for kind, said in (("deepspeed_moe", True), ("megatron_moe", False)):
         flags = f"{small('')} {BATCH} --train-iters 1 --data-path mock --moe-model-type {kind} --save {tmp_path}/{kind}"
         config = parse("moe", f"{flags} --save-hf {tmp_path}/{kind}-hf".split(), {})
-        with patch.object(PlainTerminal, "say") as say:
+        with patch.object(PlainTerminal, "print_message") as say:
             train(config, f"file://{tmp_path / 'meet'}")
         assert ((UNDROPPED,) in [call.args for call in say.call_args_list]) == said
         assert main(["convert", "megapar-to-hf", str(tmp_path / kind), str(tmp_path / f"{kind}-out")]) == 0

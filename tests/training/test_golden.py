@@ -23,7 +23,7 @@ LOSSES = (2.692194314183483, 2.7228328448595436)  # of steps 3 and 4, as that ve
 
 def test_a_checkpoint_from_before_runs_had_identities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: told.append(text))
+    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: told.append(text))
     root = str(shutil.copytree(GOLDEN / "checkpoint", tmp_path / "c"))
     outcome = train(parse("moe", [*FLAGS, "--load", root, "--save", root], {}), keep_records=True)
     assert [record.loss for record in outcome.records] == pytest.approx(LOSSES, rel=1e-9)

@@ -1,1 +1,1 @@
-"""From a configuration to a model on this rank with its sharding and optimizer."""
+"""The model of this rank with its sharding and optimizer, built from a configuration."""

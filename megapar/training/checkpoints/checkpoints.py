@@ -29,7 +29,7 @@ from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.checkpoints.save_failures import SaveFailures
 from megapar.training.health.aftermath import Aftermath, ResumeLimits
 
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
@@ -66,7 +66,7 @@ class Checkpoints:
     ``section`` watches the thread that saves.
 
     Attributes:
-        say: writes a line to the log, on rank 0. None before the log is open.
+        log_line: writes a line to the log, on rank 0. None before the log is open.
         notes: lines from before the log was open.
         failures: counts saves that failed.
         folder: the newest checkpoint that this start saved.
@@ -87,7 +87,7 @@ class Checkpoints:
         self._saved_at = -1
         self._unremoved = ""
         self.failures = SaveFailures()
-        self.say: Say | None = None
+        self.log_line: LogLine | None = None
         self.notes: list[str] = []
         self.folder: Path | None = None
         self.resumed_from: Path | None = None
@@ -364,7 +364,7 @@ class Checkpoints:
         """
         if self._owner is not None and self._owner.lost:
             self._owner.check()
-        if self._background is not None and self.say is not None and self._under_way and not self._background.busy:
+        if self._background is not None and self.log_line is not None and self._under_way and not self._background.busy:
             self._report(self._background.written)
 
     def settle(self) -> None:
@@ -398,5 +398,5 @@ class Checkpoints:
             lines = [self.failures.failed(name, written.error)]
         self._unremoved = ""
         for line in lines:
-            if line and self.say is not None:
-                self.say(line)
+            if line and self.log_line is not None:
+                self.log_line(line)

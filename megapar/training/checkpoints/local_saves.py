@@ -29,7 +29,7 @@ class LocalSaves:
     """Saves and loads local checkpoints, in the memory of the nodes. Every rank makes the same calls in the same step.
 
     Attributes:
-        say: writes a line to the log, on rank 0. None before the log is open.
+        log_line: writes a line to the log, on rank 0. None before the log is open.
     """
 
     def __init__(self, local: LocalCheckpoints, interval: int, job: Job, section: Section = unwatched) -> None:
@@ -37,7 +37,7 @@ class LocalSaves:
         self._interval = interval
         self._job = job
         self._background = Background(job.world.device, section)
-        self.say: Callable[[str], None] | None = None
+        self.log_line: Callable[[str], None] | None = None
 
     def due(self, iteration: int) -> bool:
         """Return True if a local checkpoint is due after this step."""
@@ -66,8 +66,8 @@ class LocalSaves:
             return
         if not isinstance(written.error, OSError):
             raise written.error
-        if self.say is not None:
-            self.say(f"WARNING: no local checkpoint on the node of rank 0: {written.error}")
+        if self.log_line is not None:
+            self.log_line(f"WARNING: no local checkpoint on the node of rank 0: {written.error}")
 
     @property
     def folder(self) -> Path:

@@ -42,7 +42,7 @@ def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any])
 
     if world.rank == 0:
         try:
-            owner = owners.take(Path(save), _claim(), owners.Watch(_say, pause=pause))
+            owner = owners.take(Path(save), _claim(), owners.Watch(_print, pause=pause))
             _check_saved_meanwhile(owner, save, load)
         except CheckpointError as error:
             failure = ["owned" if isinstance(error, FolderOwnedError) else "unwritable", str(error)]
@@ -81,6 +81,6 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"megapar: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,7 @@
-"""What a start does about a fault that ended the run before it: it goes on from before it, or not at all."""
+"""Recovery from a fault that ended the previous start: resume from a checkpoint before the fault, or refuse to start.
+
+Tested in ``tests/training/checkpoints/test_verification.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +25,45 @@ from megapar.training.checkpoints.local_saves import LocalSaves
 
 _ANY = 2**62
 Agree = Callable[[Any], Any]
-"""Rank 0's value, on every rank."""
+"""A function that returns rank 0's value on every rank."""
 
 
 @dataclass(frozen=True)
 class ResumeLimit:
-    """Of a folder's checkpoints: the last iteration. others: names of other lines than the one that the fault is in."""
+    """The checkpoints of a folder that a run may resume from.
+
+    Attributes:
+        iteration: last iteration.
+        others: names of checkpoints on other lineages than that of the fault.
+    """
 
     iteration: int
     others: frozenset[str] = frozenset()
 
     def allows(self, folder: Path) -> bool:
-        """Whether a checkpoint is from before the fault, or has nothing to do with it."""
+        """Return True if a checkpoint is from before the fault or on another lineage."""
         return folder.name in self.others or folders.iteration_of(folder) <= self.iteration
 
 
 @dataclass(frozen=True)
 class ResumeLimits:
-    """What a run may go on from. by_root: of folders of checkpoints. local: the last iteration in the nodes' memory."""
+    """The checkpoints that a run may resume from.
+
+    Attributes:
+        by_root: folder of checkpoints -> its limit.
+        local: last iteration of a local checkpoint. None without a limit.
+    """
 
     by_root: dict[Path, ResumeLimit]
     local: int | None = None
 
 
 class Aftermath:
-    """Every rank has one, and calls ``clear_up`` once. notes: what people are to know."""
+    """Handles the faults that earlier starts recorded. Every rank calls ``clear_up`` once.
+
+    Attributes:
+        notes: lines for the log.
+    """
 
     def __init__(
         self,
@@ -68,38 +85,38 @@ class Aftermath:
         self.notes: list[str] = []
 
     def clear_up(self) -> ResumeLimits:
-        """Set aside what may hold a recorded fault; what may be gone on from then.
+        """Set aside the checkpoints that may contain a recorded fault. Returns the limits for resuming.
 
-        Raises UnverifiedError where nothing is left, CheckpointError where a folder cannot be read or changed.
+        Raises UnverifiedError if no checkpoint is left, and CheckpointError if a folder cannot be read or changed.
         """
         local, start_is_right = self._local_limit()
         fault, other = self._recorded(self._save, self._local_saves), self._recorded(self._elsewhere, None)
         limits: dict[Path, ResumeLimit] = {}
-        if other is not None and self._elsewhere is not None:  # its own run sets them aside when it goes on
+        if other is not None and self._elsewhere is not None:  # the run of that folder sets them aside when it resumes
             limits[self._elsewhere] = ResumeLimit(other.limit, frozenset(other.others))
             self.notes.append(f"WARNING: {self._elsewhere}: {other}. Only older checkpoints are taken")
         if fault is not None:
             local, start_is_right = min(local, fault.limit), fault.limit >= fault.began
         if local == _ANY:
             return ResumeLimits(limits)
-        found = self._local_saves is not None and self._local_saves.find(local) is not None
+        has_local = self._local_saves is not None and self._local_saves.find(local) is not None
         aside: list[str] = []
-        left = [0] if found else []
+        left = [0] if has_local else []
         if self._save is not None:
             others = frozenset(fault.others if fault is not None else ())
             limits[self._save] = ResumeLimit(local, others)
             aside = self._on_rank_0(lambda: self._set_aside(fault))
             every = folders.every_checkpoint(self._save).items()
             left += self._agree([at for at, paths in every if at <= local and {path.name for path in paths} - others])
-        again = start_is_right and (not aside or bool(self._elsewhere and fault and fault.began > 0))
-        if not left and not again and self._options.ckpt_step is None:
+        may_restart = start_is_right and (not aside or bool(self._elsewhere and fault and fault.began > 0))
+        if not left and not may_restart and self._options.ckpt_step is None:
             raise self._nothing_left(fault, aside)
-        self._tell(fault, local, aside)
+        self._add_notes(fault, local, aside)
         self._forget(fault, local)
         return ResumeLimits(limits, local)
 
     def _local_limit(self) -> tuple[int, bool]:
-        """(the least limit of the faults that the nodes have recorded, whether what the run began with was right)."""
+        """Return (the lowest limit of the faults that the nodes recorded, True if the start of the run was right)."""
         if self._local_saves is None:
             return _ANY, True
         limit, right = _ANY, 1
@@ -107,13 +124,13 @@ class Aftermath:
             fault = read_fault(self._local_saves.folder)
             if fault is not None:
                 limit, right = fault.limit, int(fault.limit >= fault.began)
-        except UnverifiedError:  # it says no more than that there was one
+        except UnverifiedError:  # an unreadable record proves only that there was a fault
             limit, right = NEVER, 0
         limit, right = self._least(limit, right)
         return limit, bool(right)
 
     def _recorded(self, root: Path | None, local_saves: LocalSaves | None) -> Fault | None:
-        """What rank 0 finds recorded in a folder; where nothing is, in its node's memory."""
+        """Return the fault that rank 0 finds recorded in a folder, else in its node's memory, else None."""
 
         def read() -> dict[str, Any] | None:
             fault = None
@@ -121,16 +138,16 @@ class Aftermath:
                 try:
                     fault = fault or (None if place is None else read_fault(place))
                 except UnverifiedError:
-                    # Passed over where people name the checkpoint; of the memory all ranks know that already.
+                    # Ignored if the user selects a checkpoint. A record in memory was already handled on all ranks.
                     if place == root and self._options.ckpt_step is None:
                         raise
             return None if fault is None else fault.to_json()
 
-        found = self._on_rank_0(read)
-        return None if found is None else fault_of(found)
+        recorded = self._on_rank_0(read)
+        return None if recorded is None else fault_of(recorded)
 
     def _set_aside(self, fault: Fault | None) -> list[str]:
-        """Names that are set aside now, or were by a start that was killed before it had come to an end with it."""
+        """Set aside the suspect checkpoints. Returns their names, including those of an interrupted earlier start."""
         if self._save is None or fault is None:
             return []
         set_aside(self._save, fault.limit, fault.iteration, self._owner, fault.others)
@@ -138,42 +155,43 @@ class Aftermath:
 
     def _nothing_left(self, fault: Fault | None, aside: list[str]) -> UnverifiedError:
         held = f"Set aside: {', '.join(aside)}. " if aside else ""
-        advice = "Start anew, or give --load and --ckpt-step of a checkpoint that you trust."
+        advice = "Start from scratch, or pass --load and --ckpt-step of a checkpoint that you trust."
         if self._save is not None:
             advice = (
-                f"Give --load {self._save} --ckpt-step N to take one all the same, or another --save to start anew."
+                f"Pass --load {self._save} --ckpt-step N to resume from one anyway, or another --save to start from "
+                "scratch."
             )
-        told = f"{fault}. " if fault is not None else "the run before this start found wrong numbers. "
-        return UnverifiedError(f"{told}No checkpoint from before that is left. {held}{advice}")
+        reason = f"{fault}. " if fault is not None else "the run before this start found wrong numbers. "
+        return UnverifiedError(f"{reason}No checkpoint from before that is left. {held}{advice}")
 
-    def _tell(self, fault: Fault | None, local: int, aside: list[str]) -> None:
+    def _add_notes(self, fault: Fault | None, local: int, aside: list[str]) -> None:
         self.notes.append(f"WARNING: {fault or 'the run before this start found wrong numbers'}")
         if fault is not None:
             self.notes.append(fault.message)
         if aside:
-            told = "set aside, as they may hold the fault (--load with --ckpt-step N still takes one)"
-            self.notes.append(f"{told}: {', '.join(aside)}")
+            why = "set aside, because they may contain the fault (--load with --ckpt-step N still loads one)"
+            self.notes.append(f"{why}: {', '.join(aside)}")
         if self._local_saves is not None:
             self.notes.append(
-                f"local checkpoints of iterations after {local} are not taken, as they may hold the fault"
+                f"local checkpoints of iterations after {local} are not taken, because they may contain the fault"
             )
 
     def _forget(self, fault: Fault | None, local: int) -> None:
-        """What has been acted on is no more in the way of the next start."""
+        """Remove the records of handled faults, so that they do not affect the next start."""
         if self._local_saves is not None:
             self._local_saves.remove_after(local)
-            self._least(0)  # all have, before anybody forgets why
+            self._least(0)  # a barrier: all ranks have removed their checkpoints before any rank removes its record
             self._local_saves.forget_fault()
         if self._save is not None and fault is not None:
             root, iteration = self._save, fault.iteration
             self._on_rank_0(lambda: put_away(root, iteration))
 
-    def _on_rank_0(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 gets, or its error, on every rank."""
+    def _on_rank_0(self, call: Callable[[], Any]) -> Any:
+        """Call a function on rank 0. Returns its result, or raises its error, on every rank."""
         answer: list[Any] = [None, "", False]
         if self._world.rank == 0:
             try:
-                answer[0] = ask()
+                answer[0] = call()
             except CheckpointError as error:
                 answer = [None, str(error), isinstance(error, UnverifiedError)]
         value, problem, unverified = self._agree(answer)
@@ -182,7 +200,7 @@ class Aftermath:
         return value
 
     def _least(self, *values: int) -> list[int]:
-        """The least of all ranks' values, each."""
+        """Return the minimum over all ranks of each value."""
         everyone = self._world.axis("world")
         least = torch.tensor(values, dtype=torch.int64, device=self._world.device.torch_device)
         reduce_numbers(least, everyone, "iterations", dist.ReduceOp.MIN)

@@ -14,11 +14,14 @@ from megapar.core.health.signal_listener import Insistence, Listener, name_of, t
 
 
 class StopSignal:
-    """Takes the first SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGQUIT as a request to stop.
+    """Treats the first SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGQUIT as a request to stop.
 
-    A second SIGINT or SIGQUIT, 5 s or more after the first, ends the process at once; others change nothing. A main
-    thread that does not come back from C code ends with the process after ``--stop-timeout``, as its launcher has it.
-    received: the first signal's number; 0: none yet. end: ends the process.
+    A second SIGINT or SIGQUIT, 5 s or more after the first, ends the process at once. Other signals are ignored. If the
+    main thread does not return from C code within the launcher's ``--stop-timeout``, the process ends. ``end`` ends the
+    process.
+
+    Attributes:
+        received: number of the first signal. 0 before one.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, end: Callable[[int], object] = os._exit) -> None:
@@ -32,11 +35,11 @@ class StopSignal:
         self._listener = Listener(self._on_signal, self._on_main_thread, lambda: self._deadline)
 
     def install(self) -> None:
-        """Begin to take the signals of this process, from its main thread."""
+        """Install the signal handlers. Call it from the main thread."""
         self._listener.install()
 
     def close(self) -> None:
-        """Put the handlers from before back, from the main thread."""
+        """Restore the previous signal handlers. Call it from the main thread."""
         self._listener.close()
 
     def _on_main_thread(self, number: int) -> None:
@@ -57,8 +60,8 @@ class StopSignal:
             self._deadline = now + self._timeout_seconds
 
     def _give_up(self) -> None:
-        asked = f"asked to stop by {name_of(self.received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
-        write_stderr(f"rank {self._rank}: {asked}, and stuck since; ends, where it stands:")
+        request = f"asked to stop by {name_of(self.received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
+        write_stderr(f"rank {self._rank}: {request}, and stuck since; the process ends here:")
         if takes_text():
             faulthandler.dump_traceback(sys.__stderr__ or 2)
         self._end(1)
@@ -66,7 +69,13 @@ class StopSignal:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits by the clock and by count at which a run saves or stops; 0: never. save_minutes: between two saves."""
+    """Limits of time and step count at which a run saves or stops. 0 means never.
+
+    Attributes:
+        save_minutes: minutes between two saves.
+        exit_minutes: minutes until the run stops.
+        exit_interval: the run stops at multiples of this iteration.
+    """
 
     save_minutes: float = 0.0
     exit_minutes: float = 0.0
@@ -74,10 +83,13 @@ class Limits:
 
 
 class Control:
-    """Decides with all ranks when to save and to stop: their ``votes`` are summed, and ``apply_votes`` gets the sums.
+    """Decides on all ranks together when to save and stop: their ``votes`` are summed and passed to ``apply_votes``.
 
-    leader: True on the rank whose clock counts. stop: the reason to save and end now; "": go on. save: a checkpoint is
-    due.
+    ``leader`` is True on the rank whose clock counts.
+
+    Attributes:
+        stop: the reason to save and end now. "" to continue.
+        save: True if a checkpoint is due.
     """
 
     def __init__(self, limits: Limits, stop_signal: StopSignal | None, *, leader: bool) -> None:
@@ -89,7 +101,7 @@ class Control:
         self.save = False
 
     def votes(self) -> list[int]:
-        """Return this rank's votes: a signal came; time to stop; time to save."""
+        """Return this rank's votes: a signal was received; it is time to stop; it is time to save."""
         minutes = (time.monotonic() - self._started) / 60
         since_save = (time.monotonic() - self._saved) / 60
         return [
@@ -108,11 +120,11 @@ class Control:
         self.save = bool(save)
 
     def stepped(self, iteration: int) -> None:
-        """Count a step that was done."""
+        """Set ``stop`` after a step if its iteration is a multiple of --exit-interval."""
         if self._limits.exit_interval and iteration % self._limits.exit_interval == 0:
             self.stop = self.stop or f"--exit-interval {self._limits.exit_interval}"
 
     def saved(self) -> None:
-        """Note that a checkpoint was taken: the next one by the clock counts from here."""
+        """Restart the clock of --save-interval-minutes, after a save."""
         self._saved = time.monotonic()
         self.save = False

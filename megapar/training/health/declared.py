@@ -1,6 +1,7 @@
-"""All ranks of a start run the same thing: one entry for each node, compared by one rank through the ranks' store.
+"""Check that all ranks of a start run the same thing: one entry per node, compared by rank 0 through the ranks' store.
 
-Before any group exists, as nodes that run something else may hang in one, or train on with numbers that are nobody's.
+This happens before any process group exists. Nodes that run something else may hang in one, or train with numbers that
+belong to neither configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megapar.schema.flag import SCRIPTS, Flag
 from megapar.training.checkpoints.data_facts import KNOWLEDGE, DataFacts
 from megapar.training.checkpoints.identity import made_by
 
-_LAST_WORD = timedelta(seconds=30)  # for ranks to hear that they are refused, before the first one ends
+_LAST_WORD = timedelta(seconds=30)  # for all ranks to read a refusal before the first one exits
 _SHOWN = 16  # hexadecimal digits of a hash
 _BY_CONTENT = ("data_path", "eval_data_path", "hf_dataset", "tokenizer_model", *KNOWLEDGE)
 _DEVICE = "device"
@@ -38,11 +39,16 @@ _DEVICE = "device"
 
 @dataclass(frozen=True)
 class Declaring:
-    """What this rank runs. Called with the ranks' store it returns where all ranks run the same.
+    """The entry of this rank. Calling it with the ranks' store returns if all ranks run the same.
 
-    node: what the ranks of this node have in common, "" where no launcher says; the one with local_rank 0 speaks for
-    them, and the others compare themselves with it. facts: that each of them knows; of_node: that one of a node finds
-    out for all, such as the hash of the code.
+    Attributes:
+        flags: the flags that are compared.
+        given: the flags that are set explicitly.
+        facts: facts that every rank knows.
+        of_node: facts that only local rank 0 collects for its node, such as the hash of the code.
+        node: name of the node, the same on all its ranks. "" without a launcher. Local rank 0 writes the entry of the
+            node, and the other ranks compare themselves with it.
+        local_rank: rank on the node.
     """
 
     flags: Mapping[str, str]
@@ -54,7 +60,7 @@ class Declaring:
 
     @classmethod
     def of(cls, config: Config, corpus: Corpus, device: Device, environ: Mapping[str, str] = os.environ) -> Declaring:
-        """Reads data of which the cache does not know the fingerprint. Raises DataError."""
+        """Return this rank's entry. Reads data whose fingerprint is not in the cache. Raises DataError."""
         flags = [flag for flag in FLAGS.values() if config.kind in flag.models and _is_compared(flag)]
         values = config.values()
         number, local_rank = environ.get("GROUP_RANK", ""), int(environ.get("LOCAL_RANK") or "0")
@@ -73,47 +79,47 @@ class Declaring:
         )
 
     def __call__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        """store: of all ranks, where nobody has declared anything. timeout: for the slowest of them.
+        """Compare the entries of all ranks. Raises ConfigError, on every rank, if they differ.
 
-        Raises ConfigError, on every rank, where they differ, and DistributedError where some stay silent.
+        Raises DistributedError if an entry is missing after ``timeout``. The store must be new.
         """
         try:
             self.declare(store, rank)
             if rank == 0:
                 store.set("verdict", json.dumps(verdict(store, world_size)))
-            heard = json.loads(store.get("verdict"))
-        except RuntimeError as error:  # also what torch's stores raise
+            complaints = json.loads(store.get("verdict"))
+        except RuntimeError as error:  # includes the errors of torch's stores
             raise DistributedError(
-                f"rank {rank}: not all ranks said within {timeout.total_seconds():g} s what they run: "
-                f"{str(error).splitlines()[0]}. Look at their logs."
+                f"rank {rank}: not all ranks declared within {timeout.total_seconds():g} s what they run: "
+                f"{str(error).splitlines()[0]}. Check their logs."
             ) from error
-        if heard:
-            with suppress(DistributedError, RuntimeError):  # whoever ends first may take the store with it
+        if complaints:
+            with suppress(DistributedError, RuntimeError):  # the store may end with the first rank that exits
                 roll_call(dist.PrefixStore("heard", store), "world", range(world_size), rank, min(timeout, _LAST_WORD))
-            raise ConfigError([Complaint(*one) for one in heard])
+            raise ConfigError([Complaint(*complaint) for complaint in complaints])
 
     def declare(self, store: dist.Store, rank: int) -> None:
-        """Say what this rank runs, and where it speaks for its node, what that has."""
+        """Write this rank's entry. Ranks with the same flags and facts as local rank 0 share the entry of the node."""
         own = hashlib.sha256(Declaration(self.flags, self.given, self.facts).to_text().encode()).hexdigest()
         key = f"entry of node {self.node}" if self.node else f"entry of rank {rank}"
-        speaks = not self.node or self.local_rank == 0
-        if speaks:
+        is_leader = not self.node or self.local_rank == 0
+        if is_leader:
             store.set(f"hash of {key}", own)
-        if speaks or store.get(f"hash of {key}").decode() != own:
-            key = key if speaks else f"entry of rank {rank}"
+        if is_leader or store.get(f"hash of {key}").decode() != own:
+            key = key if is_leader else f"entry of rank {rank}"
             store.set(key, Declaration(self.flags, self.given, {**self.of_node, **self.facts}).to_text())
         store.set(f"rank {rank}", json.dumps([socket.gethostname(), key]))
 
 
 def make_declared(config: Config, corpus: Corpus, device: Device) -> Declaring | None:
-    """What this rank of several runs. Raises DataError."""
+    """Return this rank's entry, or None for a single rank. Raises DataError."""
     return Declaring.of(config, corpus, device) if config.grid.world_size > 1 else None
 
 
 def installed() -> dict[str, str]:
-    """Versions and code of this node."""
-    found = made_by(0, 0)
-    return {"megapar": found["megapar"], "torch": found["torch"], "Python": found["python"], "code": found["code"]}
+    """Return the versions and the code hash of this node."""
+    made = made_by(0, 0)
+    return {"megapar": made["megapar"], "torch": made["torch"], "Python": made["python"], "code": made["code"]}
 
 
 def _is_compared(flag: Flag) -> bool:
@@ -121,48 +127,48 @@ def _is_compared(flag: Flag) -> bool:
 
 
 def _text(value: Any, flag: Flag) -> str:
-    """A value as it is compared; of a path, which may differ from node to node, only if it is given."""
+    """Return the text to compare for a value. Paths may differ between nodes, so only their presence is compared."""
     if flag.path:
         return "given" if value else "not given"
     return repr(value) if isinstance(value, float) else written(value, flag)
 
 
 def _data(config: Config) -> dict[str, str]:
-    """What is read, by its content."""
+    """Return the facts of the data, by its content."""
     data = config.data
     read = DataFacts.of(config)
-    found = _sources("the data", read.sources)
+    facts = _sources("the data", read.sources)
     apart = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
-    found |= _sources("--eval-data-path", apart)
+    facts |= _sources("--eval-data-path", apart)
     given = {one.name: one.value for one in read.knowledge or ()}
     for spelling in (FLAGS[name].spelling for name in KNOWLEDGE):
-        found[f"the content of {spelling}"] = (given.get(spelling) or "none")[:_SHOWN]
-    return found
+        facts[f"the content of {spelling}"] = (given.get(spelling) or "none")[:_SHOWN]
+    return facts
 
 
 def _sources(name: str, sources: Sequence[Fingerprint]) -> dict[str, str]:
-    """Each by its fingerprint; the names are paths."""
-    found = {f"the number of sources of {name}": str(len(sources))}
-    for number, one in enumerate(sources, 1):
-        weight = f" with weight {float(one.weight)!r}" if one.weight is not None else ""
-        split = f", split by {one.cut}" if one.cut else ""
-        found[f"source {number} of {name}"] = f"{(one.value or 'unknown')[:_SHOWN]}{weight}{split}"
-    return found
+    """Return the facts of sources by their fingerprints, since their names are paths."""
+    facts = {f"the number of sources of {name}": str(len(sources))}
+    for number, source in enumerate(sources, 1):
+        weight = f" with weight {float(source.weight)!r}" if source.weight is not None else ""
+        split = f", split by {source.cut}" if source.cut else ""
+        facts[f"source {number} of {name}"] = f"{(source.value or 'unknown')[:_SHOWN]}{weight}{split}"
+    return facts
 
 
 def _fix(name: str) -> str:
     if name.startswith("--"):
-        return "Give all nodes the same flags, such as by one script or one --config file."
+        return "Pass the same flags on all nodes, for example from one script or one --config file."
     if name in installed():
-        return "Install the same on all nodes."
-    return "Give all nodes the same --device." if name == _DEVICE else "Give all nodes the same files."
+        return "Install the same version on all nodes."
+    return "Pass the same --device on all nodes." if name == _DEVICE else "Put the same files on all nodes."
 
 
 def verdict(store: dist.Store, world_size: int) -> list[tuple[str, str, str]]:
-    """Where the ranks differ that have declared themselves: rule, message and fix of each complaint."""
-    told = [json.loads(one) for one in store.multi_get([f"rank {rank}" for rank in range(world_size)])]
+    """Return the differences between the ranks that have declared themselves: rule, message and fix of each."""
+    declared = [json.loads(text) for text in store.multi_get([f"rank {rank}" for rank in range(world_size)])]
     places: dict[tuple[str, str], list[int]] = {}
-    for rank, (host, key) in enumerate(told):
+    for rank, (host, key) in enumerate(declared):
         places.setdefault((key, host), []).append(rank)
     keys = list(dict.fromkeys(key for key, _ in places))
     entries = dict(zip(keys, store.multi_get(keys), strict=True))

@@ -1,4 +1,7 @@
-"""What ranks say of runs that should have given the same bits, and whom they name."""
+"""Comparison of runs that should have given the same bits: the first difference, and the ranks at fault.
+
+Tested in ``tests/training/health/test_recompute_guard.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,25 @@ from megapar.core.health.trail import DigestPoint
 
 SHOWN = 4
 ADVICE = (
-    "A device or its memory computes wrongly: take it out of service, and resume from a checkpoint before this. "
-    "If it is sound, its kernels do not repeat their results: --recompute-check-interval 0 goes on without the check."
+    "A device or its memory is faulty: take it out of service, and resume from a checkpoint before this. "
+    "If it is sound, its kernels are not deterministic: pass --recompute-check-interval 0 to train without the check."
 )
 
 
 def where(world: World) -> str:
-    """This rank with its node and device, for a message."""
+    """Describe this rank with its node and device, for messages."""
     number = world.launched[world.rank] if world.grid.world_size > 1 else 0
     return f"rank {number} on {socket.gethostname()}, {world.device.torch_device} ({world.device.name})"
 
 
 class Named(NamedTuple):
-    """Where results part first. text: for a message. ranks: of the world, that differ there. places: their names."""
+    """The first difference between results.
+
+    Attributes:
+        text: description for messages.
+        ranks: global ranks that differ there.
+        places: names of the differing tensors.
+    """
 
     text: str
     ranks: tuple[int, ...]
@@ -32,7 +41,7 @@ class Named(NamedTuple):
 
 
 def first_over_ranks(place: DigestPoint | None, world: World) -> Named:
-    """The earliest place over all ranks, and who differs there; nobody where no rank has one. Every rank calls it."""
+    """Return the earliest difference over all ranks, with the ranks that differ there. Every rank must call it."""
     everyone, device = world.axis("world"), world.device.torch_device
     rows = numbers_of_all([1, 0, 0] if place is None else [0, place.phase, place.order], everyone, device)
     names = texts_of_all("" if place is None else place.name, everyone, device)
@@ -43,16 +52,16 @@ def first_over_ranks(place: DigestPoint | None, world: World) -> Named:
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Some of them, and how many more there are."""
+    """Join the first texts, and count the remaining ones."""
     more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + more
 
 
 def suspects(wrong: Sequence[bool]) -> list[int]:
-    """Of ranks in a ring, each of which ran its own micro-batch and the next rank's, those that must be at fault.
+    """Return the ranks at fault, in a ring where each rank ran its own micro-batch and the next rank's.
 
-    wrong: by rank, whether the two results of its micro-batch differ. A faulty rank spoils its own and the next one's;
-    where that singles out nobody, all that took part are returned.
+    A faulty rank spoils the results of both. If that does not identify single ranks, all ranks involved are returned.
+    ``wrong`` has an entry per rank: True if the two results of its micro-batch differ.
     """
     ranks = len(wrong)
     both = [rank for rank in range(ranks) if wrong[rank] and wrong[(rank + 1) % ranks]]

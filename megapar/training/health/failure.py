@@ -1,4 +1,7 @@
-"""What ended this rank, beside the launcher's error file: how a failure that comes again is told from another one."""
+"""The record of a rank's failure, next to the launcher's error file: lets the launcher recognise repeated failures.
+
+Tested in ``tests/tools/launcher/test_failures.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megapar.config.launched import failure_file
 from megapar.errors import DataError, DistributedError
 from megapar.training.health.innocent import lost_another
 
-# Another rank's, or of a machine that may be well again when the ranks are started anew.
+# Failures of other ranks, and failures of a machine that a restart may cure.
 _OF_OTHERS = (DistributedError, dist.DistError, OSError, KeyboardInterrupt, SystemExit)
 _OF_LIBRARIES = ("gloo", "NCCL", "HCCL", "nccl", "hccl", "ProcessGroup", "onnection", "imed out", "CUDA", "NPU")
 
@@ -23,10 +26,13 @@ _OF_LIBRARIES = ("gloo", "NCCL", "HCCL", "nccl", "hccl", "ProcessGroup", "onnect
 def note(
     error: BaseException, environ: Mapping[str, str], following: tuple[int, str] = (0, ""), *, saved: bool = False
 ) -> None:
-    """Write it down once; what fails here fails in silence, as something else is being told.
+    """Write the record of a failure, once. Errors of the write are ignored, because another error is being handled.
 
-    following: the step that was not done, 0 before the first one, and its samples, A-B. saved: whether this start has
-    brought a checkpoint to disk.
+    Args:
+        error: the failure.
+        environ: environment of the process.
+        following: the step that was not done (0 before the first one) and its samples as "first-last".
+        saved: True if this start has written a checkpoint to disk.
     """
     path = failure_file(environ)
     if path is None:
@@ -34,7 +40,7 @@ def note(
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = str(error)
-    told = {
+    record = {
         "type": type(error).__name__,
         "where": where,
         "step": following[0],
@@ -46,4 +52,4 @@ def note(
         "at": time.time(),
     }
     with suppress(OSError), Path(path).open("x") as file:
-        file.write(json.dumps(told))
+        file.write(json.dumps(record))

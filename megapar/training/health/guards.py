@@ -1,4 +1,7 @@
-"""Guards: what finds that a rank holds or computes something wrong, and up to which iteration nothing was."""
+"""Guards: checks for wrong values on a rank, and the last iteration that each of them has verified.
+
+Tested in ``tests/training/checkpoints/test_verification.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ from megapar.training.step.gradients import Gradients
 class Guard(Protocol):
     """One check. Every rank has the same guards and calls them in the same steps.
 
-    name: as checkpoints record it. interval: in steps. before_saves: it runs besides before every save and at the end.
-    enabled: whether there is anything it can find here, as far as is known, the same on every rank.
+    Attributes:
+        name: name in checkpoints.
+        interval: steps between checks.
+        before_saves: also check before every save and at the end.
+        enabled: False if the check cannot find anything on this layout or device. The same on every rank.
     """
 
     name: str
@@ -36,41 +42,48 @@ class Guard(Protocol):
     enabled: bool
 
     def before_update(self) -> None:
-        """The optimizer is about to change what this rank holds."""
+        """Run before the optimizer changes this rank's parameters."""
         ...
 
     def after_update(self, iteration: int) -> None:
-        """It has been told to; a device may still be at it."""
+        """Run after the optimizer step was launched. A device may still be running it."""
         ...
 
     def check(self, iteration: int) -> None:
-        """Raise TrainingError, on every rank, where something is wrong after an iteration: CorruptionError, where it is
-        known on which ranks.
+        """Raise TrainingError, on every rank, if something is wrong after an iteration.
+
+        Raises CorruptionError if the ranks at fault are known.
         """
         ...
 
 
 @runtime_checkable
 class Voter(Protocol):
-    """A guard whose finding travels with the gradient norm.
+    """A guard whose vote is reduced together with the gradient norm.
 
-    messages: lines for the log, until they are popped. delay_steps: steps after which its findings are acted on.
+    Attributes:
+        messages: lines for the log that ``Guards.pop_messages`` has not returned yet.
+        delay_steps: number of steps between a finding and the reaction to it.
     """
 
     messages: list[str]
     delay_steps: int
 
     def vote(self) -> int | Tensor:
-        """Whether this rank has found something, as a number, of the host or on the device."""
+        """Return 1, or a true scalar on the device, if this rank has found something wrong, else 0."""
         ...
 
     def vouches_for(self, iteration: int) -> int:
-        """The last iteration after which nothing was wrong, where a check after this one has passed."""
+        """Return the last iteration that is verified if a check after ``iteration`` has passed."""
         ...
 
 
 class Guards:
-    """All guards of a run. start: where it begins. witness: writes down what they find."""
+    """All guards of a run.
+
+    Attributes:
+        witness: records the faults that the guards find.
+    """
 
     def __init__(self, guards: Sequence[Guard], start: Start, witness: Witness) -> None:
         self._guards = tuple(guards)
@@ -83,46 +96,47 @@ class Guards:
 
     @property
     def verified(self) -> dict[str, int]:
-        """For each enabled guard, the last iteration after which nothing was wrong, or NEVER."""
+        """Enabled guard -> last iteration that it has verified, or NEVER."""
         return {guard.name: self._passed[guard.name] for guard in self._guards if guard.enabled}
 
     def before_update(self) -> None:
-        """The optimizer is about to change what this rank holds."""
+        """Run all guards before the optimizer changes this rank's parameters."""
         for guard in self._guards:
             with self._witnessed(guard):
                 guard.before_update()
 
     def after_update(self, iteration: int) -> None:
-        """It has been told to."""
+        """Run all guards after the optimizer step was launched."""
         for guard in self._guards:
             guard.after_update(iteration)
 
     def votes(self) -> list[int | Tensor]:
-        """This rank's findings, before an update; their sums over all ranks go to ``apply_votes``."""
+        """Return this rank's votes, before an update. Their sums over all ranks go to ``apply_votes``."""
         return [guard.vote() for guard in self._voters]
 
     def apply_votes(self, sums: Sequence[int], iteration: int) -> Sequence[int]:
-        """Raise TrainingError, on every rank, where one has found something since an iteration. Returns the sums of
-        votes that are not the guards'.
+        """Act on the sums of all ranks' votes. Raises TrainingError, on every rank, if a rank has found something.
+
+        Returns the remaining sums, which are not votes of guards.
         """
-        own = len(self._voters)
-        for guard, found in zip(self._voters, sums[:own], strict=True):
-            if found:
-                # What was saved at this iteration was copied after its check: it may have the fault in it.
-                good = max(self._begun[guard.name], guard.vouches_for(iteration) - 1 - guard.delay_steps)
-                self._passed[guard.name] = min(self._passed[guard.name], good)
-        self.check([guard for guard, found in zip(self._voters, sums[:own], strict=True) if found], iteration)
-        return sums[own:]
+        count = len(self._voters)
+        for guard, votes in zip(self._voters, sums[:count], strict=True):
+            if votes:
+                # A save at this iteration copied the state after the check, so it may contain the fault.
+                verified = max(self._begun[guard.name], guard.vouches_for(iteration) - 1 - guard.delay_steps)
+                self._passed[guard.name] = min(self._passed[guard.name], verified)
+        self.check([guard for guard, votes in zip(self._voters, sums[:count], strict=True) if votes], iteration)
+        return sums[count:]
 
     def pop_messages(self) -> list[str]:
-        """Return lines for the log since the last call."""
-        found = [line for guard in self._voters for line in guard.messages]
+        """Return the lines for the log since the last call."""
+        lines = [line for guard in self._voters for line in guard.messages]
         for guard in self._voters:
             guard.messages.clear()
-        return found
+        return lines
 
     def due(self, iteration: int, *, saved: bool = False) -> list[Guard]:
-        """What is to run after an iteration. saved: a save follows, or the run's end, be it before the first step."""
+        """Return the guards to run after an iteration. ``saved`` is True if a save or the end of the run follows."""
         self._iteration = iteration
         return [
             guard
@@ -133,24 +147,24 @@ class Guards:
         ]
 
     def check(self, guards: Sequence[Guard], iteration: int) -> None:
-        """Run guards, once nothing of the step is under way; raises CorruptionError, on every rank."""
+        """Run guards, when nothing of the step is in flight any more. Raises CorruptionError, on every rank."""
         for guard in guards:
             with self._witnessed(guard):
                 guard.check(iteration)
             self._ran[guard.name] = iteration
-            good = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
-            self._passed[guard.name] = max(good, self._passed[guard.name])
+            verified = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
+            self._passed[guard.name] = max(verified, self._passed[guard.name])
 
     @contextmanager
     def _witnessed(self, guard: Guard) -> Iterator[None]:
         try:
             yield
         except TrainingError as error:
-            raise self.witness.tell(guard.name, self._iteration, self.verified, error) from None
+            raise self.witness.record(guard.name, self._iteration, self.verified, error) from None
 
 
 class ReplicaGuard:
-    """Parameters that several ranks hold are the same bits on all of them (``core/sharding/replicas.py``)."""
+    """Checks that replicated parameters have the same bits on all their ranks (``core/sharding/replicas.py``)."""
 
     name = "replicas"
     before_saves = True
@@ -161,13 +175,13 @@ class ReplicaGuard:
         self._job = job
 
     def before_update(self) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
     def after_update(self, iteration: int) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
     def check(self, iteration: int) -> None:
-        """Compare all copies; raises CorruptionError, on every rank, naming parameters and ranks."""
+        """Compare all replicas. Raises CorruptionError, on every rank, with parameters and ranks."""
         self.enabled = replicas.check(copies(self._job), self._job.world, f"iteration {iteration}")
 
 
@@ -176,18 +190,30 @@ def make_guards(
     job: Job,
     gradients: Gradients,
     loader: Loader,
-    say: Callable[[str], None],
+    log_line: Callable[[str], None],
     start: Start,
     local_saves: LocalSaves | None,
 ) -> Guards:
-    """As the flags say. say: tells the run's log. What they find is written down where the next start looks."""
+    """Return the guards that the flags turn on.
+
+    Args:
+        config: the configuration of the run.
+        job: this rank's part of the model.
+        gradients: runs forward and backward again for the recompute check.
+        loader: reads micro-batches for the recompute check.
+        log_line: writes a line to the log.
+        start: the iteration at which this start begins.
+        local_saves: local checkpoints, whose folder also gets the record of a fault. None without them.
+    """
     guards: list[Guard] = []
     if interval := config.reliability.replica_check_interval:
         guards.append(ReplicaGuard(job, interval))
     if interval := config.reliability.recompute_check_interval:
         schedule, compiled = effective_schedule(config), config.training.compile
         guards.append(
-            RecomputeGuard(job, gradients, loader, interval, schedule=schedule, changes_kernels=not compiled, say=say)
+            RecomputeGuard(
+                job, gradients, loader, interval, schedule=schedule, changes_kernels=not compiled, log_line=log_line
+            )
         )
     if steps := config.reliability.state_digest_steps:
         guards.append(StateGuard(job, steps))

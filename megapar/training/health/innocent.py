@@ -1,4 +1,4 @@
-"""Ranks that end because another one has gone: one line each, as their own tracebacks hide the one that counts."""
+"""Ranks that fail because another rank exited: they print one line each, so that the real traceback stays visible."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _HEAD = re.compile(r"^(\[\S+/[\w.]+:\d+\] )+")
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an exception says that the connection to another rank has ended from the other side."""
+    """Return True if an exception means that another rank closed its connection."""
     if not isinstance(error, RuntimeError | dist.DistError | ConnectionError):
         return False
     return any(sign in str(error) for sign in _SIGNS)
 
 
 def reported(error: BaseException, environ: Mapping[str, str]) -> bool:
-    """Say it in one line where it is such an exception, of one of several ranks; whether it was."""
+    """Print one line if another rank's exit caused the exception. Returns True in that case."""
     if int(environ.get("WORLD_SIZE", "1")) == 1 or not lost_another(error):
         return False
     reason = _HEAD.sub("", str(error).splitlines()[0]).partition(". ")[0]
-    sys.stderr.write(f"rank {environ.get('RANK', '0')}: another rank is gone, what it says counts ({reason})\n")
+    sys.stderr.write(f"rank {environ.get('RANK', '0')}: another rank is gone, see its error ({reason})\n")
     return True

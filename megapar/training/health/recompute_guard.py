@@ -1,15 +1,16 @@
-"""The recompute check: a micro-batch that was run is run again, and must give the same bits.
+"""The recompute check: a micro-batch is run again and must give the same bits.
 
                   rank 0          rank 1          rank 2
-    twice         m0  m0          m1  m1          m2  m2      a fault that comes and goes: on that rank
-    swapped       m1              m2              m0          one that stays: m2 on rank 1 against m2 on rank 2
+    twice [1]     m0  m0          m1  m1          m2  m2      finds an intermittent fault, on that rank
+    swapped [2]   m1              m2              m0          finds a permanent one: m2 on rank 1 against m2 on rank 2
 
-All ranks run together, so that every collective of a layout finds its peers. Masks are functions of the micro-batch's
-number, and nothing is applied. Compared are the outputs of units and stages, the losses, every gradient as a rank makes
-it, and the ranks' sums. Micro-batches are swapped where every rank has the whole model by itself; where layers are
-spread over ranks a sum's order may differ from place to place, and a fault that stays is not found.
+All ranks run together, because the collectives of a layout need all their ranks. Dropout masks are functions of the
+micro-batch's number, and no update is applied. The check compares the outputs of units and stages, the losses, every
+gradient before its reduction, and the reduced gradients. Micro-batches are swapped only if every rank has the whole
+model. If layers are spread over ranks, the order of a sum may differ between ranks, and permanent faults are not found.
 
-The first check runs three times. A device that gives three results does not repeat, and the check is turned off.
+The first check runs three times. If the three results differ, the device is not deterministic, and the check is turned
+off.
 """
 
 from __future__ import annotations
@@ -37,11 +38,20 @@ SPREAD = ("pp", "mp", "cp", "ep", "emp")
 
 
 class RecomputeGuard:
-    """Runs the first micro-batch of the last step again; where there is a pipeline, as many as its schedule needs.
+    """Runs the first micro-batch of the last step again; with a pipeline, as many as its schedule needs.
 
-    schedule: of the pipeline. changes_kernels: a device that runs ahead may take kernels that repeat for the check,
-    which compiled code would have to be compiled again for. say: tells the run's log. enabled: False once the device
-    was found not to repeat.
+    Args:
+        job: this rank's part of the model.
+        gradients: runs forward and backward.
+        loader: reads the micro-batches of other ranks.
+        interval: steps between checks.
+        schedule: name of the pipeline schedule.
+        changes_kernels: switch an accelerator to deterministic kernels for the check. Compiled code would have to be
+            compiled again for that.
+        log_line: writes a line to the log.
+
+    Attributes:
+        enabled: False once the device was found not to be deterministic.
     """
 
     name = "recompute"
@@ -56,34 +66,34 @@ class RecomputeGuard:
         *,
         schedule: str,
         changes_kernels: bool,
-        say: Callable[[str], None],
+        log_line: Callable[[str], None],
     ) -> None:
         self.interval = interval
         self.enabled = True
-        self._job, self._gradients, self._loader, self._say = job, gradients, loader, say
+        self._job, self._gradients, self._loader, self._log_line = job, gradients, loader, log_line
         self._units = [spec.unit for spec in job.table]
         self._num = 1 if job.pipeline is None or schedule == GPIPE else job.world.grid.pp
         self._changes_kernels = changes_kernels and job.world.device.is_async
-        self._known = False  # whether the device repeats
+        self._known = False  # True once the device is known to be deterministic
         world = job.world
         self._swaps = world.axis("data").size > 1 and all(world.axis(name).size == 1 for name in SPREAD)
 
     def before_update(self) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
     def after_update(self, iteration: int) -> None:
-        """Nothing to keep."""
+        """Do nothing."""
 
     def check(self, iteration: int) -> None:
-        """Run and compare; raises CorruptionError, on every rank, naming ranks, nodes, devices and the first place."""
+        """Run and compare. Raises CorruptionError, on every rank, with ranks, nodes, devices and first difference."""
         if not self.enabled:
             return
         step = self._gradients.work
         assert step is not None, "a step comes before the check that follows it"
         work = replace(step, batches=step.batches[: self._num])
         with self._unnoticed():
-            runs = [self._run(work) for _ in range(2 if self._known else 3)]
-            swapped = self._run(self._next_ones(work)) if self._swaps else None
+            runs = [self._run(work) for _ in range(2 if self._known else 3)]  # [1]
+            swapped = self._run(self._next_ones(work)) if self._swaps else None  # [2]
         if not self._repeats(iteration, runs):
             return
         if not self._known:
@@ -114,7 +124,7 @@ class RecomputeGuard:
         return trail.end()
 
     def _next_ones(self, work: StepBatches) -> StepBatches:
-        """The next data rank's micro-batch, with its masks."""
+        """Return the next data rank's micro-batch, with its number, so that it gets the same masks."""
         data = self._job.world.axis("data")
         other = (data.rank + 1) % data.size
         batch = self._loader.first_of(other, work.first_sample, work.length)
@@ -122,7 +132,7 @@ class RecomputeGuard:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """What the runs send, wait for, count and draw is no step's; neither are the gradients they leave."""
+        """Keep the runs out of the step's statistics: bytes sent, waits, counters, random state and gradients."""
         job = self._job
         comm = job.comm
         before = comm.launched.copy(), comm.host_waits
@@ -142,7 +152,7 @@ class RecomputeGuard:
 
     @contextmanager
     def _repeatable(self) -> Iterator[None]:
-        """Kernels that repeat their results, where there are such; attention's backward on CUDA has both kinds."""
+        """Use deterministic kernels if there are any, as for the backward of attention on CUDA."""
         if not self._changes_kernels or torch.are_deterministic_algorithms_enabled():
             yield
             return
@@ -158,23 +168,23 @@ class RecomputeGuard:
             memory.fill_uninitialized_memory = filled
 
     def _repeats(self, iteration: int, runs: list[DigestRecord]) -> bool:
-        """Whether all runs gave the same on every rank. Turns the check off where the first three all differ."""
+        """Return True if all runs agree on every rank. Turns the check off if the first three runs all differ."""
         world = self._job.world
         pairs = [(one, other) for number, one in enumerate(runs) for other in runs[number + 1 :]]
-        found = [first_difference(one, other) for one, other in pairs]
+        differences = [first_difference(one, other) for one, other in pairs]
         local = any(first_difference(one.local(), other.local()) for one, other in pairs)
-        own = [*(place is not None for place in found), local]
-        rows = numbers_of_all(own, world.axis("world"), world.device.torch_device)
-        *differ, here = (sum(column) for column in zip(*rows, strict=True))
+        flags = [*(place is not None for place in differences), local]
+        rows = numbers_of_all(flags, world.axis("world"), world.device.torch_device)
+        *differ, local_count = (sum(column) for column in zip(*rows, strict=True))
         if not any(differ):
             return True
-        named = first_over_ranks(min((place for place in found if place is not None), default=None), world)
-        # A rank that alone does not repeat what all the others do is no kind of device, but a faulty one.
-        if len(runs) > 2 and all(differ) and (here == 0 or 2 * here > len(rows)):
+        named = first_over_ranks(min((place for place in differences if place is not None), default=None), world)
+        # If only a minority of ranks do not repeat, they are faulty. If most do not, this kind of device does not.
+        if len(runs) > 2 and all(differ) and (local_count == 0 or 2 * local_count > len(rows)):
             self.enabled = False
-            self._say(
+            self._log_line(
                 f"recompute check: off, three runs of a micro-batch gave three results: first {named.text}; "
-                "--deterministic asks for kernels that repeat theirs"
+                "pass --deterministic to use kernels that repeat theirs"
             )
             return False
         message = (
@@ -183,16 +193,16 @@ class RecomputeGuard:
         raise CorruptionError(message, named.ranks, named.places)
 
     def _alike(self) -> bool:
-        """Whether all devices are of one kind, whose results can be compared."""
+        """Return True if all devices are of one kind, so that their results can be compared."""
         world = self._job.world
         own = zlib.crc32(world.device.name.encode())
         alike = len({row[0] for row in numbers_of_all([own], world.axis("world"), world.device.torch_device)}) == 1
         if not alike:
-            self._say("recompute check: micro-batches are not swapped between ranks, whose devices are not of one kind")
+            self._log_line("recompute check: micro-batches are not swapped between ranks, because their devices differ")
         return alike
 
     def _compare(self, iteration: int, own: DigestRecord, swapped: DigestRecord) -> None:
-        """This rank's micro-batch as another computed it, over the ring of data ranks."""
+        """Compare this rank's results with those of the rank that ran its micro-batch, over the ring of data ranks."""
         world, data = self._job.world, self._job.world.axis("data")
         device = world.device.torch_device
         rows = numbers_of_all([own.hash(), swapped.hash(), len(own.digests), len(swapped.digests)], data, device)

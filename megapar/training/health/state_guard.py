@@ -1,8 +1,8 @@
-"""The guard of masters and moments: memory that changes by itself between two updates.
+"""The guard of master weights and moments: detects memory that changes between two updates.
 
-No other rank holds what sharding cuts, so that nothing can be compared but a rank's own state with itself: after each
-update a part of it is digested, and once more when the gradients of the next step are complete. Whether a rank found a
-change travels with the gradient norm, so that all ranks hear of it in the same step and the host waits for nothing.
+Sharded state exists on one rank only, so a rank can compare it only with itself. After each update a part of it is
+digested, and again when the gradients of the next step are complete. The result is reduced together with the gradient
+norm, so that all ranks learn of a change in the same step, without another wait of the host.
 """
 
 from __future__ import annotations
@@ -29,43 +29,49 @@ from megapar.errors import CorruptionError
 from megapar.training.building.job import Job
 
 AUTO = -1
-SHARE = 0.01  # of a step
+SHARE = 0.01  # maximum share of a step's time
 SHOWN = 3
-_TIMED_UPDATES = 4  # the first step is not like the others
+_TIMED_UPDATES = 4  # the median discounts the first step, which takes longer
 _SAMPLE_BYTES = 1 << 28
 
 
 class StateGuard:
-    """Masters and moments are what the last update left.
+    """Checks that master weights and moments are unchanged since the last update.
 
-    steps: that a turn through all of them takes; ``AUTO``: as many as keep it below ``SHARE`` of a step, chosen after
-    the first steps. messages: for the log. delay_steps: a host that runs ahead gets a norm a step later,
-    and what is offloaded is compared when it next comes to the device.
+    ``steps`` is the number of steps in which all of them are compared. ``AUTO`` chooses it after the first steps, so
+    that the comparison takes less than ``SHARE`` of a step.
+
+    Attributes:
+        messages: lines for the log.
+        delay_steps: steps between a finding and the reaction to it: one if the host runs ahead and reads the norm a
+            step later, and one for offloaded state, which is compared when it is next on the device.
     """
 
     name = "state"
-    interval = sys.maxsize  # every rank hears of every step; ``check`` is for saves
+    interval = sys.maxsize  # every step votes; ``check`` runs only before saves
     before_saves = True
     enabled = True
 
     def __init__(self, job: Job, steps: int) -> None:
         self._job = job
         self._updates: list[float] = []
-        self._steps = 0  # of a turn
-        self._held_after: deque[int] = deque()  # iterations of the last turn's updates
+        self._steps = 0  # in which all parts are compared once
+        self._held_after: deque[int] = deque()  # iterations of the last ``_steps`` updates
         self._digested: DigestedTensors | None = None
         self.messages: list[str] = []
         self.delay_steps = int(job.world.device.is_async) + int(isinstance(job.optimizer, OffloadedOptimizer))
         if steps == AUTO:
-            self.messages.append(f"masters and moments: compared after a few steps, for at most {SHARE:.0%} of a step")
+            self.messages.append(
+                f"masters and moments: comparison starts after a few steps, and takes at most {SHARE:.0%} of a step"
+            )
         else:
             self._begin(steps)
 
     def before_update(self) -> None:
-        """It was compared with the gradient norm."""
+        """Do nothing: the comparison is part of the votes."""
 
     def after_update(self, iteration: int) -> None:
-        """Digest the part whose turn it is."""
+        """Digest the next part."""
         if self._digested is None:
             self._updates.append(time.perf_counter())
             if len(self._updates) < _TIMED_UPDATES:
@@ -76,36 +82,39 @@ class StateGuard:
         self._held_after.append(iteration)
 
     def vote(self) -> int | Tensor:
-        """1, or true on the device, where this rank's memory has changed since the last update."""
-        found = None if self._digested is None else self._digested.compare()
-        return 0 if found is None else found
+        """Return 1, or a true scalar on the device, if this rank's memory has changed since the last update, else 0."""
+        changed = None if self._digested is None else self._digested.compare()
+        return 0 if changed is None else changed
 
     def vouches_for(self, iteration: int) -> int:
-        """Memory that changes again and again from then on would have been seen: every part has had its turn."""
-        del iteration  # a step that changed nothing is none of a turn's
+        """Return the first of the last ``_steps`` updates, or 0 before every part was compared once.
+
+        A fault that repeats since then would have been found.
+        """
+        del iteration  # steps without an update do not count
         return self._held_after[0] if 0 < self._steps == len(self._held_after) else 0
 
     def check(self, iteration: int) -> None:
-        """Compare what is held; raises CorruptionError, on every rank, naming ranks, nodes, devices and parameters."""
-        job, found = self._job, list[tuple[int, int]]()
+        """Compare the digests. Raises CorruptionError, on every rank, with ranks, nodes, devices and parameters."""
+        job, changed = self._job, list[tuple[int, int]]()
         if self._digested is not None:
             job.world.device.synchronize()
             self._digested.look()
-            found = self._digested.changed()
+            changed = self._digested.changed()
         world, device = job.world.axis("world"), job.world.device.torch_device
-        bad = torch.tensor(bool(found), dtype=torch.int64, device=device)
+        bad = torch.tensor(bool(changed), dtype=torch.int64, device=device)
         reduce_numbers(bad, world, "state guard")
         if not bad.item():
             return
-        names = self._names(found)
-        places = texts_of_all(self._place() if found else "", world, device)
-        told = [text.split("\n") for text in texts_of_all(_fitting(names), world, device)]
+        names = self._names(changed)
+        places = texts_of_all(self._place() if changed else "", world, device)
+        names_of = [text.split("\n") for text in texts_of_all(_fitting(names), world, device)]
         ranks = [rank for rank, place in enumerate(places) if place]
-        wrong = "; ".join(f"rank {rank} ({places[rank]}): {_listed(told[rank])}" for rank in ranks)
-        parameters = list(dict.fromkeys(name for rank in ranks for name in told[rank] if name))
+        wrong = "; ".join(f"rank {rank} ({places[rank]}): {_listed(names_of[rank])}" for rank in ranks)
+        parameters = list(dict.fromkeys(name for rank in ranks for name in names_of[rank] if name))
         raise CorruptionError(
             f"iteration {iteration}: masters or moments changed between two updates, on {wrong}. Memory there does not "
-            "keep what is written: look at the hardware, and resume from a checkpoint before this.",
+            "keep its content: check the hardware, and resume from a checkpoint before this.",
             ranks,
             parameters,
         )
@@ -123,7 +132,7 @@ class StateGuard:
         self.messages.append(coverage(steps))
 
     def _steps_for(self, updates: Sequence[float]) -> int:
-        """How many steps a turn must take, the same on every rank: the slowest rank's."""
+        """Return the number of steps in which all parts are compared: that of the slowest rank, on every rank."""
         job = self._job
         step = statistics.median(b - a for a, b in itertools.pairwise(updates))
         masters = [part.master for part in job.sharding.parts]
@@ -138,8 +147,8 @@ class StateGuard:
         reduce_numbers(steps, world, "state guard", dist.ReduceOp.MAX)
         return int(steps.item())
 
-    def _names(self, found: Sequence[tuple[int, int]]) -> list[str]:
-        """What lies at these addresses."""
+    def _names(self, changed: Sequence[tuple[int, int]]) -> list[str]:
+        """Return the names of the tensors in these address ranges."""
         job = self._job
         masters = [part.master for part in job.sharding.parts]
         kinds = {"master": masters, **{name: job.optimizer.moments(name) for name in MOMENTS}}
@@ -147,7 +156,7 @@ class StateGuard:
             f"{kind} of {view.spec.name}"
             for kind, tensors in kinds.items()
             for view in job.sharding.views(tensors)
-            if any(begin < _end(view.tensor) and end > view.tensor.data_ptr() for begin, end in found)
+            if any(begin < _end(view.tensor) and end > view.tensor.data_ptr() for begin, end in changed)
         ]
 
     def _place(self) -> str:
@@ -156,33 +165,33 @@ class StateGuard:
 
 
 def coverage(steps: int) -> str:
-    """What of masters and moments is compared, and when a fault is seen."""
+    """Describe how often masters and moments are compared, and when a fault is found."""
     if steps == 1:
-        return "masters and moments: all compared in every step; a bit that flips is seen before the next update"
+        return "masters and moments: all compared in every step; a flipped bit is found before the next update"
     return (
-        f"masters and moments: all compared within {steps} steps, a part in each; memory that changes again and again "
-        f"is seen after at most {steps} steps, a change that happens once with a chance of 1 in {steps}"
+        f"masters and moments: all compared within {steps} steps, a part in each; memory that keeps changing is found "
+        f"after at most {steps} steps, a single change with a probability of 1 in {steps}"
     )
 
 
 def seconds_of_turn(sample: Sequence[Tensor], total_bytes: int, device: Device) -> float:
-    """How long it takes to digest so many bytes twice and compare, by trying it on tensors like them."""
+    """Return the seconds to digest ``total_bytes`` twice and compare, extrapolated from a sample of tensors."""
     nbytes = sum(tensor.nbytes for tensor in sample)
     parts = max(1, nbytes // _SAMPLE_BYTES)
-    tried = RestingTensors([tensor.detach() for tensor in sample], parts)
+    trial = RestingTensors([tensor.detach() for tensor in sample], parts)
     seconds = []
     for _ in range(3):
         device.synchronize()
         start = time.perf_counter()
-        tried.hold()
-        tried.compare()
+        trial.hold()
+        trial.compare()
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds) * total_bytes * parts / max(1, nbytes)
 
 
 def _end(tensor: Tensor) -> int:
-    """The address behind a view's last element."""
+    """Return the address after a view's last element."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -190,7 +199,7 @@ def _end(tensor: Tensor) -> int:
 
 
 def _fitting(names: Sequence[str]) -> str:
-    """As many names as a text may have."""
+    """Join as many names as fit into a text."""
     lines = itertools.accumulate(names, lambda text, name: f"{text}\n{name}")
     return max((text for text in lines if len(text.encode()) <= TEXT_BYTES), key=len, default="")
 

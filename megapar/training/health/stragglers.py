@@ -1,4 +1,7 @@
-"""Slow ranks: how long each rank works of its own in a step, without waiting for others, and who stands out."""
+"""Stragglers: the time each rank works in a step without waiting for others, and the ranks that are too slow.
+
+Tested in ``tests/core/health/test_watchdog.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,19 @@ from megapar.core.comm.agreement import gather_numbers
 from megapar.core.comm.axis import Axis
 
 NOISE_SECONDS = 0.01
-INTERVALS, STEPS = 3, 10  # in a row, at least, before a rank is named: a busy moment is no slow rank
+INTERVALS, STEPS = 3, 10  # minimum in a row before a rank is named, so that a short delay does not count
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of own work in the median step of an interval: percentiles over ranks, and the slowest rank."""
+    """Seconds of work in the median step of an interval, without waits: percentiles over ranks, and the slowest rank.
+
+    Attributes:
+        p50: seconds of the median rank.
+        p90: seconds at the 90th percentile of ranks.
+        max: seconds of the slowest rank.
+        slowest_rank: the slowest rank.
+    """
 
     p50: float
     p90: float
@@ -25,16 +35,16 @@ class Pace:
     slowest_rank: int
 
     def to_dict(self) -> dict[str, float]:
-        """As metrics have it."""
+        """Return the fields for the metrics."""
         return {"p50": self.p50, "p90": self.p90, "max": self.max, "slowest_rank": self.slowest_rank}
 
     def stands_out(self, factor: float) -> bool:
-        """Whether the slowest rank takes ``factor`` times the median rank; 0: never."""
+        """Return True if the slowest rank takes over ``factor`` times as long as the median rank. 0 means never."""
         return factor > 0 and self.max > max(factor * self.p50, self.p50 + NOISE_SECONDS)
 
 
 class Stragglers:
-    """Names a rank that stays slow: in INTERVALS log intervals and STEPS steps in a row; once, while it stays so."""
+    """Names a rank that is slow for INTERVALS log intervals and STEPS steps in a row, once for as long as it lasts."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -43,7 +53,7 @@ class Stragglers:
         self._named = False
 
     def update(self, pace: Pace, steps: int) -> str:
-        """Take in an interval of so many steps; returns a warning for the log, or ""."""
+        """Add an interval of ``steps`` steps. Returns a warning for the log, or ""."""
         rank = pace.slowest_rank if pace.stands_out(self._factor) else -1
         if rank != self._rank:
             self._rank, self._intervals, self._steps, self._named = rank, 0, 0, False
@@ -59,7 +69,7 @@ class Stragglers:
 
 
 def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
-    """The pace of all ranks; every rank calls it. seconds: this rank's own work in each step of the interval."""
+    """Return the pace of all ranks. Every rank must call it with its seconds of work in each step of the interval."""
     ordered = sorted(seconds)
     own = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
     medians = gather_numbers(own, world, "pace")
@@ -67,7 +77,7 @@ def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
 
 
 def summary(medians: Sequence[float]) -> Pace:
-    """Of every rank's median step."""
+    """Return the pace from the median step of every rank, in seconds."""
     ordered = sorted(medians)
     return Pace(
         p50=ordered[(len(ordered) - 1) // 2],

@@ -1,4 +1,7 @@
-"""The watchdog of a run as the flags say it."""
+"""The watchdog of a run, from its flags.
+
+Tested in ``tests/core/health/test_watchdog.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megapar.rules.sections import origin_of_limit, section_limits
 
 
 def make_watch(config: Config) -> Watchdog:
-    """What ends a run that hangs, and tells of one that is unusually slow; this rank is starting up from now on."""
+    """Return the watchdog, which ends a run that hangs and reports a slow one. Begins its start-up section."""
     options = config.reliability
     limits = section_limits(options.section_timeouts, options.step_timeout_seconds)
     watch = Watchdog(
@@ -28,7 +31,7 @@ def make_watch(config: Config) -> Watchdog:
 
 
 def meet(watch: Watchdog, world: World) -> None:
-    """The ranks have found each other."""
+    """Pass the communicators and the store of the ranks to the watchdog, after the rendezvous."""
     watch.meet(
         world.rank,
         world.grid.world_size,
@@ -39,6 +42,6 @@ def meet(watch: Watchdog, world: World) -> None:
 
 
 def _compiled() -> int:
-    """How many pieces of Python torch has compiled, or begun to, in this process."""
+    """Return the number of frames that torch has compiled, or started to compile, in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else sum(utils.counters["frames"].values())

@@ -1,4 +1,7 @@
-"""Who writes down what a guard has found, so that the next start goes on from before it."""
+"""The record of a fault that a guard has found, so that the next start resumes from a checkpoint before it.
+
+Tested in ``tests/training/checkpoints/test_verification.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,16 @@ from megapar.errors import CorruptionError, TrainingError
 
 
 class Witness:
-    """Every rank has one. The failing ranks move or remove nothing: they are the ones that cannot be trusted.
+    """Records faults. A failing rank writes only the record, and moves or removes nothing, since it cannot be trusted.
 
-    folders: where the next start looks. began: the iteration at which this one began. hosts: by rank, once known.
-    others: names of checkpoints there that are of other lines than this run's.
+    Args:
+        folders: folders in which the next start looks for the record.
+        world: process groups of all axes.
+        began: last iteration done before this start.
+
+    Attributes:
+        hosts: host of every rank, once known.
+        others: names of checkpoints in the folders that are on other lineages.
     """
 
     def __init__(self, folders: Sequence[Path], world: World, began: int) -> None:
@@ -29,8 +38,8 @@ class Witness:
         self.hosts: Sequence[str] = ()
         self.others: Collection[str] = ()
 
-    def tell(self, check: str, iteration: int, verified: Mapping[str, int], error: TrainingError) -> CorruptionError:
-        """Write down a fault, unless another rank has; the error to raise, which says where the fault lies."""
+    def record(self, check: str, iteration: int, verified: Mapping[str, int], error: TrainingError) -> CorruptionError:
+        """Record a fault, unless another rank has. Returns the error to raise, which locates the fault."""
         known = error if isinstance(error, CorruptionError) else CorruptionError(str(error))
         ranks, parameters = known.ranks, known.parameters
         blamed = tuple(self._blamed(rank) for rank in ranks)
@@ -43,7 +52,9 @@ class Witness:
             try:
                 _write_once(folder, content)
             except OSError as failure:
-                message += f" {folder / RECORD} could not be written ({failure}): newer checkpoints may hold the fault."
+                message += (
+                    f" {folder / RECORD} could not be written ({failure}): newer checkpoints may contain the fault."
+                )
         return CorruptionError(message, ranks, parameters)
 
     def _blamed(self, rank: int) -> Blamed:
@@ -55,7 +66,7 @@ class Witness:
 
 
 def _write_once(folder: Path, content: bytes) -> None:
-    """Write the record durably; the first rank's stays. Raises OSError."""
+    """Write the record durably, unless another rank has. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f"{RECORD}.tmp-{uuid.uuid4().hex[:12]}"
     try:
@@ -64,7 +75,7 @@ def _write_once(folder: Path, content: bytes) -> None:
             os.link(aside, folder / RECORD)
         except FileExistsError:
             return
-        except OSError:  # a file system without links; all ranks say nearly the same
+        except OSError:  # a file system without links: overwriting is fine, since all records are nearly the same
             aside.replace(folder / RECORD)
         sync_folder(folder)
     finally:

@@ -1,4 +1,4 @@
-"""Where records go: a JSON lines file, TensorBoard, the terminal."""
+"""Loggers of records: a JSON lines file, TensorBoard, the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS = ".experts.jsonl"
 
 
 class JsonLinesLogger:
-    """Appends one object per iteration; iterations that a resumed run repeats are dropped from the file first."""
+    """Appends one object per iteration. First drops the iterations from the file that a resumed run repeats."""
 
     def __init__(self, path: Path, first_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,20 +32,20 @@ class JsonLinesLogger:
         self._file = path.open("a")
 
     def log(self, record: Record) -> None:
-        """One line; the experts' load goes to a file of its own, which only runs with experts have."""
+        """Append a line. The experts' load goes to a separate file, which only runs with experts have."""
         self._file.write(json.dumps(record.to_dict()) + "\n")
         if record.expert_load:
             self._experts = self._experts or self._experts_path.open("a")
             self._experts.write(json.dumps({"iteration": record.iteration, "layers": record.expert_load}) + "\n")
 
     def flush(self) -> None:
-        """To the operating system."""
+        """Flush both files to the operating system."""
         self._file.flush()
         if self._experts is not None:
             self._experts.flush()
 
     def close(self) -> None:
-        """No more lines; both files are closed, whatever one of them says."""
+        """Close both files, even if closing the first one fails."""
         try:
             self._file.close()
         finally:
@@ -54,19 +54,19 @@ class JsonLinesLogger:
 
 
 def _drop_repeated(path: Path, first_iteration: int) -> None:
-    """Keep the records of the iterations before the first; a line that a kill has cut off is no record."""
+    """Keep only the records of iterations before the first. Also drops a line that a kill has truncated."""
     if not path.is_file():
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     kept = "".join(line + "\n" for line in text.splitlines() if _iteration_of(line) < first_iteration)
     if kept != text:
         path = path.resolve()
-        aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         try:
-            aside.write_text(kept, encoding="utf-8")
-            aside.replace(path)
+            temporary.write_text(kept, encoding="utf-8")
+            temporary.replace(path)
         except OSError:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
 
@@ -78,7 +78,7 @@ def _iteration_of(line: str) -> float:
 
 
 class TensorBoardLogger:
-    """Scalars by their names with units, and the experts' load as percentiles per layer."""
+    """Writes scalars, and the experts' load as percentiles per layer, to TensorBoard."""
 
     def __init__(self, folder: Path, first_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -86,7 +86,7 @@ class TensorBoardLogger:
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def log(self, record: Record) -> None:
-        """One point on every curve."""
+        """Add a point to every curve."""
         scalars = {
             "loss/total": record.loss,
             "loss/lm": record.lm_loss,
@@ -127,18 +127,18 @@ class TensorBoardLogger:
                 self._writer.add_scalar(f"expert_load/layer_{layer}/{name}", value, record.iteration)
 
     def flush(self) -> None:
-        """To the event file."""
+        """Flush to the event file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """No more points."""
+        """Close the event file."""
         self._writer.close()
 
 
 class PlainTerminal:
-    """One line per log interval with the time and how long is left, for files and pipes.
+    """Prints one line per log interval with the time and the time left, for files and pipes.
 
-    clock: seconds since the epoch.
+    ``clock`` returns seconds since the epoch.
     """
 
     def __init__(
@@ -151,37 +151,37 @@ class PlainTerminal:
         self._left = TimeLeft()
         self._newest: int | None = None
 
-    def tell(self, text: str) -> None:
-        """A line without a time, before the first step."""
+    def print_line(self, text: str) -> None:
+        """Print a line without a time."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def say(self, text: str) -> None:
-        """A line that is no iteration, with the time on this machine."""
-        self.tell(f"{datetime.fromtimestamp(self._clock()):%Y-%m-%d %H:%M:%S} {text}")
+    def print_message(self, text: str) -> None:
+        """Print a line with the local time, other than that of an iteration."""
+        self.print_line(f"{datetime.fromtimestamp(self._clock()):%Y-%m-%d %H:%M:%S} {text}")
 
     def log(self, record: Record) -> None:
-        """A line every interval, and wherever an evaluation took place."""
+        """Print a line every log interval, and after every evaluation."""
         self._newest = record.iteration
         self._left.measured(record.iteration_seconds)
         if record.iteration % self._interval == 0 or record.eval_loss is not None:
             left = self._left.seconds(record.iteration, self._train_iters, self._clock())
             more = "" if left is None else f" | left {clock_text(left)}"
-            self.say(describe(record, self._train_iters) + more)
+            self.print_message(describe(record, self._train_iters) + more)
 
     def flush(self) -> None:
-        """To the reader; what was logged since the last time is one report."""
+        """Flush the stream. The records since the last flush are one report for the estimate of the time left."""
         self._stream.flush()
         if self._newest is not None:
             self._left.reported(self._clock(), self._newest)
             self._newest = None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class ProgressTerminal(PlainTerminal):
-    """A progress bar with loss and time left, for people at a terminal; lines scroll above it."""
+    """Shows a progress bar with loss and time left, for interactive terminals. Lines scroll above it."""
 
     def __init__(self, train_iters: int, interval: int, start: int) -> None:
         super().__init__(train_iters, interval)
@@ -197,22 +197,22 @@ class ProgressTerminal(PlainTerminal):
         self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-")
         self._progress.start()
 
-    def tell(self, text: str) -> None:
-        """A line above the bar."""
+    def print_line(self, text: str) -> None:
+        """Print a line above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
 
     def log(self, record: Record) -> None:
-        """Moves the bar."""
+        """Advance the bar."""
         super().log(record)
         self._progress.update(self._task, completed=record.iteration, loss=f"{record.loss:.4f}")
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Stop updating the bar."""
         self._progress.stop()
 
 
 def describe(record: Record, train_iters: int) -> str:
-    """One iteration on one line."""
+    """Format a record on one line."""
     parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}", f"lm {record.lm_loss:.4f}"]
     parts += [f"sop {record.sop_loss:.4f}"] if record.sop_loss is not None else []
     parts += [f"aux {record.aux_loss:.3f}"] if record.aux_loss is not None else []

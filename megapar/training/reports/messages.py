@@ -1,4 +1,4 @@
-"""What people read of a run besides its iterations; one rank speaks."""
+"""Messages of a run other than its iterations, printed by rank 0, and the loggers that print them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megapar.training.step.objective import Objective
 
 
 def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | None:
-    """Where rank 0 speaks; other ranks have none. iteration: the last one done."""
+    """Return the terminal of rank 0, or None on other ranks. ``iteration`` is the last one done."""
     if rank != 0:
         return None
     iterations, interval = config.training.train_iters, config.logging.log_interval
@@ -37,34 +37,38 @@ def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | 
 
 
 def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int) -> list[Logger]:
-    """Everything that is told of iterations, on the rank that has a terminal."""
+    """Return the loggers, on the rank with a terminal."""
     if terminal is None:
         return []
-    logging, first = config.logging, iteration + 1
+    logging, first, warn = config.logging, iteration + 1, terminal.print_message
     loggers: list[Logger] = [terminal]
     if logging.metrics_jsonl:
         metrics = Path(logging.metrics_jsonl)
-        loggers.append(PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at), first, terminal.say))
+        loggers.append(
+            PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at), first, warn)
+        )
     if logging.tensorboard_dir:
         board = Path(logging.tensorboard_dir)
-        loggers.append(PatientLogger(str(board), lambda at: TensorBoardLogger(board, at), first, terminal.say))
+        loggers.append(
+            PatientLogger(str(board), lambda at: TensorBoardLogger(board, at), first, warn)
+        )
     return loggers
 
 
 def make_monitor(
     config: Config, job: Job, objective: Objective, terminal: PlainTerminal | None, iteration: int
 ) -> Monitor:
-    """What collects the steps of this rank. Who has a terminal also writes down what the run is."""
+    """Return the monitor of this rank. The rank with a terminal also measures the peak and writes ``run.json``."""
     world, metrics = job.world, config.logging.metrics_jsonl
     peak, source = math.nan, "unknown"
-    if terminal is not None:  # nobody reads the other ranks' records, and all together would measure less
+    if terminal is not None:  # only this rank's records are used, and measuring on all ranks at once would be lower
         peak, source = peak_flops(world.device, compute_dtype(config, world.device))
         if metrics:
             folder = Path(metrics).absolute().parent
             try:
                 facts.write_facts(folder, config, world, peak, source, _num_parameters(job))
             except OSError as error:
-                terminal.say(f"WARNING: {folder / facts.NAME} cannot be written: {error}")
+                terminal.print_message(f"WARNING: {folder / facts.NAME} cannot be written: {error}")
     return Monitor(
         world=world.axis("world"),
         data=world.axis("data"),
@@ -84,61 +88,61 @@ def _num_parameters(job: Job) -> int:
 
 
 def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
-    """What is about to be trained, and on what."""
+    """Yield the lines about the model and the devices at the start of a run."""
     world = job.world
-    room = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
-    yield f"{config.grid.describe()}, {world.num_groups} communicators{room}"
+    buffers = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
+    yield f"{config.grid.describe()}, {world.num_groups} communicators{buffers}"
     dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
     if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
         yield bound
     if products := expert_products(config, job.sizes, world.device):
         yield products
-    if said := apex_installed():
-        yield said
+    if apex := apex_installed():
+        yield apex
     peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"
     model = f"{type(job.model).__name__}: {_num_parameters(job):,} parameters"
     yield f"{model}, {world.device.name}, {dtype}, peak {peak}"
 
 
 def expert_products(config: Config, sizes: ModelSizes, device: Device) -> str:
-    """In which form experts multiply their rows; "" where there are none."""
+    """Describe the products of experts: grouped GEMM, or one per expert. Returns "" without experts."""
     if not sizes.expert_widths:
         return ""
     if config.ampipe.use_pipe_experts:
-        return "experts: a product for each one's piece of rows (--use-pipe-experts)"
+        return "experts: one product per expert and piece of its rows (--use-pipe-experts)"
     dtype, emp = compute_dtype(config, device), config.parallel.expert_mp_degree
     widths = sorted({sizes.hidden_size, *(width // emp for width in sizes.expert_widths)})
     lacks = device.grouped_lacks(dtype, widths)
     if not lacks:
-        return "experts: one grouped product for all of a rank's"
-    return f"experts: a product for each, whose rows the host knows or reads once per layer: {lacks}"
+        return "experts: one grouped GEMM for all experts of a rank"
+    return f"experts: one product per expert, with row counts that the host knows or reads once per layer: {lacks}"
 
 
 def nothing_left(iteration: int, train_iters: int) -> str:
-    """Of a run that has no step to do: what it resumed from is as far as it was asked to go."""
+    """Return the message of a run whose checkpoint has already reached --train-iters."""
     return f"no step is left: iteration {iteration} is done, --train-iters is {train_iters}"
 
 
 def evaluation(means: Mapping[str, float]) -> str:
-    """An evaluation that follows no step. means: of the terms, and their ``loss``."""
+    """Return the message of an evaluation without a step. ``means`` contains the terms and ``loss``."""
     terms = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss")
     return f"held-out loss {means['loss']:.4f} ({terms})"
 
 
 def how_to_continue(config: Config) -> str:
-    """Of a run that has saved and was stopped before its end."""
+    """Return the command that continues a run that was stopped before its end."""
     checkpoint = config.checkpoint
     if checkpoint.load == checkpoint.save:
-        return "the same command goes on from there"
-    return f"to go on: the same command with --load {shlex.quote(str(checkpoint.save))}"
+        return "to continue, run the same command again"
+    return f"to continue, run the same command with --load {shlex.quote(str(checkpoint.save))}"
 
 
 def farewell(config: Config, checkpoint: Path | None, exported: Path | None) -> Iterator[str]:
-    """What the run leaves behind, and where."""
-    for what, where in (
+    """Yield the outputs of the run with their folders."""
+    for output, folder in (
         ("checkpoint", checkpoint),
         ("TensorBoard files", config.logging.tensorboard_dir),
         ("Hugging Face model", exported),
     ):
-        if where:
-            yield f"{what}: {where}"
+        if folder:
+            yield f"{output}: {folder}"

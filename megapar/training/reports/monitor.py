@@ -1,6 +1,8 @@
-"""Keeps what iterations report on the device, and turns it into records once per log interval.
+"""The monitor: keeps the results of steps on the device, and turns them into records once per log interval.
 
-Nothing here looks at a value on the device between two flushes, so that training is not held up.
+It reads no values from the device between two flushes, so that training does not wait.
+
+Tested in ``tests/training/step/test_observer.py`` and ``tests/training/test_pace.py``.
 """
 
 from __future__ import annotations
@@ -36,12 +38,24 @@ _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_lo
 
 @dataclass
 class Step:
-    """One optimizer step as the loop saw it; tensors are this rank's own sums, on the device.
+    """The result of one optimizer step. Tensors are this rank's sums, on the device.
 
-    denominators: of the terms, over the global batch. norm: the global gradient's. skipped: nothing was changed.
-    sent_bytes: "axis/collective" -> by this rank. exposed: what this rank waited for; None where not every wait of
-    the step was timed. waited: for the others besides. ended: when, in seconds since the epoch. evaluation: means of
-    an evaluation that followed the step.
+    Attributes:
+        iteration: number of the step, from 1.
+        consumed_samples: samples read so far.
+        consumed_tokens: tokens read so far, without padding.
+        lr: learning rate.
+        denominators: denominators of the terms, over the global batch.
+        totals: sums of the loss terms and routing statistics.
+        norm: global gradient norm.
+        loss_scale: loss scale of the gradients.
+        skipped: True if the step did not change the model.
+        sent_bytes: "axis/collective" -> bytes that this rank sent.
+        seconds: duration on the host.
+        exposed: waits of this rank for communication. None if not every wait of the step was timed.
+        waited: other waits for slower ranks.
+        ended: end of the step, in seconds since the epoch.
+        evaluation: means of an evaluation after the step. None without one.
     """
 
     iteration: int
@@ -62,9 +76,24 @@ class Step:
 
 
 class Monitor:
-    """Collects steps and tells loggers; every rank has one (sums need all data ranks), only one has loggers.
+    """Collects steps and passes their records to the loggers.
 
-    flops_per_token: of the model, forward and backward. peak: FLOP/s of one device, peak_source: where it is from.
+    Every rank has a monitor, because the sums need all data ranks. Only one rank has loggers.
+
+    Args:
+        world: all ranks.
+        data: the data axis.
+        pp: the pipeline axis.
+        cp: the context parallel axis.
+        device: device of the steps' tensors.
+        objective: the loss.
+        loggers: get the records, in order.
+        flops_per_token: FLOPs of the model per token, forward and backward.
+        peak: peak FLOP/s of one device.
+        peak_source: source of the peak.
+
+    Attributes:
+        failed_saves: failed saves in a row, set by the trainer.
     """
 
     def __init__(
@@ -90,7 +119,7 @@ class Monitor:
         self._loggers = loggers
         self._flops_per_token = flops_per_token
         self.peak, self.peak_source = peak, peak_source
-        self.failed_saves = 0  # as whoever saves has counted them
+        self.failed_saves = 0
         self._steps: list[Step] = []
         self._since = time.perf_counter()
 
@@ -99,25 +128,25 @@ class Monitor:
         self._steps.append(step)
 
     def evaluated(self, means: dict[str, float]) -> None:
-        """The newest step was followed by an evaluation; ``means`` of the terms and their ``loss``."""
+        """Add an evaluation after the newest step. ``means`` contains the terms and ``loss``."""
         self._steps[-1] = replace(self._steps[-1], evaluation=means)
 
     def flush(self) -> list[Record]:
-        """Reduce what was kept over the data ranks and tell the loggers; the records, on every rank.
+        """Reduce the kept steps over all ranks and log them. Returns the records, on every rank.
 
-        Raises TrainingError where a loss or a norm is not finite, after the loggers have been told.
+        Raises TrainingError for a non-finite loss or norm, after logging it.
         """
         if not self._steps:
             return []
         values, pace = self._reduce(), None
         now = time.perf_counter()
         if self._device.is_async:
-            # Such a host knows the interval, not the single step.
+            # A host that runs ahead can time only the whole interval, not single steps.
             share = (now - self._since) / len(self._steps)
             self._steps = [replace(step, seconds=share) for step in self._steps]
-        own = [_own(step, step.exposed) for step in self._steps if step.exposed is not None]
-        if own:  # the same steps on every rank
-            pace = find_pace(own, self._world, self._device.torch_device)
+        work = [_work_seconds(step, step.exposed) for step in self._steps if step.exposed is not None]
+        if work:  # the same steps on every rank
+            pace = find_pace(work, self._world, self._device.torch_device)
         records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
         self._steps, self._since = [], now
         for logger in self._loggers:
@@ -135,7 +164,7 @@ class Monitor:
         return records
 
     def mean_loss(self, totals: Totals, denominators: Denominators) -> float:
-        """The loss of the global batch from the sums on all ranks; waits for the device."""
+        """Return the loss of the global batch from the sums on all ranks. Waits for the device."""
         row = torch.cat([torch.stack([_wide(value) for value in totals.sums.values()]), _wide(totals.routing)])
         self._sum_over_ranks(row.unsqueeze(0), len(totals.sums))
         values = row.tolist()
@@ -146,9 +175,9 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is no training (an evaluation, a checkpoint): its time is nobody's step's."""
+        """Exclude the time inside (an evaluation, a checkpoint) from the time of the steps."""
         if self._device.is_async:
-            self._device.synchronize()  # what still runs there is training
+            self._device.synchronize()  # work that is still running belongs to the steps
         start = time.perf_counter()
         try:
             yield
@@ -156,12 +185,12 @@ class Monitor:
             self._since += time.perf_counter() - start
 
     def close(self) -> None:
-        """Tell the loggers that the run is over."""
+        """Close the loggers."""
         for logger in self._loggers:
             logger.close()
 
     def _reduce(self) -> list[list[float]]:
-        """Per step: its sums, dropped, routing losses, load (summed over all ranks) and its norm, on the host."""
+        """Return per step, on the host: sums, dropped, routing losses, load (all summed over all ranks) and norm."""
         rows = []
         for step in self._steps:
             totals = step.totals
@@ -174,10 +203,10 @@ class Monitor:
         return values
 
     def _sum_over_ranks(self, rows: Tensor, num_sums: int) -> None:
-        """Add up rows of loss sums and what routing says, in place.
+        """Sum rows of losses and routing statistics over all ranks, in place.
 
-        A rank of cp has the losses of its positions and the routing of the whole; a stage of a pipeline has the routing
-        of its layers, the last one the losses.
+        A rank of cp has the losses of its positions and the routing of the whole sequence. A pipeline stage has the
+        routing of its layers, and the last stage has the losses.
         """
         if self._cp.rank:
             rows[:, num_sums:] = 0
@@ -239,13 +268,13 @@ class Monitor:
 
 
 def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) -> float:
-    """Cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
+    """Return the cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
     words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
     return sum(row[names.index(name)] for name in words) / max(1, sum(items[name] for name in words))
 
 
-def _own(step: Step, exposed: Waits) -> float:
-    """Seconds that this rank worked in a step while it waited for nobody."""
+def _work_seconds(step: Step, exposed: Waits) -> float:
+    """Return the seconds that this rank worked in a step, without waits for other ranks."""
     waited = sum(exposed.seconds().values()) + sum(step.waited.seconds().values())
     return max(0.0, step.seconds - waited)
 
@@ -255,11 +284,11 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _percentiles(flat: list[float], layers: int, experts: int) -> list[dict[str, float]]:
-    """Per layer how much of a fair share (1.0) the least, the median, the 90th percentile and the most loaded got."""
-    found = []
+    """Return percentiles of the experts' load per layer, relative to a balanced load of 1.0."""
+    percentiles = []
     for layer in range(layers):
         counts = sorted(flat[layer * experts : (layer + 1) * experts])
         fair = sum(counts) / experts or 1.0
         at = {"min": 0, "p50": (experts - 1) // 2, "p90": math.ceil(0.9 * (experts - 1)), "max": experts - 1}
-        found.append({name: counts[index] / fair for name, index in at.items()})
-    return found
+        percentiles.append({name: counts[index] / fair for name, index in at.items()})
+    return percentiles

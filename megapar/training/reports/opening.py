@@ -1,4 +1,4 @@
-"""What the log of a run begins with: versions, hosts, flags, and what is trained on. One rank speaks."""
+"""The first lines of a run's log: versions, hosts, flags and data, printed by rank 0."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megapar.schema.flag import Flag
 from megapar.training.building.build import make_batch_size, make_progressive
 
 WIDTH = 118
-MOST_HOSTS = 6  # of a line
+MOST_HOSTS = 6  # maximum number of hosts in a line
 _INDENT = " " * 15
 
 
 def hosts(world: World) -> list[str]:
-    """The host of every rank, by rank. All ranks call it."""
+    """Return the host of every rank, by rank. Every rank must call it."""
     own, axis = socket.gethostname(), world.axis("world")
     if axis.group is None:
         return [own]
@@ -39,7 +39,7 @@ def hosts(world: World) -> list[str]:
 
 
 def opening(config: Config, world: World, corpus: Corpus, names: Sequence[str]) -> Iterator[str]:
-    """The first lines. names: of the hosts, by rank."""
+    """Yield the first lines of the log. ``names`` are the hosts, by rank."""
     started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     versions = f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
     yield f"{versions}, {world.device.type}; started {started}"
@@ -50,22 +50,22 @@ def opening(config: Config, world: World, corpus: Corpus, names: Sequence[str]) 
 
 def _hosts(names: Sequence[str]) -> str:
     ranks = Counter(names)
-    told = [f"{name} ({count} rank{'s' * (count > 1)})" for name, count in list(ranks.items())[:MOST_HOSTS]]
+    shown = [f"{name} ({count} rank{'s' * (count > 1)})" for name, count in list(ranks.items())[:MOST_HOSTS]]
     more = [f"{len(ranks) - MOST_HOSTS} more"] if len(ranks) > MOST_HOSTS else []
-    return f"{len(ranks)} host{'s' * (len(ranks) > 1)}: {', '.join([*told, *more])}"
+    return f"{len(ranks)} host{'s' * (len(ranks) > 1)}: {', '.join([*shown, *more])}"
 
 
 def _flags(config: Config) -> Iterator[str]:
-    """Those that differ from the defaults, as they would be written, by group."""
+    """Yield the flags that differ from the defaults, as written on a command line, by group."""
     file, values = config.runtime.config, config.values()
     yield f"flags that differ from the defaults{f', {written(file)} included' if file else ''}:"
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
         pairs = [(flag, values[flag.name]) for flag in flags if not flag.meta]
-        said = [_line(flag, value) for flag, value in pairs if _differs(config, flag, value)]
-        if said:
+        written_flags = [_line(flag, value) for flag, value in pairs if _differs(config, flag, value)]
+        if written_flags:
             yield from textwrap.wrap(
-                " ".join(said),
+                " ".join(written_flags),
                 WIDTH,
                 initial_indent=f"  {group:13}",
                 subsequent_indent=_INDENT,
@@ -104,7 +104,7 @@ def _side(title: str, contents: Sequence[Content]) -> Iterator[str]:
 
 
 def samples_of(config: Config) -> int:
-    """How many samples all steps of a run take together."""
+    """Return the number of samples of all steps of a run."""
     iterations, batch = config.training.train_iters, make_batch_size(config)
     growing = make_progressive(config)
     if growing is not None:
@@ -117,7 +117,7 @@ def samples_of(config: Config) -> int:
 
 
 def epochs(samples: int, contents: Sequence[Content]) -> str | None:
-    """How often the data is seen, of a mixture the part that is seen most often; None where nobody has counted it."""
+    """Return the number of epochs over the data, for a mixture of each part. None if a size is unknown."""
     sizes = [content.samples for content in contents if content.samples]
     if len(sizes) < len(contents) or not sizes:
         return None

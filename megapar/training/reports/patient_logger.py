@@ -1,4 +1,4 @@
-"""Loggers that cannot end a run: what one cannot take is kept and given to it again."""
+"""Loggers whose failures do not end a run: unwritten records are kept and written later."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from collections.abc import Callable
 
 from megapar.training.reports.record import Logger, Record
 
-MOST_KEPT = 10_000  # records; the oldest of more are lost
+MOST_KEPT = 10_000  # maximum number of records; the oldest ones are dropped
 LONGEST_PAUSE_SECONDS = 60.0
 
 
 class PatientLogger:
-    """A logger that is made anew after a failure, with the records it has not made safe.
+    """A logger that is recreated after a failure, with the records that were not flushed yet.
 
-    name: for people. make: a logger that begins at an iteration, and drops what an older one wrote from there on, as
-    on a restart. say: where the first failure in a row, and its end, are told. clock: in seconds. errors: calls that
-    failed; lost: records that nobody will get.
+    Args:
+        name: name for messages.
+        make: returns a logger that starts at an iteration. It drops records that an earlier one wrote from there on, as
+            on a restart.
+        first_iteration: the first iteration to log.
+        log_line: writes a line to the log, for the first of several failures in a row and for the recovery.
+        clock: returns seconds.
+
+    Attributes:
+        errors: number of failed calls.
+        lost: number of dropped records.
     """
 
     def __init__(
@@ -26,12 +34,12 @@ class PatientLogger:
         name: str,
         make: Callable[[int], Logger],
         first_iteration: int,
-        say: Callable[[str], None],
+        log_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._make = make
-        self._say = say
+        self._log_line = log_line
         self._clock = clock
         self._first = first_iteration
         self._waiting: deque[Record] = deque()
@@ -50,12 +58,12 @@ class PatientLogger:
             self.lost += 1
 
     def flush(self) -> None:
-        """Write what is kept; after a failure not before a pause, which doubles up to a minute."""
+        """Write the kept records. After a failure it pauses first, for a time that doubles up to a minute."""
         if not self._pause or self._clock() >= self._again:
             self._try()
 
     def close(self) -> None:
-        """A last try."""
+        """Try to write the kept records a last time, and close the logger."""
         if self._waiting or self._logger is None:
             self._try()
         if self._logger is not None:
@@ -64,7 +72,7 @@ class PatientLogger:
             except Exception as error:
                 self._failed(error)
         if self._waiting or self.lost:
-            self._say(f"WARNING: {self._name}: {len(self._waiting) + self.lost} records were never written")
+            self._log_line(f"WARNING: {self._name}: {len(self._waiting) + self.lost} records were never written")
 
     def _try(self) -> None:
         first = self._waiting[0].iteration if self._waiting else self._first
@@ -74,7 +82,7 @@ class PatientLogger:
             for record in self._waiting:
                 self._logger.log(record)
             self._logger.flush()
-        except Exception as error:  # whatever it is, training does not hang on a log
+        except Exception as error:  # training must not depend on a log
             self._failed(error)
             return
         if self._waiting:
@@ -82,18 +90,18 @@ class PatientLogger:
             self._waiting.clear()
         if self._pause:
             self._pause = 0.0
-            self._say(f"{self._name}: written again" + (f", without {self.lost} records" if self.lost else ""))
+            self._log_line(f"{self._name}: written again" + (f", without {self.lost} records" if self.lost else ""))
 
     def _failed(self, error: Exception) -> None:
         self.errors += 1
         if not self._pause:
-            self._say(
-                f"WARNING: {self._name} cannot be written: {type(error).__name__}: {error}. Training goes on; "
-                f"up to {MOST_KEPT:,} records are kept and tried again"
+            self._log_line(
+                f"WARNING: {self._name} cannot be written: {type(error).__name__}: {error}. Training continues; "
+                f"up to {MOST_KEPT:,} records are kept and written later"
             )
         self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause or 1.0)
         self._again = self._clock() + self._pause
         broken, self._logger = self._logger, None
         if broken is not None:
-            with contextlib.suppress(Exception):  # its buffers must not be written behind the next one's back
+            with contextlib.suppress(Exception):  # flush its buffers now, not after the next logger has started
                 broken.close()

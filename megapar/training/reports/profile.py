@@ -1,4 +1,7 @@
-"""``--profile START:END``: torch's profiler over a few steps, written for Perfetto and chrome://tracing."""
+"""``--profile START:END``: torch's profiler over a few steps, written for Perfetto and chrome://tracing.
+
+Tested in ``tests/tools/test_report.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ NAME = "trace.json"
 
 
 class Profile:
-    """Records the steps START to END, both included, of one rank.
+    """A callback that profiles the steps START to END, both included, of one rank.
 
-    folder: gets ``trace.json``; None: another rank records. settle: waits for what is in flight between steps, on all
-    ranks alike: a collective that ends after the profiler was switched on or off would be reported to one that is not
-    there, which crashes the process (torch 2.13).
+    Args:
+        steps: "START:END".
+        folder: folder for ``trace.json``. None if another rank records.
+        device: the device to profile.
+        settle: waits for collectives in flight between steps, on all ranks. A collective that ends after the profiler
+            was started or stopped is reported to a missing profiler, which crashes the process (torch 2.13).
     """
 
     def __init__(self, steps: str, folder: Path | None, device: Device, settle: Callable[[], None]) -> None:
@@ -29,7 +35,7 @@ class Profile:
         self._profiler: Any = None
 
     def before_step(self, iteration: int) -> None:
-        """Step number ``iteration`` is about to begin."""
+        """Start the profiler before the first step."""
         if iteration == self._first:
             self._settle()
             if self._folder is None:
@@ -38,13 +44,13 @@ class Profile:
             self._profiler.start()
 
     def after_step(self, iteration: int) -> None:
-        """It has ended."""
+        """Write the trace after the last step."""
         if iteration == self._last:
             self._settle()
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, also where the run ends early."""
+        """Write the recorded steps, also if the run ends early."""
         if self._profiler is not None and self._folder is not None:
             self._profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""What is known of one iteration, as people and machines read it."""
+"""The record of one iteration, as loggers write it.
+
+Tested in ``tests/training/test_pace.py`` and ``tests/training/reports/test_time_left.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,47 @@ from megapar.training.health.stragglers import Pace
 
 @dataclass
 class Record:
-    """One iteration. Losses are unweighted means over the global batch, except ``loss``, which is differentiated.
+    """One iteration. Losses are unweighted means over the global batch, except ``loss``. None means not measured.
 
-    time: when the host had launched all of it, in UTC by ISO 8601.
-    dropped_tokens: dropped (token, choice) pairs over all layers and the global batch. exposed_communication_seconds:
-    time spent waiting for collectives (the host on a CPU, the stream on an accelerator); None where it is not metered.
-    exposed_seconds: "axis/collective" -> the same by kind. skipped: nothing was changed, as gradients overflowed in
-    fp16 or were not finite, or the step was a spike. tasks, eval_tasks: loss of every ERNIE 3.0 task, and accuracy
-    where it asks for a class; lm_loss is per predicted token of all tasks then. sent_bytes: "axis/collective" -> what
-    the reporting rank sent in the step. mfu_peak: where the peak that ``mfu`` is a share of comes from, ``table`` (the
-    vendor's data sheet) or ``measured`` (a GEMM at start-up). pace: how long ranks worked of their own in the steps
-    since the last report. expert_load: percentiles of an expert's share of the routed pairs, times the number of
-    experts, per mixture-of-experts layer. logging_errors: failures so far to write a log, metrics or TensorBoard files.
-    failed_saves: checkpoints in a row, up to now, that could not be written.
+    Attributes:
+        iteration: number of the step, from 1.
+        time: end of the step on the host, in UTC, ISO 8601.
+        consumed_samples: samples read so far.
+        consumed_tokens: tokens read so far, without padding.
+        lm_loss: cross-entropy per predicted token; with ERNIE 3.0, over all tasks.
+        sop_loss: loss of the sentence-order task.
+        mtp_loss: loss of multi-token prediction.
+        aux_loss: load balancing loss of the router.
+        z_loss: z-loss of the router.
+        sequence_loss: load balancing loss per sample.
+        orthogonal_loss: orthogonality loss of the router's weight.
+        loss: the training loss, a weighted sum.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate.
+        loss_scale: loss scale of fp16, else 1.
+        skipped: True if the step changed nothing, because its gradients were not finite or it was a spike.
+        dropped_tokens: dropped (token, choice) pairs over all layers and the global batch.
+        iteration_seconds: duration of the step.
+        tokens_per_second: tokens without padding, of all ranks.
+        model_tflops_per_device: model TFLOP/s of one device.
+        mfu: share of the peak FLOP/s.
+        mfu_peak: source of the peak: ``table`` (data sheet of the vendor) or ``measured`` (a GEMM at start-up).
+        peak_memory_bytes: peak device memory of the reporting rank.
+        exposed_communication_seconds: waits for collectives (of the host on a CPU, of the stream on an accelerator).
+        exposed_seconds: "axis/collective" -> the same by kind.
+        sent_bytes: "axis/collective" -> bytes that the reporting rank sent in the step.
+        reserved_unused_bytes: device memory that the allocator keeps without a tensor.
+        allocation_retries: allocations that the device memory allocator had to retry.
+        logging_errors: failed writes of the log, metrics or TensorBoard files so far.
+        failed_saves: failed saves in a row so far.
+        pace: work of the ranks in the steps since the last report, without waits.
+        eval_loss: loss of an evaluation after the step.
+        eval_lm_loss: its cross-entropy per predicted token.
+        eval_sop_loss: its loss of the sentence-order task.
+        eval_mtp_loss: its loss of multi-token prediction.
+        tasks: loss of every ERNIE 3.0 task, and accuracy of tasks that predict a class.
+        eval_tasks: the same for an evaluation.
+        expert_load: per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load.
     """
 
     iteration: int
@@ -65,7 +96,7 @@ class Record:
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``--metrics-jsonl`` writes it: evaluated losses only where there are any, no expert load."""
+        """Return the values for ``--metrics-jsonl``: evaluation losses only after an evaluation, no expert load."""
         values = asdict(self)
         del values["expert_load"]
         for name in ("tasks", "eval_tasks"):
@@ -77,13 +108,13 @@ class Record:
 
 
 class Logger(Protocol):
-    """Something that is told of iterations on the rank that reports."""
+    """A sink for records, on the rank that reports."""
 
     def log(self, record: Record) -> None:
-        """One iteration, in order."""
+        """Log one iteration. Called in order."""
 
     def flush(self) -> None:
-        """Everything told so far is to be safe and visible."""
+        """Make all records so far durable and visible."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the logger at the end of the run."""

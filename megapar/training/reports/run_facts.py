@@ -1,4 +1,7 @@
-"""What a run is, for those who look at it afterwards: ``run.json`` beside the metrics."""
+"""Facts about a run for later analysis: ``run.json`` next to the metrics.
+
+Tested in ``tests/tools/test_report.py``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ SHOWN_ENVIRONMENT = (
 def write_facts(
     folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int
 ) -> None:
-    """The effective configuration with origins, the ranks, the environment. One rank calls it."""
+    """Write the effective configuration with origins, the ranks and the environment. One rank calls it."""
     given = config.values()
     values = {
         flag.name: {

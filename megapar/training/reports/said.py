@@ -1,4 +1,7 @@
-"""What all ranks have to say is said by one of them."""
+"""Deduplication of errors: a message that several ranks would print is printed by the first one only.
+
+Tested in ``tests/core/comm/test_run_store.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ import torch.distributed as dist
 
 from megapar.config.launched import RANK_FILE, starts_before
 
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torch's agent sets it where its own store outlives the ranks
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torch's agent if the store outlives the ranks
 _PATIENCE = timedelta(seconds=5)
 
 
-def is_first_to_say(text: str, environ: Mapping[str, str]) -> bool:
-    """Whether no other rank of this start has said the same: whichever comes first, as others may be ended before.
+def is_first_to_report(text: str, environ: Mapping[str, str]) -> bool:
+    """Return True for the first rank of this start that has to print a message.
 
-    environ: as torchrun sets it. Ranks whose store lies with rank 0 cannot ask, and all speak.
+    It is the first in time, not rank 0, because other ranks may be killed before they can print. If the store belongs
+    to rank 0, it may be gone, and all ranks print. ``environ`` is as torchrun sets it.
     """
     if int(environ.get("WORLD_SIZE", "1")) == 1 or environ.get(_AGENT) != "True":
         return True
@@ -25,7 +29,7 @@ def is_first_to_say(text: str, environ: Mapping[str, str]) -> bool:
     try:
         store = _store(environ)
         return bool(store.add(f"megapar-said-{starts_before(environ)}-{key}", 1) == 1)
-    except (KeyError, ValueError, OSError, RuntimeError):  # better twice than never
+    except (KeyError, ValueError, OSError, RuntimeError):  # printing twice is better than not at all
         return True
 
 

@@ -1,6 +1,6 @@
-"""Standard output and error that cannot end a run: what cannot be written waits in memory, or is dropped and counted.
+"""Standard output and error whose failures do not end a run: unwritten text is kept in memory, or dropped and counted.
 
-A reader that has gone away (``| head``, a tee that dies) never comes back; a full disk may.
+A reader that has exited (``| head``, a killed tee) does not return, so its text is dropped. A full disk may recover.
 """
 
 from __future__ import annotations
@@ -12,62 +12,67 @@ import sys
 import threading
 from contextlib import suppress
 
-MOST_BYTES = 1 << 20  # kept of what a full disk refuses
-_GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO)  # of pipes, closed descriptors and lost terminals
+MOST_BYTES = 1 << 20  # maximum bytes to keep while a disk is full
+_GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO)  # broken pipes, closed descriptors and lost terminals
 
 
 class PatientStream(io.TextIOBase):
-    """Text to a file descriptor; no call raises. failures: writes that failed. dropped: lines that nobody will see."""
+    """A text stream to a file descriptor that never raises.
+
+    Attributes:
+        failures: writes that failed.
+        dropped: lines that were dropped.
+    """
 
     def __init__(self, descriptor: int, like: io.TextIOBase | None = None) -> None:
         self._descriptor = descriptor
         self._encoding = getattr(like, "encoding", None) or "utf-8"
         self._waiting = bytearray()
-        self._lock = threading.RLock()  # a signal's handler may write, too
+        self._lock = threading.RLock()  # reentrant, because a signal handler may write during a write
         self._gone = False
         self.failures = 0
         self.dropped = 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the text."""
+        """Encoding of the text."""
         return self._encoding
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the file descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether people read it at a terminal."""
+        """Return True if the stream is an interactive terminal."""
         try:
             return os.isatty(self._descriptor)
         except OSError:
             return False
 
     def writable(self) -> bool:
-        """It takes text, whatever becomes of it."""
+        """Return True: writes are always accepted."""
         return True
 
     def write(self, text: str) -> int:
-        """Append and send."""
+        """Append text to the buffer and write the buffer."""
         with self._lock:
             self._waiting += text.encode(self._encoding, errors="backslashreplace")
             self._send()
         return len(text)
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Write the buffer."""
         with self._lock:
             self._send()
 
     def close(self) -> None:
-        """Send what waits; the descriptor stays open, as it is not ours."""
+        """Write the buffer. The descriptor stays open, because the stream does not own it."""
         self.flush()
 
     def _send(self) -> None:
         try:
             while self._waiting and not self._gone:
-                # A copy: a signal's handler that writes meanwhile must be able to append.
+                # Write a copy, so that a signal handler can append to the buffer during the write.
                 del self._waiting[: os.write(self._descriptor, bytes(self._waiting))]
         except OSError as error:
             self.failures += 1
@@ -80,30 +85,30 @@ class PatientStream(io.TextIOBase):
 
 
 def make_patient() -> None:
-    """Put patient streams in the place of this process' standard output and error, where they are files or pipes.
+    """Replace standard output and error of this process with patient streams, if they are files or pipes.
 
-    Where there are none (``2>&-``), what is said goes nowhere, and not into the next file that is opened.
+    A closed descriptor (``2>&-``) is opened to the null device, so that output does not go to the next opened file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets this number, the lowest free one
             if number:
                 setattr(sys, ("", "stdout", "stderr")[number], PatientStream(number))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or isinstance(stream, PatientStream):
             continue
-        with suppress(OSError, ValueError):  # what a full disk refused before is not kept
+        with suppress(OSError, ValueError):  # text that a full disk refused before this is lost
             stream.flush()
         try:
             descriptor = stream.fileno()
-        except (OSError, ValueError):  # closed, or of no file (as in a notebook)
+        except (OSError, ValueError):  # closed, or without a file (as in a notebook)
             continue
         setattr(sys, name, PatientStream(descriptor, stream))
 
 
 def stream_failures() -> int:
-    """Writes to standard output and error that failed so far."""
+    """Return the number of failed writes to standard output and error so far."""
     return sum(stream.failures for stream in (sys.stdout, sys.stderr) if isinstance(stream, PatientStream))

@@ -1,17 +1,17 @@
-"""How long a run will take yet, from the steps that were measured."""
+"""Estimate of the time that a run still needs, from the measured steps."""
 
 from __future__ import annotations
 
 from collections import deque
 
-REPORTS = 20  # the newest ones count: a batch that grows and a slower node show within as many lines
+REPORTS = 20  # the newest ones count, so that a growing batch or a slower node shows within as many lines
 
 
 class TimeLeft:
-    """Hears of every report of steps, and says how long the others will take.
+    """Estimates the time for the remaining steps from the reports so far.
 
-    The first step, which compiles, allocates and connects, never counts. Once there are two reports it is the time
-    between them, evaluations and checkpoints included; before, the time of the steps of the first one.
+    The first step does not count, because it compiles, allocates and connects. With two or more reports, the estimate
+    uses the time between them, including evaluations and checkpoints. Before that it uses the steps of the first one.
     """
 
     def __init__(self) -> None:
@@ -19,16 +19,16 @@ class TimeLeft:
         self._first: list[float] = []
 
     def measured(self, seconds: float) -> None:
-        """One step of the report that follows."""
+        """Add the seconds of a step that belongs to the next report."""
         if not self._reports:
             self._first.append(seconds)
 
     def reported(self, now: float, iteration: int) -> None:
-        """A report up to an iteration, at a time in seconds."""
+        """Add a report of the steps up to ``iteration``, at the time ``now`` in seconds."""
         self._reports.append((now, iteration))
 
     def seconds(self, iteration: int, train_iters: int, now: float) -> float | None:
-        """From ``now``, at which ``iteration`` is done; None while nothing was measured, and where nothing is left."""
+        """Return the seconds left at time ``now``, after ``iteration``. None before a measurement and at the end."""
         if iteration >= train_iters:
             return None
         if self._reports and iteration > self._reports[0][1]:
@@ -39,7 +39,7 @@ class TimeLeft:
 
 
 def clock_text(seconds: float) -> str:
-    """``0:05``, ``1:02:03`` or ``3 d 04:05:06``."""
+    """Format seconds as ``0:05``, ``1:02:03`` or ``3 d 04:05:06``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -12,7 +12,7 @@ from megapar.config.launched import RANK_FILE
 from megapar.core.comm import run_store as meeting
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.errors import DistributedError
-from megapar.training.reports.said import is_first_to_say
+from megapar.training.reports.said import is_first_to_report
 from tests.support.ranks import run_ranks
 
 
@@ -23,7 +23,7 @@ def meet_by_the_launchers_file(rank: int, world_size: int, rendezvous: str) -> t
         store.set(f"from {rank}", str(rank))
         found = store.get(f"from {1 - rank}")
         environ = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        said = [is_first_to_say(text, environ) for text in ("a", "a")]
+        said = [is_first_to_report(text, environ) for text in ("a", "a")]
         store.add("done", 1)
         store.set(f"done {rank}", "")
         store.wait([f"done {1 - rank}"], timedelta(seconds=20))

@@ -32,7 +32,7 @@ from tests.support.training import COMMON, SMALL, last_wins
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every line that a run says."""
     lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: lines.append(text))
+    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
     return lines
 
 
@@ -381,10 +381,10 @@ def test_the_last_line_of_a_run_that_was_stopped_says_how_to_go_on(tmp_path: Pat
     root = tmp_path / "my runs"
     stopped = run_here(root, "--exit-interval", "3")
     assert stopped.iteration == 3
-    assert told[-1] == f"to go on: the same command with --load '{root}'"
+    assert told[-1] == f"to continue, run the same command with --load '{root}'"
     told.clear()
     assert run_here(root, "--load", str(root), "--exit-interval", "2").iteration == 4
-    assert told[-1] == "the same command goes on from there"
+    assert told[-1] == "to continue, run the same command again"
     told.clear()
     assert run_here(root, "--load", str(root)).iteration == 6
     assert told[-1].startswith("checkpoint: ")  # it came to its end

@@ -42,7 +42,7 @@ def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every line that a run says."""
     lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: lines.append(text))
+    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
     return lines
 
 

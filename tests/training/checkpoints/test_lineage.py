@@ -23,7 +23,7 @@ RESTART = {**JOB_A, "TORCHELASTIC_RESTART_COUNT": "1"}
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: lines.append(text))
+    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
     return lines
 
 

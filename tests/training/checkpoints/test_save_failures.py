@@ -16,11 +16,11 @@ def test_each_one_in_a_row_is_told_more_plainly() -> None:
     assert lines[0] == "WARNING: iter_0000004 was not saved: full"
     assert lines[1].startswith("WARNING: iter_0000006 was not saved, the 2nd checkpoint in a row: full. For 2:00:00 ")
     assert lines[2].startswith("ERROR: iter_0000008 was not saved, the 3rd checkpoint in a row")
-    assert "the newest one is iter_0000002, and whatever was trained since is lost" in lines[2]
+    assert "the newest one is iter_0000002, and all training since then is lost" in lines[2]
     assert failures.in_a_row == 3
     assert failures.saved("iter_0000010") == "checkpoints are written again: 3 before iter_0000010 were not"
     assert failures.in_a_row == 0
-    assert "there is none of this start" in [SaveFailures().failed("a", OSError()), *_two()][2]
+    assert "this start has not saved any" in [SaveFailures().failed("a", OSError()), *_two()][2]
 
 
 def _two() -> list[str]:

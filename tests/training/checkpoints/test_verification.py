@@ -68,7 +68,7 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "say", lambda self, text: lines.append(text))
+    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
     return lines
 
 
@@ -231,9 +231,9 @@ def test_the_first_witness_is_heard(tmp_path: Path) -> None:
         made.hosts = ["one", "two"]
         return made
 
-    error = witness().tell("state", 3, {"state": 2}, CorruptionError("first", ranks=[1]))
+    error = witness().record("state", 3, {"state": 2}, CorruptionError("first", ranks=[1]))
     assert str(error) == "first Rank 1 on node two, device cuda:1 (H)."
-    assert str(witness().tell("state", 3, {}, TrainingError("second"))) == "second"
+    assert str(witness().record("state", 3, {}, TrainingError("second"))) == "second"
     fault = read_fault(tmp_path)
     assert fault is not None
     assert fault.message == "first"
@@ -244,5 +244,5 @@ def test_a_record_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     world: Any = object()  # asked only where a rank is to blame
-    told = Witness([tmp_path / "file"], world, 0).tell("state", 3, {}, TrainingError("odd"))
+    told = Witness([tmp_path / "file"], world, 0).record("state", 3, {}, TrainingError("odd"))
     assert "corruption.json could not be written" in str(told)

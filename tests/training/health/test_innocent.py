@@ -15,7 +15,7 @@ GLOO = (
 def test_a_lost_rank_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert reported(RuntimeError(GLOO), {"WORLD_SIZE": "2", "RANK": "1"})
     assert capsys.readouterr().err == (
-        "rank 1: another rank is gone, what it says counts (Read error [127.0.0.1]:11955: Connection reset by peer)\n"
+        "rank 1: another rank is gone, see its error (Read error [127.0.0.1]:11955: Connection reset by peer)\n"
     )
 
 

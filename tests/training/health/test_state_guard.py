@@ -55,7 +55,7 @@ def faulty(
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
         patch.dict(os.environ, place),
-        patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
+        patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "step", flipping(kind, at)),
         patch.object(StepGuard, "_may_be_late", lambda self, config: late),
     ):
@@ -135,14 +135,14 @@ def test_a_skipped_step_keeps_what_is_held(tmp_path: Path) -> None:
 def test_as_many_steps_as_keep_it_below_its_share() -> None:
     told = run_ranks(2, faulty, ("--sharding-degree", "2"), group=False)[0][1]
     lines = [line for line in told if line.startswith("masters and moments")]
-    assert lines[0] == "masters and moments: compared after a few steps, for at most 1% of a step"
+    assert lines[0] == "masters and moments: comparison starts after a few steps, and takes at most 1% of a step"
     assert len(lines) == 2
 
 
 def test_what_is_said_of_the_coverage() -> None:
     assert "before the next update" in state_guard.coverage(1)
     assert "all compared within 8 steps" in state_guard.coverage(8)
-    assert "a chance of 1 in 8" in state_guard.coverage(8)
+    assert "a probability of 1 in 8" in state_guard.coverage(8)
 
 
 def test_steps_that_change_nothing_are_none_of_a_turn() -> None:

@@ -24,14 +24,14 @@ class Without(Device):
 @pytest.mark.parametrize(
     ("flags", "device", "said"),
     [
-        (f"{EXPERTS} --bf16", Device(), "experts: one grouped product for all of a rank's"),
+        (f"{EXPERTS} --bf16", Device(), "experts: one grouped GEMM for all experts of a rank"),
         (f"{EXPERTS} --dtype fp64", Device(), "reads once per layer: no kernel takes float64"),
         (f"{EXPERTS} --fp16", Without(), "reads once per layer: asked for torch.float16 of [32, 64]"),
         (f"{EXPERTS} --bf16 --mp-degree 2 --expert-mp-degree 2", Without(), "of [16, 64]"),
         (
             f"{EXPERTS} --ep-degree 2 --moe-model-type deepspeed_moe --use-pipe-experts",
             Without(),
-            "for each one's piece of rows",
+            "one product per expert and piece of its rows",
         ),
         ("--num-experts 0", Without(), ""),
     ],

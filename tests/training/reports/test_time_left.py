@@ -50,7 +50,7 @@ def test_a_duration_is_short(seconds: float, text: str) -> None:
 def test_lines_of_steps_begin_with_the_time_and_end_with_the_time_left() -> None:
     out, now = io.StringIO(), datetime(2026, 1, 2, 3, 4, 5).timestamp()
     terminal = PlainTerminal(40, 10, out, lambda: now)
-    terminal.tell("before the first step")
+    terminal.print_line("before the first step")
     for iteration in range(1, 11):
         terminal.log(record(iteration, 50.0 if iteration == 1 else 2.0))
     terminal.flush()
@@ -58,7 +58,7 @@ def test_lines_of_steps_begin_with_the_time_and_end_with_the_time_left() -> None
     for iteration in range(11, 21):
         terminal.log(record(iteration, 2.0))
     terminal.flush()
-    terminal.say("WARNING: a word")
+    terminal.print_message("WARNING: a word")
     first, *lines = out.getvalue().splitlines()
     assert first == "before the first step"
     assert re.match(r"2026-01-02 03:04:05 iteration 10/40 \| loss .* \| left 1:00$", lines[0])

@@ -59,7 +59,7 @@ def spoiled(
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
         patch.dict(os.environ, place),
-        patch.object(PlainTerminal, "say", lambda self, text: told.append(text)),
+        patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
         patch.object(StepGuard, "_may_be_late", lambda self, config: late),
     ):
