@@ -395,7 +395,7 @@ class Trainer:
             self._message(line)
 
     def _check(self, *, saved: bool) -> None:
-        """Run the guards that are due, or all of them before a save. Raises TrainingError for corrupted state."""
+        """Run the guards that are due after a step or before a save. Raises TrainingError for corrupted state."""
         if guards := self.guards.due(self.progress.iteration, saved=saved):
             self.stepper.settle()
             self.job.sharding.wait()

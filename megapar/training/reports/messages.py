@@ -44,14 +44,10 @@ def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int)
     loggers: list[Logger] = [terminal]
     if logging.metrics_jsonl:
         metrics = Path(logging.metrics_jsonl)
-        loggers.append(
-            PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at), first, warn)
-        )
+        loggers.append(PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at), first, warn))
     if logging.tensorboard_dir:
         board = Path(logging.tensorboard_dir)
-        loggers.append(
-            PatientLogger(str(board), lambda at: TensorBoardLogger(board, at), first, warn)
-        )
+        loggers.append(PatientLogger(str(board), lambda at: TensorBoardLogger(board, at), first, warn))
     return loggers
 
 
