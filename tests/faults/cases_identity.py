@@ -53,7 +53,7 @@ def appended(folder: Path) -> Outcome:
     write_text(folder, "a.jsonl", documents=130)
     refused = job(folder, 4, [a])
     ended = job(folder, 4, [a], "--override-data", "sources")
-    good = refused.status == 2 and "has another content here" in refused.output and ended.status == 0
+    good = refused.status == 2 and "has different content here" in refused.output and ended.status == 0
     good = good and max(ended.losses) == 4 and kept.read_bytes() == before
     return Outcome(1, int(good), [0], note="" if good else refused.output[-1500:] + ended.output[-1500:])
 
@@ -98,7 +98,7 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
 
     kind = "resumed with other data"
     yield f"{kind}, another file", changed("c.jsonl is read here only", data=other)
-    yield f"{kind}, an appended file", changed("a.jsonl has another content here", data=grown)
+    yield f"{kind}, an appended file", changed("a.jsonl has different content here", data=grown)
     yield f"{kind}, random tokens", changed("mock is read here only", data=lambda folder: ["mock"])
     yield f"{kind}, another seed", changed("--seed is 1234 there and 7 here", flags=("--seed", "7"), data=mixed)
     length = ("--seq-length", "32")

@@ -112,9 +112,9 @@ class Checkpoints:
         self.notes += aftermath.notes
         return self._limits.local
 
-    def _allowed(self, root: Path, folders_found: list[Path]) -> list[Path]:
+    def _allowed(self, root: Path, candidates: list[Path]) -> list[Path]:
         limit = self._limits.by_root.get(root)
-        return [folder for folder in folders_found if limit is None or limit.allows(folder)]
+        return [folder for folder in candidates if limit is None or limit.allows(folder)]
 
     def source(self) -> ResumeSource | None:
         """Return the folder of checkpoints to resume from: --load, or --save if this job has already saved there.
@@ -143,11 +143,11 @@ class Checkpoints:
         if not options.save or options.load:
             return
         root = Path(options.save)
-        found, problem = self._candidates(root)
-        if found or problem:
-            readable = self._agree(self._reads and any(scalars_of(path) is not None for path in found))
+        candidates, problem = self._candidates(root)
+        if candidates or problem:
+            readable = self._agree(self._reads and any(scalars_of(path) is not None for path in candidates))
             why = "they are not known to be of this job" if readable else "none of them can be read"
-            best = f", the best one {found[0].name}" if found else ""
+            best = f", the best one {candidates[0].name}" if candidates else ""
             raise CheckpointError(
                 f"--save {root} contains checkpoints{best}, and {why}: without --load the run would begin at iteration "
                 f"0 next to them. Resume from them with --load {root}, or choose another folder."
@@ -191,11 +191,11 @@ class Checkpoints:
         With --ckpt-step or --finetune on this folder, only checkpoints of this launch count: those of an earlier
         launch of the job are the ones that the user wants to go back from.
         """
-        options, found = self._options, self._candidates(root)[0]
+        options, candidates = self._options, self._candidates(root)[0]
         goes_back = self._loads_what_it_saves and (options.ckpt_step is not None or options.finetune)
 
         def read() -> bool:
-            saved: Mapping[str, Json] = next(filter(None, map(scalars_of, found)), {})
+            saved: Mapping[str, Json] = next(filter(None, map(scalars_of, candidates)), {})
             launch = saved.get("launch")
             other = bool(goes_back and launch and launch_id(os.environ) and launch != launch_id(os.environ))
             return bool(job_id(os.environ)) and saved.get("job") == job_id(os.environ) and not other
@@ -209,12 +209,12 @@ class Checkpoints:
         """
         options, root = self._options, source.root
         if options.ckpt_step is not None and not source.own:
-            folder = self._found(root, options.ckpt_step)
+            folder = self._checkpoint_of(root, options.ckpt_step)
             return self._resumed(folder, read(folder))
-        found, problem = self._candidates(root)
+        candidates, problem = self._candidates(root)
         if problem and options.on_bad_checkpoint == "stop":
             raise CheckpointError(problem)
-        loaded, failures = self._first_sound(read, found, [problem] if problem else [])
+        loaded, failures = self._first_sound(read, candidates, [problem] if problem else [])
         if loaded is not None:
             return loaded
         if not failures:
@@ -222,7 +222,7 @@ class Checkpoints:
             raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
         raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
 
-    def _found(self, root: Path, iteration: int) -> Path:
+    def _checkpoint_of(self, root: Path, iteration: int) -> Path:
         """Return the checkpoint of an iteration, as rank 0 sees it. Raises CheckpointError, on every rank."""
         name, problem = "", ""
         if self._reads:
@@ -240,17 +240,17 @@ class Checkpoints:
 
         Raises CheckpointError if one is damaged and --on-bad-checkpoint is stop.
         """
-        found = [path for path in self._candidates(source.root)[0] if folders.iteration_of(path) >= than]
-        loaded, failures = self._first_sound(read, found, [])
+        candidates = [path for path in self._candidates(source.root)[0] if folders.iteration_of(path) >= than]
+        loaded, failures = self._first_sound(read, candidates, [])
         if loaded is None:
             self.notes += [f"WARNING: {failure}" for failure in failures]
         return loaded
 
     def _first_sound(
-        self, read: Callable[[Path], state.Loaded], found: Sequence[Path], failures: list[str]
+        self, read: Callable[[Path], state.Loaded], candidates: Sequence[Path], failures: list[str]
     ) -> tuple[state.Loaded | None, list[str]]:
         """Return (the state loaded from the first sound folder or None, the errors of the folders before it)."""
-        for folder in found:
+        for folder in candidates:
             try:
                 loaded = read(folder)
             except CheckpointMismatchError:
@@ -278,9 +278,9 @@ class Checkpoints:
         names, problem, failure = [], "", ""
         try:
             if self._reads:
-                found, problem = folders.candidates(root)
-                found, self._turned_from = in_order(found)
-                names = [path.name for path in found]
+                candidates, problem = folders.candidates(root)
+                candidates, self._turned_from = in_order(candidates)
+                names = [path.name for path in candidates]
         except CheckpointError as error:
             failure = str(error)
         names, problem, failure = self._agree([names, problem, failure])

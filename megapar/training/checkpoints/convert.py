@@ -270,8 +270,8 @@ def _write_hf(
     by_name = {plan.name: plan for plan in plans}
     copies = {name: architecture.tied[name] for name in facts.get("tied", ())}
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
-    extra = {} if carried is None else {name: one for name, one in carried.tensors.items() if name not in pieces}
-    plans += [TensorPlan(name, one.dtype, one.shape) for name, one in extra.items()]
+    extra = {} if carried is None else {name: entry for name, entry in carried.tensors.items() if name not in pieces}
+    plans += [TensorPlan(name, entry.dtype, entry.shape) for name, entry in extra.items()]
 
     def fetch(name: str) -> Iterator[Tensor]:
         if carried is not None and name in extra:

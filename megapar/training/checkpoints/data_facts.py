@@ -82,30 +82,42 @@ class DataFacts:
     @property
     def unread(self) -> int:
         """Number of bytes that must be read to know all fingerprints."""
-        return sum(one.unread for one in (*self.sources, *(self.knowledge or ())))
+        return sum(item.unread for item in (*self.sources, *(self.knowledge or ())))
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as JSON values."""
         sources = [
-            {"name": one.name[:_LONGEST], "fingerprint": one.value, "weight": _text(one.weight), "cut": one.cut}
-            for one in self.sources
+            {
+                "name": source.name[:_LONGEST],
+                "fingerprint": source.value,
+                "weight": _text(source.weight),
+                "cut": source.cut,
+            }
+            for source in self.sources
         ]
         facts = {"sources": sources, "split": self.split, "seed": self.seed, "seq_length": self.seq_length}
         return (
-            facts if self.knowledge is None else {**facts, "knowledge": {one.name: one.value for one in self.knowledge}}
+            facts
+            if self.knowledge is None
+            else {**facts, "knowledge": {file.name: file.value for file in self.knowledge}}
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataFacts:
         """Return the facts from the output of ``to_json``. Raises ValueError, KeyError or TypeError otherwise."""
         sources = tuple(
-            Fingerprint(str(one["name"])[:_LONGEST], str(one["fingerprint"]), _fraction(one["weight"]), str(one["cut"]))
-            for one in value["sources"]
+            Fingerprint(
+                str(source["name"])[:_LONGEST],
+                str(source["fingerprint"]),
+                _fraction(source["weight"]),
+                str(source["cut"]),
+            )
+            for source in value["sources"]
         )
         split, seed, seq_length = value["split"], value["seed"], value["seq_length"]
         if not sources or not isinstance(seed, int) or not isinstance(seq_length, int) or seq_length < 1:
             raise ValueError(f"{len(sources)} sources, seed {seed!r}, sequence length {seq_length!r}")
-        if len(sources) > 1 and any(one.weight is None for one in sources):
+        if len(sources) > 1 and any(source.weight is None for source in sources):
             raise ValueError("a mixture without weights")
         if split != APART:
             try:
@@ -121,12 +133,12 @@ class DataFacts:
         """
         free = list(range(len(self.sources)))
         matches: list[int | None] = []
-        for one in later.sources:
+        for source in later.sources:
             same = [
                 number
                 for number in free
-                if one.value == self.sources[number].value
-                or (one.value is None and one.name == self.sources[number].name)
+                if source.value == self.sources[number].value
+                or (source.value is None and source.name == self.sources[number].name)
             ]
             matches.append(same[0] if same else None)
             if same:
@@ -145,34 +157,36 @@ class DataFacts:
         return [*differences, *self._knowledge(later)]
 
     def _sources(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
-        gone = [one for number, one in enumerate(self.sources) if number not in pairs]
-        new = [one for one, number in zip(later.sources, pairs, strict=True) if number is None and not one.unread]
-        if not new and (not gone or any(one.unread for one in later.sources)):
+        gone = [source for number, source in enumerate(self.sources) if number not in pairs]
+        new = [
+            source for source, number in zip(later.sources, pairs, strict=True) if number is None and not source.unread
+        ]
+        if not new and (not gone or any(source.unread for source in later.sources)):
             return []
-        names = {one.name for one in gone} & {one.name for one in new}
-        changed = [f"{name} has another content here than there" for name in sorted(names)]
+        names = {source.name for source in gone} & {source.name for source in new}
+        changed = [f"{name} has different content here than there" for name in sorted(names)]
         only = [
             f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} read {place} only"
-            for one, place in ((gone, "there"), (new, "here"))
-            if (left := [source.name for source in one if source.name not in names])
+            for side, place in ((gone, "there"), (new, "here"))
+            if (left := [source.name for source in side if source.name not in names])
         ]
         return [Difference("sources", ", ".join([*changed, *only]))]
 
     def _knowledge(self, later: DataFacts) -> list[Difference]:
         if self.knowledge is None or later.knowledge is None:
             return []
-        there = {one.name: one.value for one in self.knowledge}
-        here = {one.name: one.value for one in later.knowledge}
-        unread = {one.name for one in later.knowledge if one.unread}
+        there = {file.name: file.value for file in self.knowledge}
+        here = {file.name: file.value for file in later.knowledge}
+        unread = {file.name for file in later.knowledge if file.unread}
         texts = [f"{name} is given there only" for name in there if name not in here]
         texts += [f"{name} is given here only" for name in here if name not in there]
         both = [name for name in here if name in there and name not in unread]
-        texts += [f"{name} has another content here than there" for name in both if there[name] != here[name]]
+        texts += [f"{name} has different content here than there" for name in both if there[name] != here[name]]
         return [Difference("knowledge", ", ".join(texts))] if texts else []
 
     def _weights(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
         """Compare the weights of the sources in both. Adding or removing a source scales their shares equally."""
-        both = [(self.sources[n], one) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
+        both = [(self.sources[n], source) for n, source in zip(pairs, later.sources, strict=True) if n is not None]
         shares = [_shares([pair[side].weight for pair in both]) for side in (0, 1)]
         if shares[0] == shares[1]:
             return []
@@ -180,7 +194,9 @@ class DataFacts:
         return [Difference("weights", f"weights are {texts[0]} there and {texts[1]} here")]
 
     def _split(self, later: DataFacts, pairs: list[int | None]) -> list[Difference]:
-        cuts = [(self.sources[n].cut, one.cut) for n, one in zip(pairs, later.sources, strict=True) if n is not None]
+        cuts = [
+            (self.sources[n].cut, source.cut) for n, source in zip(pairs, later.sources, strict=True) if n is not None
+        ]
         if not any(there or here for there, here in cuts):
             return []  # random tokens have no documents
         if _parsed(self.split) != _parsed(later.split):

@@ -101,7 +101,7 @@ class Identity:
     def from_json(cls, value: Any) -> Identity | None:
         """Return the identity from the output of ``to_json``, or None for anything else, as in older checkpoints."""
         try:
-            phases = tuple(DataPhase.from_json(one) for one in value["phases"])
+            phases = tuple(DataPhase.from_json(phase) for phase in value["phases"])
             starts = [phase.start for phase in phases]
             tokenizer, made_by, flags = value["tokenizer"], dict(value["made_by"]), dict(value["flags"])
             sound = value["version"] == VERSION and phases and starts == sorted(starts) and starts[0] == 0

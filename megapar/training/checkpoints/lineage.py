@@ -64,7 +64,7 @@ def before(name: str, scalars: Mapping[str, Any], present: Collection[str]) -> s
     return {other for other in present if _place(other)[0] <= last}
 
 
-def in_order(found: Sequence[Path]) -> tuple[list[Path], set[str]]:
+def in_order(checkpoints: Sequence[Path]) -> tuple[list[Path], set[str]]:
     """Sort checkpoints, best first, so that those on the lineage of the best one come before all others.
 
     Unreadable checkpoints keep their position, because their lineage is unknown.
@@ -72,14 +72,14 @@ def in_order(found: Sequence[Path]) -> tuple[list[Path], set[str]]:
     Returns:
         The checkpoints in order, and the names of those on other lineages.
     """
-    for number, folder in enumerate(found):
+    for number, folder in enumerate(checkpoints):
         scalars = scalars_of(folder)
         if scalars is not None:
-            lineage = before(folder.name, scalars, [path.name for path in found[number:]])
-            lineage |= {path.name for path in found[:number]}
-            others = [path for path in found if path.name not in lineage]
-            return [*(path for path in found if path.name in lineage), *others], {path.name for path in others}
-    return list(found), set()
+            lineage = before(folder.name, scalars, [path.name for path in checkpoints[number:]])
+            lineage |= {path.name for path in checkpoints[:number]}
+            others = [path for path in checkpoints if path.name not in lineage]
+            return [*(path for path in checkpoints if path.name in lineage), *others], {path.name for path in others}
+    return list(checkpoints), set()
 
 
 def scalars_of(folder: Path) -> Mapping[str, Any] | None:

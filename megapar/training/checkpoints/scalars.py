@@ -34,12 +34,12 @@ def _signed(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 1 << 16 and all(_number(one) for one in value)
+    return isinstance(value, list) and len(value) <= 1 << 16 and all(_number(item) for item in value)
 
 
 def _schedule(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        one is None or isinstance(one, str) or _number(one) for one in value.values()
+        item is None or isinstance(item, str) or _number(item) for item in value.values()
     )
 
 
@@ -54,7 +54,7 @@ def _iterations(value: Any) -> bool:
 
 
 def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) and of_name(one) for one in value)
+    return isinstance(value, list) and all(isinstance(item, str) and of_name(item) for item in value)
 
 
 _COUNT, _NUMBERS = (_count, "a whole number from 0 on"), (_numbers, "a list of finite numbers")

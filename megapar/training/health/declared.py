@@ -140,7 +140,7 @@ def _data(config: Config) -> dict[str, str]:
     facts = _sources("the data", read.sources)
     apart = fingerprints_of(data.eval_data_path, data.text_field) if data.eval_data_path else ()
     facts |= _sources("--eval-data-path", apart)
-    given = {one.name: one.value for one in read.knowledge or ()}
+    given = {file.name: file.value for file in read.knowledge or ()}
     for spelling in (FLAGS[name].spelling for name in KNOWLEDGE):
         facts[f"the content of {spelling}"] = (given.get(spelling) or "none")[:_SHOWN]
     return facts
@@ -173,4 +173,4 @@ def verdict(store: dist.Store, world_size: int) -> list[tuple[str, str, str]]:
     keys = list(dict.fromkeys(key for key, _ in places))
     entries = dict(zip(keys, store.multi_get(keys), strict=True))
     nodes = [Node(host, tuple(ranks), entries[key]) for (key, host), ranks in places.items()]
-    return [(one.rule, one.message, one.fix) for one in differences(nodes, _fix)]
+    return [(found.rule, found.message, found.fix) for found in differences(nodes, _fix)]

@@ -43,7 +43,9 @@ class Witness:
         known = error if isinstance(error, CorruptionError) else CorruptionError(str(error))
         ranks, parameters = known.ranks, known.parameters
         blamed = tuple(self._blamed(rank) for rank in ranks)
-        message = " ".join([str(error), *(f"R{str(one)[1:]}." for one in blamed if one.node not in str(error))])
+        message = " ".join(
+            [str(error), *(f"R{str(suspect)[1:]}." for suspect in blamed if suspect.node not in str(error))]
+        )
         fault = Fault(
             check, iteration, self._began, dict(verified), blamed, parameters, str(error), tuple(sorted(self.others))
         )

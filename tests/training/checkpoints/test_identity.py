@@ -156,7 +156,7 @@ def knowing(tmp_path: Path) -> Callable[..., Any]:
 
 def test_another_file_of_triples_is_other_data(knowing: Callable[..., Any], tmp_path: Path) -> None:
     knowing(False, 2, "t1.tsv")
-    words = "--triples-file has another content here than there"
+    words = "--triples-file has different content here than there"
     assert words in knowing(True, 4, "t2.tsv")
     with pytest.raises(ConfigError, match=rf"{words}.*--override-data knowledge "):
         knowing(False, 4, "t2.tsv")
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_does_not_say_which_triples_is_taken(knowing: Callable
     kept.write_text(json.dumps(scalars))
     assert "trained on" not in knowing(True, 4, "t2.tsv")
     assert knowing(False, 4, "t2.tsv").iteration == 4
-    assert "has another content" in knowing(True, 6, "t1.tsv")
+    assert "has different content" in knowing(True, 6, "t1.tsv")
 
 
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
@@ -185,7 +185,7 @@ def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told
     runs.run(2, [runs.a])
     kept = runs.root / FOLDER
     write_text(Path(runs.a), 0, documents=90)
-    assert f"{runs.a} has another content here than there" in runs.asked(4, [runs.a])
+    assert f"{runs.a} has different content here than there" in runs.asked(4, [runs.a])
     assert runs.run(4, [runs.a], "--override-data", "sources").iteration == 4
     assert runs.identity(4)["tokenizer"] == runs.identity(2)["tokenizer"]
     line = runs.line([runs.a], "--train-iters", "4")
@@ -293,8 +293,8 @@ def test_the_question_reads_no_large_data(runs: Runs, monkeypatch: pytest.Monkey
     before = sorted(cache_folder().glob("hashes/*"))
     assert "--seed is" in runs.asked(4, [runs.a], "--seed", "7")
     assert sorted(cache_folder().glob("hashes/*")) == before
-    with pytest.raises(ConfigError, match="another content"):
+    with pytest.raises(ConfigError, match="different content"):
         outline(parse("moe", runs.line([runs.a], "--train-iters", "4"), {}))
     write_text(Path(runs.a), 6)
     monkeypatch.setattr("megapar.training.checkpoints.identity.READ_AT_ONCE", 1 << 20)
-    assert "another content" in runs.asked(4, [runs.a])
+    assert "different content" in runs.asked(4, [runs.a])
