@@ -249,7 +249,7 @@ class Trainer:
     def load(self) -> state.Loaded | None:
         """Fill the model, and the optimizer state, from a checkpoint or published weights.
 
-        Sets ``progress`` to that of the checkpoint. Returns None if there is no checkpoint. Raises CheckpointError.
+        Sets ``progress`` to that of the checkpoint. Returns None without a checkpoint. Raises CheckpointError.
         """
         with self.watch.section("load"):
             return self._load()

@@ -52,7 +52,7 @@ def out_of_memory(
 def expert_rows(config: Config) -> tuple[int, int] | None:
     """Return the rows of a mixture-of-experts layer on one rank for one micro-batch: (under balanced load, at most).
 
-    Returns None if there are no experts, or if a capacity bounds the rows.
+    Returns None without experts, or if a capacity bounds the rows.
     """
     moe: MoeSizes | None = getattr(config.model, "moe", None)
     if moe is None or moe.has_capacity:

@@ -44,7 +44,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
             weights.fill(view.tensor, spec, view.box, architecture)
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
-        # A pipeline stage has only the buffers of its own layers.
+        # A pipeline stage has only the buffers of its layers.
         if not spec.trainable and spec.name in buffers and weights.holds(spec, architecture):
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
     job.sharding.publish()
