@@ -1,11 +1,11 @@
-"""Saving while training goes on: a copy of the state, taken and written by a thread.
+"""Background saves: a thread copies the state and writes it while training continues.
 
     step i      | begin       forward, backward of step i + 1 | settle_copy | update ...
     thread      |   copy to host memory ......................|..| hash, write, fsync, rename
 
-What is saved changes in the update only, so that the copy is taken under the forward and backward that follow, and the
-step waits for nothing but what is left of it when the update is due. Of state in host memory that a device
-writes (offloaded moments) the caller waits for the device first.
+The saved state changes only in the optimizer update. The copy therefore overlaps with the next forward and backward,
+and the step waits only for the rest of it before the update. If a device writes to state in host memory (offloaded
+moments), the caller first waits for the device.
 """
 
 from __future__ import annotations
@@ -29,32 +29,37 @@ Section = Callable[[str, str], AbstractContextManager[None]]
 
 
 def unwatched(name: str, detail: str) -> AbstractContextManager[None]:
-    """A section that nobody watches."""
+    """Return a section without a watchdog."""
     return nullcontext()
 
 
 def no_copy(error: Exception) -> CheckpointError:
-    """Why a rank has nothing to write, for the others."""
+    """Return the error that tells the other ranks why this one has nothing to write."""
     return CheckpointError(f"no copy of the state in host memory: {type(error).__name__}: {error}")
 
 
 @dataclass
 class Written:
-    """How a save went. stall_seconds: what training waited. total_seconds: until it was on disk, or failed.
+    """The result of a save.
 
-    told: whether people have read of it.
+    Attributes:
+        stall_seconds: Time that training waited for it.
+        total_seconds: Time until it was on disk or had failed.
+        error: The exception that ended it, if any.
+        reported: The result is in the log.
     """
 
     stall_seconds: float
     total_seconds: float
     error: BaseException | None = None
-    told: bool = False
+    reported: bool = False
 
 
 class Background:
-    """At most one save at a time. Host memory for the copy is taken at the first save and kept for the next ones.
+    """Runs at most one save at a time. Host memory for the copy is allocated at the first save and then reused.
 
-    section: what the thread that saves is watched by: called with "save" and which one it is.
+    Args:
+        section: Makes the watched section of the saving thread from "save" and the name of the checkpoint.
     """
 
     def __init__(self, device: Device, section: Section = unwatched) -> None:
@@ -72,12 +77,15 @@ class Background:
         failed: Callable[[Exception], None] | None = None,
         detail: str = "",
     ) -> None:
-        """Copy what this rank may write of ``state``, then call ``write`` with the copies, in a thread.
+        """Start a thread that copies this rank's part of ``state`` and calls ``write`` with the copies.
 
-        failed: is called there instead where they could not be made: other ranks wait for this one. detail: which save.
-        Nothing in ``state`` may change until ``settle_copy`` has returned. ``join`` comes before the next ``begin``.
+        ``state`` must not change before ``settle_copy`` has returned. Call ``join`` before the next ``begin``.
+
+        Args:
+            failed: Called instead of ``write`` if the copy failed, because the other ranks wait for this one.
+            detail: The name of the checkpoint.
         """
-        assert self._thread is None, "a save is still under way"
+        assert self._thread is None, "a save is still running"
         start = time.perf_counter()
         problem = self._make_room(state)
         stream, behind = self._device.new_stream(), self._device.event()
@@ -107,14 +115,14 @@ class Background:
         written.stall_seconds += time.perf_counter() - start
 
     def _make_room(self, state: State) -> Exception | None:
-        """Host memory for the copies; why there is none."""
+        """Allocate host memory for the copies. Return the error if that failed."""
         try:
             for name, shard in state.items():
                 if shard.primary and (name not in self._buffers or self._buffers[name].shape != shard.tensor.shape):
                     flat = self._device.pinned_zeros(shard.tensor.numel(), shard.tensor.dtype)
                     self._buffers[name] = flat.view(shard.tensor.shape)
         except Exception as error:  # MemoryError, RuntimeError or an accelerator's own, as the allocator has it
-            self._buffers.clear()  # half of it is of use to nobody
+            self._buffers.clear()  # an incomplete set is useless
             return error
         return None
 
@@ -139,23 +147,23 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def written(self) -> Written:
-        """How the newest save went so far."""
+        """The result of the newest save, so far."""
         return self._written
 
     def settle_copy(self) -> None:
-        """Wait until the copy is taken, which the save counts as its stall."""
+        """Wait until the copy is complete. The wait counts as the stall of the save."""
         if self._thread is not None and not self._copied.is_set():
             start = time.perf_counter()
             self._copied.wait()
             self._written.stall_seconds += time.perf_counter() - start
 
     def join(self) -> Written | None:
-        """Wait for the save under way, which counts as its stall; how it went, or None where there was none."""
+        """Wait for the running save; return its result, or None if there is none. The wait counts as its stall."""
         if self._thread is None:
             return None
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Where the model of a checkpoint and another one differ. No torch: a refusal takes no second."""
+"""Differences between the model of a checkpoint and another one. Does not import torch, so that refusals are fast."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SHOWN = 5
 
 
 def differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """The facts that differ, as a person reads them; "" where none does."""
-    expected = json.loads(json.dumps(expected))  # tuples are lists in a file
+    """Return the differing facts as text for the user, or "" if there are none."""
+    expected = json.loads(json.dumps(expected))  # JSON has lists, not tuples
     kinds = [str(facts.get("kind"))[:100] for facts in (stored, expected)]
     if kinds[0] != kinds[1]:
         there, here = (STORED[kind].title if kind in STORED else kind for kind in kinds)

@@ -1,15 +1,15 @@
-"""Folders of checkpoints: names, the one that is the latest, and how a finished one takes its place.
+"""Checkpoint folders: their names, the latest one, and the rename that makes a finished one visible.
 
 root/
-  latest                          one line: the folder to resume from and the epoch of the owner that says so
-  iter_0000100/                   complete by construction: it got this name when everything in it was on disk
-  iter_0000100.e3/                the same iteration again, by the third owner of the folder
-  iter_0000200.tmp-4f2a...-e3/    a save of that owner that is under way, or was killed; never taken for a checkpoint
+  latest                          one line: the folder to resume from, and the epoch of the owner that wrote it
+  iter_0000100/                   always complete: it was renamed to this after all its content was on disk
+  iter_0000100.e3/                the same iteration saved again, by the third owner of the root
+  iter_0000200.tmp-4f2a...-e3/    a running or killed save of that owner; never read as a checkpoint
   owner/                          see lease.py
 
-An owner (owner.py) takes nobody's name and nobody's place: what it does while it does not know yet that it has a
-successor adds to the folder, and what readers take is the successor's. Without an owner, as for a folder that a
-conversion makes aside, a checkpoint replaces the one of its name.
+An owner (owner.py) never takes an existing name or replaces a folder. If a successor has taken over without its
+knowledge, its writes only add folders, and readers use the successor's. Without an owner, as in a conversion, a
+checkpoint replaces an existing one of the same name.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies, unless that name was taken."""
+    """Return the folder of an iteration's checkpoint, unless an earlier owner used that name."""
     return root / iteration_name(iteration)
 
 
 def iteration_of(folder: Path) -> int:
-    """Of a checkpoint's folder; -1 for one of another name."""
+    """Return the iteration of a checkpoint folder, or -1 if the name is not one of a checkpoint."""
     name = of_name(folder.name)
     return -1 if name is None else name[0]
 
 
 def every_checkpoint(root: Path) -> dict[int, list[Path]]:
-    """Iteration -> folders of every finished checkpoint of it, the newest owner's last; iterations in rising order."""
+    """Map each iteration, in ascending order, to the folders of its finished checkpoints, the newest owner's last."""
     try:
         if not root.is_dir():
             return {}
         found = sorted((name, path) for path in root.iterdir() if (name := of_name(path.name)))
     except OSError as error:
-        raise CheckpointError(f"{root} cannot be looked through: {error}") from error
+        raise CheckpointError(f"{root} cannot be listed: {error}") from error
     every: dict[int, list[Path]] = {}
     for (iteration, _), path in found:
         if _is_finished(path):
@@ -61,7 +61,7 @@ def every_checkpoint(root: Path) -> dict[int, list[Path]]:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether it is to be taken for a checkpoint. One that may not be looked into is: whoever reads it says so."""
+    """Return True for a finished checkpoint, and for a folder without read permission: reading it reports that."""
     try:
         return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -71,14 +71,14 @@ def _is_finished(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """Iteration -> folder of the newest finished checkpoint of it, in rising order; empty where there is none."""
+    """Map each iteration, in ascending order, to the folder of its newest finished checkpoint."""
     return {iteration: paths[-1] for iteration, paths in every_checkpoint(root).items()}
 
 
 def latest(root: Path) -> Path | None:
-    """The folder that ``latest`` names; None where nothing was published under this root.
+    """Return the folder that ``latest`` names, or None if nothing was published under this root.
 
-    Raises CheckpointError where it names no finished checkpoint.
+    Raises CheckpointError if ``latest`` does not name a finished checkpoint.
     """
     try:
         found = read_latest(root)
@@ -88,14 +88,14 @@ def latest(root: Path) -> Path | None:
         return None
     name, _ = found
     if not of_name(name) or not _is_finished(root / name):
-        raise CheckpointError(f"{root / LATEST} names {name!r}, which is no checkpoint there. {_choices(root)}")
+        raise CheckpointError(f"{root / LATEST} names {name!r}, which is not a checkpoint there. {_choices(root)}")
     return root / name
 
 
 def find(root: Path, iteration: int | None = None) -> Path:
-    """The checkpoint of an iteration, be it one that was set aside as suspect, or the latest.
+    """Return the checkpoint of an iteration, even one that was set aside as suspect, or the latest.
 
-    Raises CheckpointError with those that exist.
+    Raises CheckpointError with the existing iterations if there is none.
     """
     if iteration is None:
         folder = latest(root)
@@ -111,15 +111,15 @@ def find(root: Path, iteration: int | None = None) -> Path:
 def _choices(root: Path) -> str:
     if not root.exists():
         return "There is no such folder."
-    found, aside = list(checkpoints(root)), list(suspects(root))
-    told = f"Iterations saved there: {', '.join(map(str, found[-10:]))}." if found else "No iteration is saved there."
-    return f"{told} Set aside as suspect: {', '.join(map(str, aside[-10:]))}." if aside else told
+    saved, suspect = list(checkpoints(root)), list(suspects(root))
+    text = f"Iterations saved there: {', '.join(map(str, saved[-10:]))}." if saved else "No iteration is saved there."
+    return f"{text} Set aside as suspect: {', '.join(map(str, suspect[-10:]))}." if suspect else text
 
 
 def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
-    """Make a finished checkpoint the latest, atomically; called on one rank.
+    """Make a finished checkpoint the latest, atomically. Call it on one rank.
 
-    Raises CheckpointError; FolderLostError where the owner is none any more.
+    Raises CheckpointError, and FolderLostError if the owner has a successor.
     """
     folder = iteration_folder(root, iteration)
     if owner is not None:
@@ -129,9 +129,9 @@ def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
 
 
 def publish_folder(root: Path, folder: Path, owner: Owner | None) -> None:
-    """Make one of a root's checkpoints the latest, as ``publish`` does."""
+    """Make a checkpoint folder of this root the latest, as ``publish`` does."""
     if not (folder / FILE_NAME).is_file():
-        raise CheckpointError(f"{folder} is no finished checkpoint and cannot become the latest")
+        raise CheckpointError(f"{folder} is not a finished checkpoint and cannot become the latest")
     if owner is None:
         _replace(root / LATEST, folder.name, "")
         return
@@ -141,7 +141,7 @@ def publish_folder(root: Path, folder: Path, owner: Owner | None) -> None:
         _replace(root / OWNERS / f"{owner.epoch}.{LATEST}", line, _mark(owner))
         _replace(root / LATEST, line, _mark(owner))
     except CheckpointError:
-        owner.check()  # a successor has removed what was written aside
+        owner.check()  # a successor may have removed the temporary file
         raise
     for epoch in owners_latest(root):
         if epoch < owner.epoch:
@@ -163,20 +163,21 @@ def _replace(path: Path, line: str, mark: str) -> None:
 
 
 def _mark(owner: Owner | None) -> str:
-    """What names of an owner's unfinished files end in."""
+    """Return the suffix of the names of an owner's unfinished files."""
     return "" if owner is None else f"-e{owner.epoch}"
 
 
 def name_aside(folder: Path, owner: Owner | None) -> Path:
-    """A new name for what is to become a folder, or was one."""
+    """Return a unique temporary name for a folder that is being written or removed."""
     return folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}{_mark(owner)}")
 
 
 def candidates(root: Path) -> tuple[list[Path], str]:
-    """(the checkpoints to try when a run resumes, best first; what is wrong with ``latest``, or "").
+    """Return the checkpoints to try when a run resumes, best first, and the problem with ``latest`` or "".
 
-    The one that ``latest`` names and then older ones; where it names none, all of them, newest first. Of an iteration
-    that was saved again the earlier ones come last of all: the run had turned back before it, and left their line.
+    The first is the one that ``latest`` names, followed by older ones. If it names none, all checkpoints follow each
+    other, newest first. If an iteration was saved more than once, its earlier checkpoints come at the very end: the run
+    had gone back to before that iteration and abandoned them.
     """
     problem = ""
     try:
@@ -194,11 +195,13 @@ def candidates(root: Path) -> tuple[list[Path], str]:
 def keep_newest(
     root: Path, iteration: int, count: int, line: set[str], owner: Owner | None, passed: Collection[int] = ()
 ) -> list[Path]:
-    """Remove all but the newest ``count`` checkpoints up to an iteration; those that were removed.
+    """Remove all but the newest ``count`` checkpoints up to an iteration, and return the removed ones.
 
-    line: names of the checkpoints that the run has made or comes from; no other is touched. passed: last iterations at
-    which a check vouches for the run; the newest up to each stays, too. One is renamed before it is removed, so that a
-    killed removal leaves nothing that looks like a checkpoint.
+    A checkpoint is renamed before it is removed, so that a killed removal leaves nothing that looks like a checkpoint.
+
+    Args:
+        line: Names of the checkpoints that this run wrote or resumed from. Others are not touched.
+        passed: The last iterations that the checks have verified. The newest checkpoint up to each of them is kept.
     """
     upto: dict[int, list[Path]] = {}
     for number, paths in every_checkpoint(root).items():
@@ -218,7 +221,7 @@ def keep_newest(
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder that stands in the way of a checkpoint is one, be it without its layout, or empty."""
+    """Return True if a folder in the place of a checkpoint is a checkpoint, is one without its layout, or is empty."""
     known = re.compile(r"scalars\.json|shard-[0-9]+\.safetensors")
     return (folder / FILE_NAME).is_file() or (
         folder.is_dir() and all(known.fullmatch(path.name) for path in folder.iterdir())
@@ -226,14 +229,14 @@ def is_ours(folder: Path) -> bool:
 
 
 def remove_aside(folder: Path, owner: Owner | None = None) -> None:
-    """Remove what saves of this folder by this owner left aside."""
+    """Remove the temporary folders of this owner's saves of this folder."""
     for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"):
         if owner is None or path.name.endswith(_mark(owner)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_left_over(folder: Path, owner: Owner | None = None) -> None:
-    """Remove what killed saves of this folder and, where an owner asks, those of earlier owners left aside."""
+    """Remove the temporary folders of killed saves of this folder and, given an owner, of all earlier owners."""
     remove_aside(folder, owner)
     if owner is None or not folder.parent.is_dir():
         return
@@ -248,9 +251,9 @@ def remove_left_over(folder: Path, owner: Owner | None = None) -> None:
 
 
 def move_into_place(aside: Path, folder: Path, owner: Owner | None = None) -> Path:
-    """Give a complete folder its name, or where that is taken the one with the owner's epoch; which one it got.
+    """Rename a complete folder to its final name, or to the name with the owner's epoch if that exists. Return it.
 
-    Without an owner a checkpoint of that name makes way, by two renames. Raises FolderLostError.
+    Without an owner an existing checkpoint of that name is replaced, by two renames. Raises FolderLostError.
     """
     sync_folder(aside)
     if owner is not None:
@@ -264,17 +267,17 @@ def _take_name(aside: Path, folder: Path, owner: Owner) -> Path:
     owner.check()
     if not folder.exists():
         try:
-            aside.rename(folder)  # which fails where a folder that holds anything has come there meanwhile
+            aside.rename(folder)  # fails if a non-empty folder has appeared there since
             sync_folder(folder.parent)
             return folder
         except OSError as error:
-            owner.check()  # a successor may have removed what was aside, too
+            owner.check()  # a successor may also have removed the temporary folder
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     name = of_name(folder.name)
-    assert name is not None, "an owner saves iterations"
+    assert name is not None, "an owner saves only iterations"
     own = folder.with_name(iteration_name(name[0], owner.epoch))
-    _replace_folder(aside, own, owner)  # nobody else's name
+    _replace_folder(aside, own, owner)  # no other owner uses this name
     return own
 
 

@@ -1,11 +1,13 @@
-"""Who owns a folder of checkpoints, as files in it: one for every owner there has been, by its epoch.
+"""Ownership of a checkpoint folder, recorded in files: one set for each owner so far, numbered by its epoch.
 
 root/owner/
-  3.json        the third owner: who and where; made once, and whoever makes it first is the owner
-  3.beat        a number that it changes every few seconds, or "ended"
+  3.json        the third owner: its job and process; created once, and the run that creates it first is the owner
+  3.beat        a number that the owner changes every few seconds, or "ended"
   3.latest      see megapar/config/latest_name.py
 
-The highest epoch is the owner. Nothing here asks a clock: those of two machines need not agree.
+The owner is the highest epoch. Nothing here reads a clock, because the clocks of two machines may differ.
+
+Tested in ``tests/core/checkpoint/test_owner.py``.
 """
 
 from __future__ import annotations
@@ -28,15 +30,24 @@ from megapar.core.health.process import MAX_TEXT, Process
 ENDED = "ended"
 LOCK_SECONDS = 5.0
 _MOST_BYTES = 1 << 14
-_BEAT_DIGITS = 20  # always as long as this: writing over it takes no room on a full disk
-_KEPT = 8  # notes of earlier owners
+_BEAT_DIGITS = 20  # a fixed length, so that overwriting it needs no space on a full disk
+_KEPT = 8  # records of earlier owners
 
 
 @dataclass(frozen=True)
 class Lease:
-    """An owner. name: of its job. launch, round: of the launcher, which starts ranks again in rounds; slurm: (job, how
-    often Slurm has started it); both "" where there is none. since: when, for people. locks: it holds a lock on its
-    file.
+    """An owner.
+
+    Attributes:
+        epoch: Its number among the owners of the folder.
+        process: The process that owns the folder.
+        name: The name of its job.
+        launch: The launcher's identity; "" without a launcher.
+        round: The launcher's restart count.
+        slurm: Slurm's job id and its count of starts; ("", 0) without Slurm.
+        user: The user's name.
+        since: The time it took the folder, for messages.
+        locks: It holds a lock on its file.
     """
 
     epoch: int
@@ -51,45 +62,45 @@ class Lease:
 
     @classmethod
     def from_json(cls, epoch: int, found: Any) -> Lease:
-        """Of what a file holds. Raises KeyError, TypeError or ValueError where it is no lease."""
+        """Make a lease from the content of its file. Raises KeyError, TypeError or ValueError if it is not a lease."""
         texts = [found[name] for name in ("name", "launch", "user", "since")]
         job, times = found["slurm"]
         numbers = [found["round"], times]
         if any(type(text) is not str or len(text) > MAX_TEXT for text in (*texts, job)):
-            raise ValueError("a text is none")
+            raise ValueError("a field is not a short text")
         if any(type(number) is not int for number in numbers) or type(found["locks"]) is not bool:
-            raise ValueError("a number is none")
+            raise ValueError("a field is not a number")
         name, launch, user, since = texts
         process = Process.from_json(found["process"])
         return cls(epoch, process, name, launch, found["round"], (job, times), user, since, found["locks"])
 
     def to_json(self) -> dict[str, Any]:
-        """For its file."""
+        """Return the content of its file."""
         kept = {"process": self.process.to_json(), "slurm": list(self.slurm)}
         plain = {name: getattr(self, name) for name in ("name", "launch", "round", "user", "since", "locks")}
         return kept | plain
 
     def follows(self, other: Lease) -> bool:
-        """Whether this is the other one started again, by whom that one is known to have ended."""
+        """Return True if this is a restart of ``other`` by its launcher or Slurm, so that ``other`` has ended."""
         restarted = bool(self.launch) and self.launch == other.launch and self.round > other.round
         queued = bool(self.slurm[0]) and self.slurm[0] == other.slurm[0] and self.slurm[1] > other.slurm[1]
         return restarted or queued or self.process == other.process
 
 
 def newest(root: Path) -> int:
-    """The owner's epoch; 0 where there has been none."""
+    """Return the owner's epoch, or 0 if the folder never had an owner."""
     return max(epochs_of(root), default=0)
 
 
 def highest(root: Path) -> int:
-    """The highest epoch that anything in the folder speaks of: the notes of owners may have been removed."""
-    said = read_latest(root)
-    named = [found[1] for path in root.glob("iter_*") if (found := of_name(path.name))]
-    return max(newest(root), said[1] if said else 0, *owners_latest(root), *named, 0)
+    """Return the highest epoch that any file in the folder mentions. Records of owners may have been removed."""
+    named = read_latest(root)
+    epochs = [name[1] for path in root.glob("iter_*") if (name := of_name(path.name))]
+    return max(newest(root), named[1] if named else 0, *owners_latest(root), *epochs, 0)
 
 
 def read(root: Path, epoch: int) -> Lease | None:
-    """Who that owner is; None where its note is not to be understood."""
+    """Return that owner, or None if its record cannot be read."""
     try:
         with open_regular(root / OWNERS / f"{epoch}.json") as file:
             return Lease.from_json(epoch, json.loads(file.read(_MOST_BYTES)))
@@ -98,9 +109,9 @@ def read(root: Path, epoch: int) -> Lease | None:
 
 
 def create(root: Path, lease: Lease) -> int | None:
-    """Become the owner with this epoch; None where somebody else has.
+    """Become the owner with this epoch. Return the file descriptor of the record, or None if another run was first.
 
-    The descriptor of its note, with a lock where one is to be had. Raises OSError where the folder takes no file.
+    The file is locked where the file system supports it. Raises OSError if the folder is not writable.
     """
     folder = root / OWNERS
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,18 +135,18 @@ def create(root: Path, lease: Lease) -> int | None:
 
 
 def _link(aside: Path, path: Path) -> None:
-    """Give a whole file its name, unless there is one of it. Raises FileExistsError."""
+    """Rename a complete file without replacing an existing one. Raises FileExistsError."""
     try:
         os.link(aside, path)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
             raise
-        with path.open("xb") as file:  # a file system without links: a reader may see half of it, and waits then
+        with path.open("xb") as file:  # no hard links here: a reader that sees half of the file retries
             file.write(aside.read_bytes())
 
 
 def write_beat(root: Path, epoch: int, text: str, *, new: bool = False) -> None:
-    """Change what others see of this owner. Raises OSError."""
+    """Write the owner's heartbeat. Raises OSError."""
     flags = os.O_WRONLY | (os.O_CREAT if new else 0)
     descriptor = os.open(root / OWNERS / f"{epoch}.beat", flags, 0o644)
     try:
@@ -145,7 +156,7 @@ def write_beat(root: Path, epoch: int, text: str, *, new: bool = False) -> None:
 
 
 def read_beat(root: Path, epoch: int) -> str:
-    """What the owner has written last; "" where nothing can be read."""
+    """Return the owner's last heartbeat, or "" if it cannot be read."""
     try:
         with open_regular(root / OWNERS / f"{epoch}.beat") as file:
             return file.read(_BEAT_DIGITS + 1).decode(errors="replace").strip()
@@ -154,7 +165,7 @@ def read_beat(root: Path, epoch: int) -> str:
 
 
 def is_unlocked(root: Path, lease: Lease) -> bool:
-    """Whether an owner that held a lock on this machine holds it no more. A hint: some file systems pretend."""
+    """Return True if an owner on this machine has released its lock. Only a hint: some file systems fake locks."""
     if not lease.locks or not lease.process.same_machine(Process.here()):
         return False
     try:
@@ -168,9 +179,9 @@ def is_unlocked(root: Path, lease: Lease) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Take a lock if nobody has it; in a thread, for a lock server that is gone does not answer."""
+    """Take the lock if it is free. Runs in a thread, because a dead lock server never answers."""
     taken: list[bool] = []
-    copy = os.dup(descriptor)  # a thread that is stuck keeps its own
+    copy = os.dup(descriptor)  # a blocked thread keeps this descriptor
 
     def attempt() -> None:
         with suppress(OSError):
@@ -185,9 +196,9 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def tidy(root: Path, epoch: int) -> None:
-    """Remove the notes of owners long before this one.
+    """Remove the records of owners much older than this one.
 
-    What one of them has published stays until another one publishes: nothing else may know of it.
+    An old owner's ``latest`` stays until another owner publishes: it may be the only record of the newest checkpoint.
     """
     for old in epochs_of(root):
         if old < epoch - _KEPT:

@@ -386,9 +386,9 @@ class Checkpoints:
             raise error
 
     def _report(self, written: Written) -> None:
-        if self._under_way is None or written.told:
+        if self._under_way is None or written.reported:
             return
-        written.told = True
+        written.reported = True
         name = self._under_way.name
         if written.error is None:
             waited, total = written.stall_seconds, written.total_seconds

@@ -48,13 +48,13 @@ def test_latest_follows_publish_and_any_iteration_can_be_found(tmp_path: Path) -
 def test_a_latest_that_names_no_checkpoint_is_told_with_the_choices(tmp_path: Path, content: bytes) -> None:
     save_and_publish(0, 1, tmp_path, 20, "one")
     (tmp_path / "latest").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"which is no checkpoint there\. Iterations saved there: 20\."):
+    with pytest.raises(CheckpointError, match=r"which is not a checkpoint there\. Iterations saved there: 20\."):
         store.find(tmp_path)
 
 
 def test_only_finished_checkpoints_can_be_published(tmp_path: Path) -> None:
     (tmp_path / "iter_0000005").mkdir()
-    with pytest.raises(CheckpointError, match="is no finished checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a finished checkpoint"):
         store.publish(tmp_path, 5)
     assert store.checkpoints(tmp_path) == {}
 
@@ -159,4 +159,4 @@ def test_what_may_not_be_read_is_told_and_does_not_hide_the_rest() -> None:
     assert "CheckpointError" in unreadable
     assert "cannot be read: [Errno 13]" in unreadable
     assert "CheckpointError" in other
-    assert "closed cannot be looked through" in other
+    assert "closed cannot be listed" in other
