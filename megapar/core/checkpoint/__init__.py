@@ -1,1 +1,1 @@
-"""Checkpoints: any layout writes them, any layout reads them, and nothing of them is pickled."""
+"""Checkpoints that any parallel layout can write and any other can read, without pickles."""

@@ -88,7 +88,7 @@ class Background:
         assert self._thread is None, "a save is still running"
         start = time.perf_counter()
         problem = self._make_room(state)
-        stream, behind = self._device.new_stream(), self._device.event()
+        stream, event = self._device.new_stream(), self._device.event()
         self._copied.clear()
         self._written = written = Written(0.0, 0.0)
 
@@ -96,7 +96,7 @@ class Background:
             try:
                 with self._section("save", detail):
                     self._device.prepare_thread()
-                    copies = problem or self._try_copy(state, stream, behind)
+                    copies = problem or self._try_copy(state, stream, event)
                     self._copied.set()
                     if not isinstance(copies, Exception):
                         write(copies)
@@ -121,14 +121,14 @@ class Background:
                 if shard.primary and (name not in self._buffers or self._buffers[name].shape != shard.tensor.shape):
                     flat = self._device.pinned_zeros(shard.tensor.numel(), shard.tensor.dtype)
                     self._buffers[name] = flat.view(shard.tensor.shape)
-        except Exception as error:  # MemoryError, RuntimeError or an accelerator's own, as the allocator has it
+        except Exception as error:  # MemoryError, RuntimeError or an accelerator's error, depending on the allocator
             self._buffers.clear()  # an incomplete set is useless
             return error
         return None
 
-    def _try_copy(self, state: State, stream: Any, behind: Any) -> dict[str, Shard] | Exception:
+    def _try_copy(self, state: State, stream: Any, event: Any) -> dict[str, Shard] | Exception:
         try:
-            copies = self._device.launch(lambda: self._copy(state), stream, behind)
+            copies = self._device.launch(lambda: self._copy(state), stream, event)
             self._device.after(stream)
         except Exception as error:
             return error

@@ -1,8 +1,8 @@
-"""Files and folders that are on disk before they have their name, and that take the place of others in one step.
+"""Durable writes: files and folders reach the disk before they get their name and replace old ones in one step.
 
-    made aside -> fsync of every file and folder in it -> rename, or exchange with what is there -> fsync of the parent
+    temporary name -> fsync of every file and folder -> rename, or exchange with the old one -> fsync of the parent
 
-After a power failure a name is either what it was, or all of what it became. Standard library only.
+After a power failure a name refers either to the old content or to all of the new content. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import os
 import shutil
 from pathlib import Path
 
-_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2 (Linux)
-_CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)  # said by kernels and file systems without it
+_AT_FDCWD, _EXCHANGE = -100, 2  # constants of renameat2 (Linux)
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)  # from kernels and file systems without it
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file's content to disk, or a folder's names."""
+    """Flush the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -27,12 +27,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to disk."""
+    """Flush the names in a folder to disk."""
     sync_file(folder)
 
 
 def sync_tree(path: Path) -> None:
-    """Bring to disk a file, or a folder with all that is in it; links stay what they are."""
+    """Flush a file, or a folder with everything in it, to disk. Symbolic links are not followed."""
     if not path.is_dir():
         sync_file(path)
         return
@@ -44,7 +44,7 @@ def sync_tree(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A file with this content, in place of the one that was there."""
+    """Write a file with this content and replace an existing one."""
     aside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         aside.write_bytes(content)
@@ -54,9 +54,9 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def put(made: Path, path: Path) -> None:
-    """Give what is whole its name, on the same file system; what had the name is gone afterwards.
+    """Move a complete file or folder to its final name on the same file system, and remove what had that name.
 
-    At no moment is there nothing of that name, where the file system can exchange two names.
+    If the file system can exchange two names, the name exists at every moment.
     """
     sync_tree(made)
     rename(made, path)
@@ -66,14 +66,14 @@ def put(made: Path, path: Path) -> None:
 
 
 def put_new(made: Path, path: Path) -> None:
-    """The same where nothing has the name, or an empty folder; raises OSError for a folder that holds something."""
+    """Do the same for a new name. Raises OSError if the name is that of a folder with content."""
     sync_tree(made)
     made.rename(path)
     sync_folder(path.parent)
 
 
 def rename(made: Path, path: Path) -> None:
-    """As ``put``, of what is on disk already; ``made`` is then what had the name, where it could not be overwritten."""
+    """Move as ``put`` does, without a flush. A replaced folder remains under the name ``made``."""
     if not os.path.lexists(path) or not (path.is_dir() or made.is_dir()):
         os.replace(made, path)
         return
@@ -91,20 +91,20 @@ def rename(made: Path, path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two files or folders change names in one step; False, and nothing done, where that cannot be had."""
+    """Exchange the names of two files or folders in one step. Return False, and do nothing, if that is unsupported."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _CANNOT:
+    if number in _UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def remove(path: Path) -> None:
-    """A file, a link or a folder with all that is in it, if it is there."""
+    """Remove a file, a link or a folder with everything in it, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,7 @@
-"""Differences between the model of a checkpoint and another one. Does not import torch, so that refusals are fast."""
+"""Differences between the model of a checkpoint and another one. Does not import torch, so that refusals are fast.
+
+Tested in ``tests/core/checkpoint/test_damage.py``.
+"""
 
 from __future__ import annotations
 

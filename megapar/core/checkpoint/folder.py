@@ -110,7 +110,7 @@ def find(root: Path, iteration: int | None = None) -> Path:
 
 def _choices(root: Path) -> str:
     if not root.exists():
-        return "There is no such folder."
+        return "The folder does not exist."
     saved, suspect = list(checkpoints(root)), list(suspects(root))
     text = f"Iterations saved there: {', '.join(map(str, saved[-10:]))}." if saved else "No iteration is saved there."
     return f"{text} Set aside as suspect: {', '.join(map(str, suspect[-10:]))}." if suspect else text

@@ -1,14 +1,17 @@
-"""layout.json: all that is known of a checkpoint without opening its shards.
+"""layout.json: the index of a checkpoint, which describes it without opening its shards.
 
     {"sha256": "<of every byte below this line>",
     "format": "megapar checkpoint", "version": 1,
-    "model": {...},                     what must agree for this to be a checkpoint of one's model
-    "grid": {...},                      sizes of the axes it was written on; for people, loading does not need it
-    "scalars": [name, bytes, sha256],   the file of counters and such
+    "model": {...},                     the facts that must equal those of the loading run's model
+    "grid": {...},                      axis sizes of the run that wrote it; for the reader, not used by the loader
+    "scalars": [name, bytes, sha256],   the file of counters and other scalars
     "tensors": {name: {"shape": [...], "dtype": "float32", "starts": [...], "files": [...]}},     see tiling.py
     "files": [[name, bytes, sha256], ...]}
 
-A layout comes from a stranger's disk: whatever it holds, reading it ends in a Layout or in CheckpointError.
+The file is untrusted input: reading it either returns a CheckpointLayout or raises CheckpointError, whatever it
+contains.
+
+Tested in ``tests/core/checkpoint/test_fuzz.py`` and ``tests/core/checkpoint/test_damage.py``.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ FILE_NAME = "layout.json"
 FORMAT = "megapar checkpoint"
 VERSION = 1
 MAX_BYTES = 1 << 28
-"""Of the file. That of 10,000 ranks has a megabyte of file names and some hundred bytes a tensor."""
+"""Size limit of the file. For 10,000 ranks it has a megabyte of file names and a few hundred bytes per tensor."""
 MAX_DIMS = 16
 MAX_BRACKETS = 1 << 20
 BYTES_PER_BRACKET = 8
-"""A layout has one list or object in so many bytes at most, and a million of them besides: more would be a file that
-takes twenty times its size of memory, and says nothing."""
+"""A layout may have one list or object per this many bytes, plus ``MAX_BRACKETS``. A file with more of them would only
+take twenty times its size in memory."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -51,20 +54,33 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the checkpoint: its plain name, its size in bytes and its SHA-256 in hexadecimal."""
+    """A file of the checkpoint.
+
+    Attributes:
+        name: Its plain name, without a folder.
+        size: In bytes.
+        sha256: In hexadecimal.
+    """
 
     name: str
     size: int
     sha256: str
 
     def to_json(self) -> list[Json]:
-        """The form in layout.json."""
+        """Return the form in layout.json."""
         return [self.name, self.size, self.sha256]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A stored tensor. tiling is JSON until it is asked for: a rank needs those of its own tensors only."""
+    """A stored tensor.
+
+    Attributes:
+        name: The same on every rank.
+        shape: Of the global tensor.
+        dtype: Of its elements.
+        cut: The JSON of its tiling. A rank parses it for its own tensors only.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -72,17 +88,25 @@ class TensorEntry:
     cut: Mapping[str, Json]
 
     def tiling(self, num_files: int) -> Tiling:
-        """How it is cut, and which of ``num_files`` files hold what."""
+        """Return its tiling over ``num_files`` files. Raises CheckpointError if the JSON is not a tiling."""
         return tiling.from_json(self.name, self.shape, dict(self.cut), num_files)
 
     def to_json(self) -> dict[str, Json]:
-        """The form in layout.json."""
+        """Return the form in layout.json."""
         return {"shape": list(self.shape), "dtype": DTYPE_NAMES[self.dtype], **self.cut}
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The whole of layout.json. scalars: the file of the scalars."""
+    """The content of layout.json.
+
+    Attributes:
+        model: Facts about the model, compared at load.
+        grid: Axis name to size, on the run that wrote the checkpoint.
+        scalars: The file of the scalars.
+        tensors: Tensor name to its entry.
+        files: The shard files; a tiling refers to them by position.
+    """
 
     model: Mapping[str, Json]
     grid: Mapping[str, Json]
@@ -91,7 +115,7 @@ class CheckpointLayout:
     files: Sequence[FileEntry]
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         lines = [
             f'"format": "{FORMAT}", "version": {VERSION},',
             f'"model": {json.dumps(self.model, sort_keys=True)},',
@@ -107,12 +131,12 @@ class CheckpointLayout:
 
 
 def seal(body: bytes) -> bytes:
-    """The file's content from all but its first line."""
+    """Return the content of the file, given all but its first line."""
     return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
 
 def read(folder: Path) -> CheckpointLayout:
-    """The layout of a checkpoint folder. Raises CheckpointError where there is none or it is damaged."""
+    """Return the layout of a checkpoint folder. Raises CheckpointError if it is missing or damaged."""
     path = folder / FILE_NAME
     try:
         content = read_regular(path, MAX_BYTES)
@@ -127,7 +151,7 @@ def read(folder: Path) -> CheckpointLayout:
 
 
 def parse(content: bytes) -> CheckpointLayout:
-    """A layout from the file's content."""
+    """Return the layout with this content. Raises CheckpointError if the content is not a layout."""
     brackets = content.count(b"[") + content.count(b"{")
     _expect(
         brackets <= MAX_BRACKETS + len(content) // BYTES_PER_BRACKET,
@@ -138,7 +162,7 @@ def parse(content: bytes) -> CheckpointLayout:
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, absurd numbers
         raise CheckpointError(f"damaged: not JSON ({str(error)[:200]})") from error
     except MemoryError:
-        raise CheckpointError(f"it has {len(content):,} bytes, and this machine no memory for what they say") from None
+        raise CheckpointError(f"it has {len(content):,} bytes, more than this machine has memory to parse") from None
     _expect(isinstance(root, dict) and root.get("format") == FORMAT, f"not a {FORMAT}")
     _expect(root.get("version") == VERSION, f"format version {str(root.get('version'))[:20]}, known is {VERSION}")
     body = content.partition(b"\n")[2]
@@ -158,7 +182,7 @@ def parse(content: bytes) -> CheckpointLayout:
 def _file(value: Json) -> FileEntry:
     _expect(isinstance(value, list) and len(value) == 3, f"{str(value)[:100]} is not a file's name, size and SHA-256")
     name, size, sha256 = value
-    # A plain name in this folder: no separators, no parent, nothing hidden, and not the layout itself.
+    # A plain name in this folder: no separator, no parent folder, not hidden, and not the layout itself.
     _expect(
         isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name), f"bad file {name!r:.100}"
     )

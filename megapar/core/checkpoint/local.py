@@ -1,13 +1,13 @@
-"""Local checkpoints: every rank's state in its node's memory with a copy on the next node, for restarts of one job.
+"""Local checkpoints: each rank's state in the memory of its node with a copy on the next node, for restarts of a job.
 
 root/job/iter_0000120/
-  rank-00003.safetensors      all shards that rank 3 holds
+  rank-00003.safetensors      all shards of rank 3
   rank-00003.json             {"sha256": of all below, facts, start, scalars, the file's size and SHA-256}; written last
-root/job/owner-4f2a.json      of each rank here, see local_owner.py; a job whose owners are gone is removed
+root/job/owner-4f2a.json      one for each rank on this node, see local_owner.py; a job without live owners is removed
 
-They fit the layout that wrote them and no other, and what is put together was written by one start of the job: another
-start may have gone another way to the same iteration. What survives a death: of a process, everything; of a node, the
-copies on the node behind it.
+A local checkpoint can only be loaded on the layout that wrote it. All of its files come from one start of the job,
+because another start may have reached the same iteration with other numbers. After the death of a process all files
+survive; after the death of a node, the copies on the next node do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megapar.core.checkpoint.shard_file import (
 from megapar.core.comm import json_messages as messages
 from megapar.errors import CheckpointError
 
-KEPT = 2  # a rank that dies while it writes the newest leaves the one before it
+KEPT = 2  # if a rank dies while it writes the newest, the previous one is still complete
 MAX_HEADER_BYTES = 1 << 26
 CHUNK_BYTES = 64 << 20
 Facts = Mapping[str, Any]
@@ -48,7 +48,13 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FoundLocal:
-    """A whole local checkpoint. start: that wrote it. holders: rank -> the rank whose node has its files."""
+    """A complete local checkpoint.
+
+    Attributes:
+        iteration: After which it was saved.
+        start: Id of the start of the job that wrote it.
+        holders: Rank to the rank whose node has its files.
+    """
 
     iteration: int
     start: str
@@ -56,11 +62,17 @@ class FoundLocal:
 
 
 class LocalCheckpoints:
-    """The local checkpoints of one job, as one rank keeps them.
+    """One rank's local checkpoints of a job. Raises TrainingError if another run uses the name of the job.
 
-    root: memory of this node. facts: must agree for state to be taken back: model and grid. neighbour: (rank that gets
-    a copy, rank whose copy is kept); None on one node. group: of all ranks, for threads; None for one rank. launch: of
-    the launcher. Raises TrainingError where another run keeps its own under the job's name.
+    Args:
+        root: A folder in the memory of this node.
+        job: The name of the job.
+        rank: This rank.
+        world_size: The number of ranks.
+        neighbour: (rank that receives this rank's copy, rank whose copy is kept here); None on one node.
+        facts: Model and grid; a checkpoint is loaded only if its facts are equal.
+        group: All ranks, for use from a thread; None with one rank.
+        launch: The launcher's identity.
     """
 
     def __init__(
@@ -82,25 +94,28 @@ class LocalCheckpoints:
         self._group = group
         self._owner = LocalOwner(root, self._folder, launch)
         for path in self._folder.glob("iter_*/rank-*"):
-            if path.name >= f"rank-{world_size:05d}":  # of a larger start: nobody would ever write over it
+            if path.name >= f"rank-{world_size:05d}":  # from a start with more ranks: no rank would ever overwrite it
                 _remove(path)
-        name = uuid.uuid4().hex
-        self._start = str(name if group is None else messages.broadcast(name, group))
+        start = uuid.uuid4().hex
+        self._start = str(start if group is None else messages.broadcast(start, group))
 
     @property
     def folder(self) -> Path:
-        """Of this job, on this node."""
+        """The folder of this job on this node."""
         return self._folder
 
     # Saving
 
     def save(self, iteration: int, state: Mapping[str, Shard] | CheckpointError, scalars: Facts) -> None:
-        """Write this rank's state and copy it to the neighbour; every rank calls it, from one thread.
+        """Write this rank's state and copy it to the neighbour. Every rank calls this, each from one thread.
 
-        state: or why this rank has none to write.
+        If a rank cannot write, the checkpoint is removed on all ranks and the older ones are kept. That rank first
+        sends its neighbour an empty copy and then raises OSError, for example because the memory is full.
 
-        Raises OSError where the memory is full, after the neighbour has been told of it by an empty copy. A checkpoint
-        that one rank could not write is removed on all of them, and no older one for it.
+        Args:
+            iteration: After which the state was taken.
+            state: Tensor name to shard, or the error because of which this rank has no state.
+            scalars: JSON values by name.
         """
         self._owner.remove_orphans()
         place = self._folder / f"iter_{iteration:07d}"
@@ -114,11 +129,11 @@ class LocalCheckpoints:
             failure = error
         if self._neighbour is not None:
             to, source = self._neighbour
-            for name_of in (_data, _head):  # the header last: it makes the copy count
+            for name_of in (_data, _head):  # the header last: a copy is valid only with it
                 self._swap(place / name_of(self._rank), place / name_of(source), to, source)
-        whole = self._everywhere(failure is None)
-        # What one rank lacks nobody can go back to; the ones before it stay then.
-        useless = sorted(self._folder.glob("iter_*"))[:-KEPT] if whole else [place]
+        complete = self._everywhere(failure is None)
+        # A checkpoint that lacks one rank's part is useless: remove that one and keep the older ones.
+        useless = sorted(self._folder.glob("iter_*"))[:-KEPT] if complete else [place]
         for old in useless:
             _remove_files(old, [self._rank] + ([self._neighbour[1]] if self._neighbour else []))
         if failure is not None:
@@ -141,14 +156,14 @@ class LocalCheckpoints:
         aside.rename(place / _head(self._rank))
 
     def _everywhere(self, done: bool) -> bool:
-        """Whether it is done on every rank."""
+        """Return True if ``done`` is true on every rank."""
         votes = torch.tensor([int(done)])
         if self._group is not None:
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
     def _swap(self, sent: Path | None, received: Path | None, to: int | None, source: int | None) -> None:
-        """Send a file (an empty one where it is missing) to one rank and take one from another; None: not."""
+        """Send a file to one rank and receive one from another; None skips either. A missing file is sent as empty."""
         out = torch.tensor([sent.stat().st_size if sent and sent.exists() else 0])
         back = torch.zeros(1, dtype=torch.int64)
         self._exchange(out if sent else None, back if received else None, to, source)
@@ -159,7 +174,7 @@ class LocalCheckpoints:
         try:
             writer = aside.open("xb", buffering=0) if aside else None
         except OSError:
-            full = True  # the other rank sends all the same
+            full = True  # the other rank still sends
         try:
             for start in range(0, max(sizes), CHUNK_BYTES):
                 here, there = (max(0, min(CHUNK_BYTES, size - start)) for size in sizes)
@@ -167,7 +182,7 @@ class LocalCheckpoints:
                 room = torch.empty(there, dtype=torch.uint8) if there else None
                 self._exchange(piece, room, to, source)
                 if writer and room is not None and not full:
-                    full = not _all_written(writer, room.numpy().data)  # the other rank goes on sending
+                    full = not _all_written(writer, room.numpy().data)  # the other rank continues to send
         finally:
             for file in (reader, writer):
                 if file is not None:
@@ -190,9 +205,10 @@ class LocalCheckpoints:
     # Loading
 
     def find(self, limit: int | None = None) -> FoundLocal | None:
-        """The newest local checkpoint that all ranks together still have whole; every rank calls it.
+        """Return the newest local checkpoint of which all ranks together still have every file. Every rank calls this.
 
-        limit: the last iteration that may be.
+        Args:
+            limit: Skip checkpoints of later iterations.
         """
         held = {
             (iteration, str(head["start"]), rank)
@@ -203,9 +219,9 @@ class LocalCheckpoints:
         }
         everyone = [held]
         if self._group is not None:
-            told = messages.all_gather([list(one) for one in sorted(held)], self._group)
-            everyone = [{(int(iteration), str(start), int(rank)) for iteration, start, rank in part} for part in told]
-        for iteration, start in sorted({one[:2] for part in everyone for one in part}, reverse=True):
+            parts = messages.all_gather([list(file) for file in sorted(held)], self._group)
+            everyone = [{(int(iteration), str(start), int(rank)) for iteration, start, rank in part} for part in parts]
+        for iteration, start in sorted({file[:2] for part in everyone for file in part}, reverse=True):
             holders = {}
             for rank in range(self._world_size):
                 having = [holder for holder, part in enumerate(everyone) if (iteration, start, rank) in part]
@@ -216,7 +232,7 @@ class LocalCheckpoints:
         return None
 
     def load(self, found: FoundLocal, targets: Mapping[str, Shard]) -> dict[str, Any]:
-        """Fill the targets and return the scalars; every rank calls it. Raises CheckpointError."""
+        """Fill the targets and return the scalars. Every rank calls this. Raises CheckpointError for a damaged file."""
         place = self._folder / f"iter_{found.iteration:07d}"
         place.mkdir(exist_ok=True)
         for rank, holder in sorted(found.holders.items()):
@@ -232,7 +248,7 @@ class LocalCheckpoints:
             raise CheckpointError(f"{place / _data(self._rank)} is damaged")
         with ShardFile(place / _data(self._rank)) as shards:
             if sorted(shards.names()) != sorted(targets):
-                raise CheckpointError(f"{shards.path} holds other tensors than this run")
+                raise CheckpointError(f"{shards.path} contains other tensors than this run")
             for name, shard in targets.items():
                 shards.check(name, shard.tensor.dtype, shard.box.sizes)
             with torch.no_grad():
@@ -249,7 +265,7 @@ class LocalCheckpoints:
         return found
 
     def _head(self, place: Path, rank: int) -> Facts | None:
-        """A rank's header, where it and the file that it tells of are sound and of this run."""
+        """Return the header of a rank, or None if it or its file is damaged or of another model or grid."""
         path = place / _head(rank)
         try:
             if not path.is_file() or path.stat().st_size > MAX_HEADER_BYTES:
@@ -257,24 +273,24 @@ class LocalCheckpoints:
             content = path.read_bytes()
             head = json.loads(content)
             entry = FileEntry(*head["file"])
-            sound = content == seal(content.partition(b"\n")[2]) and head["facts"] == self._facts and "start" in head
-            sound = sound and entry.name == _data(rank) and not check_file(place, entry, "full")
+            valid = content == seal(content.partition(b"\n")[2]) and head["facts"] == self._facts and "start" in head
+            valid = valid and entry.name == _data(rank) and not check_file(place, entry, "full")
         except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
             return None
-        return head if sound else None
+        return head if valid else None
 
     def remove_after(self, iteration: int) -> None:
-        """Remove what this node has of later iterations."""
+        """Remove this node's checkpoints of later iterations."""
         for at, place in self._iterations().items():
             if at > iteration:
                 shutil.rmtree(place, ignore_errors=True)
 
     def release(self) -> None:
-        """This rank ends; its local checkpoints stay for a restart."""
+        """Release the job's folder at the end of this rank. Its checkpoints stay for a restart."""
         self._owner.release()
 
     def remove(self) -> None:
-        """The run is over: give the memory back; every rank calls it, the last one finds nothing left."""
+        """Remove all checkpoints of the job at the end of the run. Every rank calls this, in any order."""
         self.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -297,12 +313,12 @@ def _head(rank: int) -> str:
 
 
 def _remove(path: Path) -> None:
-    with suppress(OSError):  # it is gone, or its folder never was one
+    with suppress(OSError):  # already removed, or its parent is not a folder
         path.unlink()
 
 
 def _remove_files(place: Path, ranks: Sequence[int]) -> None:
-    """Remove some ranks' files, the header first, and the folder when it is empty."""
+    """Remove some ranks' files, each header first, and then the folder if it is empty."""
     for rank in ranks:
         for name in (_head(rank), _data(rank)):
             _remove(place / name)

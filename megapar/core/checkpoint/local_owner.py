@@ -1,9 +1,10 @@
-"""Whose local checkpoints these are: which memory may be given back, and whether a folder is nobody else's.
+"""Ownership of local checkpoints: finds jobs that have ended, to free their memory, and refuses a job name in use.
 
-root/job/owner-4f2a...json       of one rank: its launcher and launch; the rank holds a lock on it while it lives
+root/job/owner-4f2a...json       the claim of one rank: its launcher and launch; locked by the rank while it lives
 
-A job lives while one of its ranks holds its lock, or while the launcher, which starts ranks again, is there. Whoever
-cannot see the launcher, as from another container, watches for ten minutes that no lock is taken and nothing changes.
+A job is alive while one of its ranks holds its lock, or while its launcher, which restarts ranks, is running. If the
+launcher is not visible, for example from another container, the job has ended when for ten minutes no lock was taken
+and no file changed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from pathlib import Path
 from megapar.core.health.process import Process
 from megapar.errors import TrainingError
 
-PATIENCE_SECONDS = 600.0  # in which a launcher has started its ranks again
+PATIENCE_SECONDS = 600.0  # a launcher restarts its ranks within this time
 _MOST_BYTES = 1 << 14
 
 
 def private_folder(path: Path, *, mine: bool) -> None:
-    """Make a folder of this user's alone. mine: also what is there already must be that, not only what is made.
+    """Create a folder that only this user can access. Raises OSError if that fails.
 
-    Raises TrainingError where it belongs to somebody else or leads elsewhere, OSError where it cannot be made.
+    Args:
+        path: The folder; parents are created too.
+        mine: Also require it of an existing folder. Raises TrainingError if that is a link or another user's.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not mine:
@@ -38,15 +41,24 @@ def private_folder(path: Path, *, mine: bool) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         owner = "a link" if stat.S_ISLNK(found.st_mode) else f"user {found.st_uid}'s"
         raise TrainingError(
-            f"local checkpoints: {path} is {owner}, not a folder of user {os.getuid()}: remove it, or give another "
-            "place by --local-checkpoint-dir"
+            f"local checkpoints: {path} is {owner}, not a folder of user {os.getuid()}. Remove it, or set "
+            "--local-checkpoint-dir to another folder."
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         path.chmod(0o700)
 
 
 class LocalOwner:
-    """This rank's claim on the folder of its job, until ``release`` or its end."""
+    """This rank's claim on the folder of its job, until ``release`` or the end of the process.
+
+    Raises TrainingError if another run has claimed it.
+
+    Args:
+        root: The folder of all jobs on this node.
+        folder: Of this job.
+        launch: The launcher's identity.
+        clock: In seconds.
+    """
 
     def __init__(self, root: Path, folder: Path, launch: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._folder, self._clock = root, folder, clock
@@ -60,32 +72,32 @@ class LocalOwner:
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._descriptor, json.dumps(content).encode())
-        aside.rename(self._path)  # whoever sees it finds it locked
+        aside.rename(self._path)  # already locked when it becomes visible
         for path in _claims(folder):
             if path != self._path and not _is_locked(path):
-                path.unlink(missing_ok=True)  # of ranks that this start is in place of
+                path.unlink(missing_ok=True)  # claims of the previous start's ranks
         self.remove_orphans()
 
     def _refuse_another(self, path: Path, launch: str) -> None:
-        said = _read(path)
-        if _is_locked(path) and said is not None and said[0] != launch:
+        claim = _read(path)
+        if _is_locked(path) and claim is not None and claim[0] != launch:
             raise TrainingError(
-                f"local checkpoints: another run with the same name of its job keeps its own in {self._folder}: give "
-                "each a --rdzv-id or a --local-checkpoint-dir of its own"
+                f"local checkpoints: another run with the same name of its job uses {self._folder}. Give each run a "
+                "separate --rdzv-id or --local-checkpoint-dir."
             )
 
     def remove_orphans(self) -> None:
-        """Remove the jobs in this memory that have ended; of those that cannot be seen, when they have been watched."""
+        """Remove jobs that have ended, and jobs of unknown state after nothing has changed for ten minutes."""
         for job in self._root.iterdir():
             if job == self._folder or not job.is_dir() or job.is_symlink():
                 continue
             lives = _lives(job)
             if lives:
                 self._watched.pop(job, None)
-            elif lives is False or (lives is None and self._stood_still(job)):
+            elif lives is False or (lives is None and self._is_idle(job)):
                 shutil.rmtree(job, ignore_errors=True)
 
-    def _stood_still(self, job: Path) -> bool:
+    def _is_idle(self, job: Path) -> bool:
         names = sorted(str(path.relative_to(job)) for path in job.rglob("*"))
         since, before = self._watched.get(job, (self._clock(), names))
         if names != before:
@@ -94,7 +106,7 @@ class LocalOwner:
         return self._clock() - since >= PATIENCE_SECONDS
 
     def release(self) -> None:
-        """Own it no more. Safe to call twice."""
+        """Release the claim. Safe to call twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -105,11 +117,11 @@ def _claims(job: Path) -> list[Path]:
 
 
 def _lives(job: Path) -> bool | None:
-    """Whether a job lives; None where that cannot be seen from here. What is no job at all is left alone."""
+    """Return True if a job is alive or the folder is not a job at all, and None if that cannot be seen from here."""
     claims = _claims(job)
     if not claims or any(_is_locked(path) for path in claims):
         return True
-    launchers = [said[1].lives() if (said := _read(path)) else None for path in claims]
+    launchers = [claim[1].lives() if (claim := _read(path)) else None for path in claims]
     return True if True in launchers else None if None in launchers else False
 
 
@@ -130,11 +142,11 @@ def _is_locked(path: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[str, Process] | None:
-    """(launch, launcher) of a claim; None where it says neither, as those of old do."""
+    """Return (launch, launcher) of a claim, or None if it has neither, like those of older versions."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        return str(found["launch"]), Process.from_json(found["launcher"])
+            claim = json.loads(file.read(_MOST_BYTES))
+        return str(claim["launch"]), Process.from_json(claim["launcher"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -1,6 +1,8 @@
-"""Manifests: what a file or folder held when it was whole, by sizes and SHA-256. Standard library only.
+"""Manifests: the sizes and SHA-256 digests of a complete file or folder. Standard library only.
 
 {"name": "tokens/4f2a..", "files": {"corpus.bin": [size, "sha256"], ...}}
+
+Tested in ``tests/core/checkpoint/test_durable.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """name: what it was made as, so that it is not taken for something else under another name. files: path in the
-    folder ("" for a single file) -> (size, SHA-256).
+    """The recorded content of a file or folder.
+
+    Attributes:
+        name: The name it was written under, so that a moved copy is not mistaken for something else.
+        files: Path in the folder ("" for a single file) to (size in bytes, SHA-256 in hexadecimal).
     """
 
     name: str
@@ -29,12 +34,12 @@ class Manifest:
 
     @classmethod
     def of(cls, name: str, path: Path) -> Manifest:
-        """Of what lies at the path."""
+        """Make the manifest of the file or folder at this path."""
         return cls(name, {part: (file.stat().st_size, sha256_of(file)) for part, file in _files(path)})
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
-        """None where the file is missing or holds no manifest."""
+        """Read a manifest. Return None if the file is missing or is not a manifest."""
         try:
             if path.stat().st_size > MAX_BYTES:
                 return None
@@ -45,42 +50,42 @@ class Manifest:
             return None
 
     def to_bytes(self) -> bytes:
-        """For a file."""
+        """Return the content of the manifest's file."""
         return json.dumps({"name": self.name, "files": self.files}, indent=1, sort_keys=True).encode() + b"\n"
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return sum(size for size, _ in self.files.values())
 
     def wrong_sizes(self, path: Path) -> str:
-        """What is missing at the path, too much or of another size; "" where nothing is."""
+        """Describe the first file at the path that is missing, unknown or of another size, or return ""."""
         there = {part: file.stat().st_size for part, file in _files(path)}
         for part in sorted(self.files.keys() | there.keys()):
             name = part or path.name
             if part not in there:
                 return f"lacks {name}"
             if part not in self.files:
-                return f"holds {name}, which does not belong to it"
+                return f"contains {name}, which does not belong to it"
             if there[part] != self.files[part][0]:
                 return f"is damaged: {name} has {there[part]:,} bytes instead of {self.files[part][0]:,}"
         return ""
 
     def wrong_content(self, path: Path) -> str:
-        """The same with every byte read."""
+        """Describe the first difference as ``wrong_sizes`` does, after reading and hashing every byte."""
         for part, file in _files(path):
             if part in self.files and sha256_of(file) != self.files[part][1]:
-                return f"is damaged: {part or path.name} has not the SHA-256 that it was written with"
+                return f"is damaged: {part or path.name} does not have the SHA-256 that it was written with"
         return self.wrong_sizes(path)
 
     def changed_at(self, path: Path) -> list[list[Any]]:
-        """When each file was last changed, by which a later look sees whether anybody wrote since."""
+        """Return the size and change times of each file. They show a later call whether a file was written since."""
         found = [(part, file.stat()) for part, file in _files(path)]
         return [[part, status.st_size, status.st_mtime_ns, status.st_ctime_ns] for part, status in found]
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
-    """Every file at the path but the manifest itself and hidden ones (of NFS), in order of their names."""
+    """Yield every file at the path in order of name, except the manifest itself and hidden files (of NFS)."""
     if not path.is_dir():
         if path.exists():
             yield "", path
@@ -96,12 +101,12 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.100} is no size")
+        raise ValueError(f"{value!r:.100} is not a size")
     return value
 
 
 def sha256_of(path: Path) -> str:
-    """In hexadecimal, of a file's bytes."""
+    """Return the SHA-256 of a file in hexadecimal."""
     state = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         block = bytearray(_BLOCK)

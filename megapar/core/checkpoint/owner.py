@@ -1,9 +1,10 @@
-"""Owning a folder of checkpoints: who may become the owner, and how an owner learns that it is none any more.
+"""Owners of a checkpoint folder: how a run becomes the owner, and how an owner finds that it was replaced.
 
-Whether an owner lives is judged by seeing its beat change while one watches, on one's own clock. One that is known to
-have ended is followed at once: it said so, its process is gone from this machine, or this job is that one started
-again. Any other is followed when its beat has stood still for a minute, even if it is only asleep: nothing of what it
-may still do when it wakes up takes the place of anything (folder.py), and then it learns of its successor and ends.
+A candidate watches the owner's heartbeat on its own clock; an owner whose heartbeat changes is alive. The candidate
+takes over at once if the owner is known to have ended: it recorded its end, its process on this machine is gone, or
+this run is a restart of it. Otherwise it takes over after the heartbeat has not changed for a minute. If that owner was
+only suspended, it does no harm when it resumes: its writes never replace a file (folder.py), and it then finds that it
+has a successor and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
 
 BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 60.0
-UNLOCKED_SECONDS = 10.0  # of an owner on this machine that had a lock and has it no more
+UNLOCKED_SECONDS = 10.0  # the patience with an owner on this machine that no longer holds its lock
 _QUIET_SECONDS = 3.0
 _LOOK_SECONDS = 0.25
 _TRIES = 100
@@ -31,24 +32,36 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class Watch:
-    """How an owner is watched. say: what people are told meanwhile; clock: in seconds, never set back."""
+    """The settings for watching an owner.
 
-    say: Callable[[str], None]
+    Attributes:
+        report: Receives a message for the user if the wait is long.
+        clock: In seconds, monotonic.
+        pause: Waits for this many seconds.
+    """
+
+    report: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
 
 
 def take(root: Path, mine: Lease, watch: Watch, beat_seconds: float = BEAT_SECONDS) -> Owner:
-    """Become the owner of a folder. mine: who asks; its epoch is chosen here.
+    """Become the owner of a folder.
 
-    Raises FolderOwnedError where another owner lives, CheckpointError where the folder cannot be read or written.
+    Raises FolderOwnedError if another owner is alive, CheckpointError if the folder cannot be read or written.
+
+    Args:
+        root: The folder.
+        mine: The lease of this run; its epoch is chosen here.
+        watch: The settings for watching the present owner.
+        beat_seconds: Time between two heartbeats.
     """
     try:
         for _ in range(_TRIES):
-            # Before anybody is judged: who comes first gets this number, the others judge again.
+            # Chosen before the wait: the first run to create this epoch gets it, and the others start again.
             epoch, before = leases.highest(root) + 1, leases.newest(root)
             if before:
-                _let_end(root, before, mine, watch)
+                _wait_for_end(root, before, mine, watch)
             claimed = replace(mine, epoch=epoch)
             descriptor = leases.create(root, claimed)
             if descriptor is None:
@@ -60,22 +73,22 @@ def take(root: Path, mine: Lease, watch: Watch, beat_seconds: float = BEAT_SECON
             os.close(descriptor)
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be owned: {error}") from error
-    raise CheckpointError(f"--save {root} cannot be owned: others take it again and again")
+    raise CheckpointError(f"--save {root} cannot be owned: other runs repeatedly took it first")
 
 
-def _let_end(root: Path, epoch: int, mine: Lease, watch: Watch) -> None:
-    """Return when the owner has ended, or may be taken for it. Raises FolderOwnedError when it lives."""
-    first, start, told = leases.read_beat(root, epoch), watch.clock(), False
+def _wait_for_end(root: Path, epoch: int, mine: Lease, watch: Watch) -> None:
+    """Wait until the owner has ended or counts as ended. Raises FolderOwnedError if it is alive."""
+    first, start, reported = leases.read_beat(root, epoch), watch.clock(), False
     while True:
         owner, beat = leases.read(root, epoch), leases.read_beat(root, epoch)
-        if beat == ENDED or leases.newest(root) > epoch:  # of the next one take() judges
+        if beat == ENDED or leases.newest(root) > epoch:  # take() examines the next owner
             return
         if owner is not None and (mine.follows(owner) or owner.process.lives() is False):
             return
         if beat != first:
             raise FolderOwnedError(
-                f"--save {root} belongs to another run, which is alive: {_told(owner)}. Wait until it has ended, end "
-                "it there, or give another folder."
+                f"--save {root} belongs to another run, which is alive: {_description(owner)}. Wait until it has "
+                "ended, end it there, or set --save to another folder."
             )
         quiet = watch.clock() - start
         patience = PATIENCE_SECONDS
@@ -83,31 +96,36 @@ def _let_end(root: Path, epoch: int, mine: Lease, watch: Watch) -> None:
             patience = UNLOCKED_SECONDS
         if quiet >= patience:
             return
-        if not told and quiet >= _QUIET_SECONDS:
-            told = True
-            seconds = f"{PATIENCE_SECONDS:.0f} s"
-            watch.say(f"waiting up to {seconds} to see whether the owner of --save {root} is alive: {_told(owner)}")
+        if not reported and quiet >= _QUIET_SECONDS:
+            reported = True
+            watch.report(
+                f"waiting up to {PATIENCE_SECONDS:.0f} s to see whether the owner of --save {root} is alive: "
+                f"{_description(owner)}"
+            )
         watch.pause(_LOOK_SECONDS)
 
 
-def _told(owner: Lease | None) -> str:
+def _description(owner: Lease | None) -> str:
     if owner is None:
-        return "one that left no readable note"
+        return "a run without a readable record"
     job = f"job {owner.name}, " if owner.name else ""
     return f"{job}process {owner.process.pid} on {owner.process.host}, user {owner.user}, since {owner.since}"
 
 
 class Owner:
-    """This process owns a folder until ``release``, its end, or a successor. A thread keeps the beat.
+    """This process's ownership of a folder, until ``release``, its end, or a successor. A thread writes heartbeats.
 
-    lease: of this owner; followed: of the one before, where there was one that is known.
+    Attributes:
+        root: The folder.
+        lease: Of this owner.
+        followed: The lease of the previous owner, if known.
     """
 
     def __init__(self, root: Path, lease: Lease, descriptor: int, beat_seconds: float, followed: Lease | None) -> None:
         self.root = root
         self.lease = lease
         self.followed = followed
-        self._descriptor = descriptor  # with the lock
+        self._descriptor = descriptor  # holds the lock
         self._count = 0
         self._stopped = threading.Event()
         self._seconds = beat_seconds
@@ -117,16 +135,16 @@ class Owner:
 
     @property
     def epoch(self) -> int:
-        """Of this owner; those before it have smaller ones."""
+        """The number of this owner. Earlier owners have smaller ones."""
         return self.lease.epoch
 
     @property
     def lost(self) -> bool:
-        """Whether there is a successor, as the thread has seen. No disk is asked."""
+        """True if the thread has found a successor. Does not access the disk."""
         return self._lost
 
     def check(self) -> None:
-        """Raise FolderLostError where somebody else owns the folder by now."""
+        """Raise FolderLostError if the folder has a newer owner."""
         try:
             newest = leases.newest(self.root)
         except OSError as error:
@@ -134,16 +152,16 @@ class Owner:
         if newest > self.epoch:
             self._lost = True
             raise FolderLostError(
-                f"--save {self.root} has another owner by now, as this one gave no sign of life for a while: "
-                f"{_told(leases.read(self.root, newest))}. This run ends; nothing of the other one's was touched."
+                f"--save {self.root} has another owner by now, because this run wrote no heartbeat for a while: "
+                f"{_description(leases.read(self.root, newest))}. This run ends; no file of the other run was touched."
             )
 
     def release(self) -> None:
-        """Own it no more; the next one need not wait. Safe to call twice."""
+        """Record the end, so that the next owner need not wait. Safe to call twice."""
         if self._stopped.is_set():
             return
         self._stopped.set()
-        self._thread.join(self._seconds)  # it may be stuck in a file system that is gone
+        self._thread.join(self._seconds)  # the thread may be blocked in an unreachable file system
         if not self._lost:
             with suppress(OSError):
                 leases.write_beat(self.root, self.epoch, ENDED)
@@ -152,19 +170,19 @@ class Owner:
 
     def _keep(self) -> None:
         while not self._stopped.wait(self._seconds):
-            with suppress(OSError):  # a disk that is full or away: try again
+            with suppress(OSError):  # the disk is full or unreachable: try again
                 self.beat()
             if self._lost:
                 return
 
     def beat(self) -> None:
-        """Show that this owner lives, or learn that it is none. Raises OSError."""
+        """Write a heartbeat, unless there is a successor. Raises OSError."""
         newest = leases.newest(self.root)
         self._lost = newest > self.epoch
         if self._lost or self._stopped.is_set():
             return
         self._count += 1
-        if newest < self.epoch and self.root.is_dir():  # somebody has removed the notes
+        if newest < self.epoch and self.root.is_dir():  # the records were removed
             descriptor = leases.create(self.root, self.lease)
             if descriptor is not None:
                 self._descriptor, old = descriptor, self._descriptor
@@ -173,5 +191,14 @@ class Owner:
 
 
 def claim(name: str, launch: str, round_: int, slurm: tuple[str, int], user: str, since: str) -> Lease:
-    """What this process asks with."""
+    """Return the lease with which this process applies for a folder.
+
+    Args:
+        name: The name of the job.
+        launch: The launcher's identity.
+        round_: The launcher's restart count.
+        slurm: Slurm's job id and its count of starts.
+        user: The user's name.
+        since: The present time, for messages.
+    """
     return Lease(0, Process.here(), name, launch, round_, slurm, user, since)

@@ -1,4 +1,7 @@
-"""Who writes what at save, and which pieces fill which box at load: DCP's planners for Shards."""
+"""DCP planners for shards: assign each box one writer at save, and find the stored pieces that fill a box at load.
+
+Tested in ``tests/core/checkpoint/test_fuzz.py`` and ``tests/core/checkpoint/test_damage.py``.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +46,23 @@ SHOWN = 12  # names in one message
 
 @dataclass(frozen=True)
 class Declared:
-    """What a rank tells of its whole state, whatever it writes of it."""
+    """One rank's description of its complete state, including the boxes that other ranks write.
+
+    Attributes:
+        tensors: Name to (global shape, dtype).
+        scalars: JSON values by name.
+    """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     scalars: Mapping[str, Json]
 
 
 class ShardSavePlanner(SavePlanner):
-    """Every primary, not empty box is written once; scalars of all ranks are merged.
+    """Save plans in which every primary, non-empty box has one writer, and the scalars of all ranks are merged.
 
-    failure: why this rank has nothing to write, with which the save fails on all ranks.
+    Args:
+        scalars: This rank's JSON values by name.
+        failure: The error because of which this rank has no state. The save then fails on all ranks.
     """
 
     def __init__(self, scalars: Mapping[str, Json], failure: CheckpointError | None = None) -> None:
@@ -62,11 +72,11 @@ class ShardSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called first, on every rank."""
+        """Keep this rank's shards. Called first, on every rank."""
         self._state: Mapping[str, Shard] = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's primary boxes. Raises CheckpointError for what cannot be stored."""
+        """Plan this rank's primary boxes. Raises CheckpointError for a name, dtype or scalar that cannot be stored."""
         if self._failure is not None:
             raise self._failure
         _check_names(self._state)
@@ -81,7 +91,7 @@ class ShardSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=Declared(tensors, _as_json(self._scalars)))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Give every box one writer. Raises CheckpointError where ranks contradict each other."""
+        """Assign every box one writer. Raises CheckpointError if ranks contradict each other."""
         declared = _merge("tensor", [plan.planner_data.tensors for plan in all_plans])
         scalars = _merge("scalar", [plan.planner_data.scalars for plan in all_plans])
         order = {name: number for number, name in enumerate(sorted(declared))}
@@ -89,7 +99,7 @@ class ShardSavePlanner(SavePlanner):
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 holders.setdefault(item.index, []).append(rank)
-        # Ranks that hold the same box take turns, tensor by tensor, so that they share the writing.
+        # Ranks with the same box alternate by tensor, so that they share the writing.
         writer = {index: ranks[order[index.fqn] % len(ranks)] for index, ranks in holders.items()}
         plans = [
             replace(plan, items=[item for item in plan.items if writer[item.index] == rank], planner_data=None)
@@ -105,11 +115,11 @@ class ShardSavePlanner(SavePlanner):
         return plans, Metadata(dict(tensors), planner_data=scalars)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Called on every rank with its share."""
+        """Return the plan unchanged. Called on every rank with its part of the global plan."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """The local tensor to write."""
+        """Return the local tensor to write."""
         return self._state[write_item.index.fqn].__get_tensor_shard__(write_item.index)
 
 
@@ -125,7 +135,7 @@ def _merge(kind: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if merged.setdefault(name, value) != value:
                 raise CheckpointError(
                     f"{kind} {name} is {value} on rank {rank} and {merged[name]} on a lower one. "
-                    "What differs per rank must carry the rank in its name."
+                    "Put the rank into the name of a value that differs between ranks."
                 )
     return merged
 
@@ -137,7 +147,7 @@ def _as_json(scalars: dict[str, Json]) -> dict[str, Json]:
         except (TypeError, ValueError):
             same = False
         if not same or not isinstance(name, str):
-            raise CheckpointError(f"scalar {name} is {value!r:.100}, which JSON cannot hold and give back the same")
+            raise CheckpointError(f"scalar {name} is {value!r:.100}, which JSON cannot hold and return unchanged")
     return scalars
 
 
@@ -149,7 +159,16 @@ def _check_names(state: Mapping[str, Shard]) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """One copy at load: ``part`` of the global tensor ``name``, from ``file``, where ``piece`` of it lies."""
+    """One copy at load.
+
+    Attributes:
+        file: The shard file to read.
+        name: Of the tensor.
+        dtype: Of the tensor.
+        piece: The box of the global tensor that the file contains.
+        part: The box to copy, within ``piece``.
+        item: The same copy in DCP's form.
+    """
 
     file: FileEntry
     name: str
@@ -161,16 +180,24 @@ class Read:
 
 @dataclass(frozen=True)
 class Reads:
-    """All that a rank reads, for the storage. scalars: the file of the scalars."""
+    """The reads of one rank, for the storage reader.
+
+    Attributes:
+        reads: Of tensors.
+        scalars: The file of the scalars.
+    """
 
     reads: Sequence[Read]
     scalars: FileEntry
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Fills boxes from whatever boxes are stored. Reads layout.json itself; DCP's Metadata is not used.
+    """Load plans that fill any boxes from any stored boxes. Reads layout.json instead of using DCP's Metadata.
 
-    ignore: prefixes of names that may be stored without any rank asking for them.
+    Args:
+        folder: Of the checkpoint.
+        expect_model: Facts that the checkpoint's model must have; None skips the comparison.
+        ignore: Prefixes of tensor names that may be stored although no rank has a target for them.
     """
 
     def __init__(self, folder: Path, expect_model: Mapping[str, Json] | None, ignore: Sequence[str]) -> None:
@@ -182,11 +209,11 @@ class ShardLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called first, on every rank."""
+        """Keep this rank's shards. Called first, on every rank."""
         self._targets: Mapping[str, Shard] = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads that fill this rank's boxes. Raises CheckpointError where the checkpoint does not fit."""
+        """Plan the reads that fill this rank's boxes. Raises CheckpointError if the checkpoint does not fit."""
         _check_names(self._targets)
         self._layout = layout = layout_file.read(self._folder)
         if self._expect_model is not None:
@@ -196,38 +223,38 @@ class ShardLoadPlanner(LoadPlanner):
         return LoadPlan([read.item for read in reads], Reads(reads, layout.scalars), sorted(self._targets))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse a checkpoint that holds more than all ranks ask for together."""
+        """Raise CheckpointMismatchError if the checkpoint contains tensors for which no rank has a target."""
         assert self._layout is not None, "the local plan comes first"
-        asked = {name for plan in global_plan for name in plan.planner_data}
-        rest = [name for name in self._layout.tensors if name not in asked and not name.startswith(self._ignore)]
-        if rest:
-            raise CheckpointMismatchError(f"{self._folder} holds tensors that this run does not have: {_listed(rest)}")
+        targets = {name for plan in global_plan for name in plan.planner_data}
+        extra = [name for name in self._layout.tensors if name not in targets and not name.startswith(self._ignore)]
+        if extra:
+            raise CheckpointMismatchError(f"{self._folder} holds tensors that this run does not have: {_listed(extra)}")
         return [LoadPlan([]) for _ in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Called on every rank; the reads have never left it."""
+        """Return the plan unchanged. Each rank has kept its reads, so that the plan contains none."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """DCP's way for pickled objects, of which there are none."""
-        raise CheckpointError(f"{read_item.dest_index.fqn}: nothing but tensors is read from shards")
+        """Refuse a pickled object: checkpoints have none."""
+        raise CheckpointError(f"{read_item.dest_index.fqn}: only tensors are read from shards")
 
     def resolve_bytes(self, read_item: ReadItem) -> BytesIO:
-        """See ``load_bytes``."""
-        raise CheckpointError(f"{read_item.dest_index.fqn}: nothing but tensors is read from shards")
+        """Refuse a pickled object: checkpoints have none."""
+        raise CheckpointError(f"{read_item.dest_index.fqn}: only tensors are read from shards")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of a target that a read fills."""
+        """Return the view of a target that a read fills."""
         target = self._targets[read_item.dest_index.fqn].__get_tensor_shard__(read_item.dest_index)
         spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         return target[tuple(slice(offset, offset + length) for offset, length in spans)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Called when the view is filled."""
+        """Do nothing. Called after the view is filled."""
 
 
 def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
-    """The reads that cover every element of a target exactly once; CheckpointError where there are none such."""
+    """Return reads that cover every element of a target exactly once. Raises CheckpointError if there are none."""
     if not shard.box.numel:
         return []
     tiling = layout.tensors[shard.name].tiling(len(layout.files))
@@ -265,8 +292,8 @@ def _item(target: Shard, piece: Box, part: Box) -> ReadItem:
 
 
 def _check_model(folder: Path, stored: Mapping[str, Json], expected: Mapping[str, Json]) -> None:
-    if found := differences(stored, expected):
-        raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {found}")
+    if text := differences(stored, expected):
+        raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {text}")
 
 
 def _check_targets(folder: Path, layout: CheckpointLayout, targets: Iterable[Shard]) -> None:

@@ -1,4 +1,7 @@
-"""What this rank holds of one global tensor, as torch.distributed.checkpoint understands it."""
+"""Shards: a rank's part of a global tensor, in the form that torch.distributed.checkpoint (DCP) accepts.
+
+Tested in ``tests/core/checkpoint/test_store.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ from megapar.errors import CheckpointError
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A local tensor that covers one box of a global tensor.
+    """A local tensor that covers one box of a global tensor. Raises CheckpointError if box, shape and tensor disagree.
 
-    name: the same on every rank. shape: global. tensor: plain local tensor of ``box.sizes``, on any device, of any
-    strides; it is read at save and written in place at load. primary: whether this rank may write it at save; where
-    several primary ranks hold the same box, one of them writes. Raises CheckpointError where box, shape and tensor
-    do not fit together.
+    Attributes:
+        name: The same on every rank.
+        shape: Of the global tensor.
+        box: The part of the global tensor that this rank holds.
+        tensor: Local tensor [box.sizes], on any device, with any strides. Read at save, written in place at load.
+        primary: This rank may write the box at save. If several primary ranks hold the same box, one of them writes it.
     """
 
     name: str
@@ -46,12 +51,12 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, primary: bool = True) -> Shard:
-        """A tensor that this rank holds whole."""
+        """Make the shard of a tensor that is complete on this rank."""
         shape = tuple(tensor.shape)
         return cls(name, shape, Box.whole(shape), tensor, primary)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """DCP's protocol: what there is to write."""
+        """Return the item to write (DCP's protocol)."""
         data = TensorWriteData(
             chunk=self.__create_chunk_list__()[0],
             properties=TensorProperties(dtype=self.tensor.dtype),
@@ -60,11 +65,11 @@ class Shard:
         return [WriteItem(MetadataIndex(fqn, self.box.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """DCP's protocol: which boxes of the global tensor are here."""
+        """Return the boxes of the global tensor on this rank (DCP's protocol)."""
         return [ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """DCP's protocol: the local tensor of the box that starts at ``index.offset``."""
+        """Return the local tensor of the box that starts at ``index.offset`` (DCP's protocol)."""
         if index.offset is not None and tuple(index.offset) != tuple(self.box.offsets):
             raise CheckpointError(f"{self.name}: no box starts at {tuple(index.offset)} here, {self.box} does")
         return self.tensor.detach()

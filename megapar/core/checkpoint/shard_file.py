@@ -1,10 +1,12 @@
-"""Safetensors files, written tensor by tensor and read piece by piece: about one tensor of memory, or a block.
+"""Shard files: safetensors, written one tensor at a time and read in blocks, so that neither needs much memory.
 
     bytes 0-7: length of the header (little endian) | header: JSON, padded with spaces to a multiple of 8 | tensors
     header: {name: {"dtype": "F32", "shape": [...], "data_offsets": [first byte, end]}}, counted from the header's end
 
-The format is the public one, so that any safetensors reader opens a shard. Tensors lie in order of falling element
+The format is the public one, so that any safetensors reader can open a shard. Tensors are sorted by descending element
 size, which keeps each of them aligned.
+
+Tested in ``tests/core/checkpoint/test_damage.py`` and ``tests/core/checkpoint/test_store.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from megapar.core.checkpoint.tiling import is_number
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
 
-BLOCK_BYTES = 16 << 20  # at most this much is hashed, written or read at a time
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+BLOCK_BYTES = 16 << 20  # the most that is hashed, written or read at a time
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 CODES = {
     torch.float64: "F64",
@@ -47,7 +49,7 @@ CODES = {
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor to write, before its data is looked at."""
+    """The description of a tensor to write, without its data."""
 
     name: str
     dtype: torch.dtype
@@ -55,12 +57,12 @@ class TensorPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
+        """The size of its data in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class HashedFile:
-    """A new file that knows the size and SHA-256 of what was written to it."""
+    """A new file that counts and hashes the bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,7 +71,7 @@ class HashedFile:
         self._size = 0
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append bytes, all of them."""
+        """Append all of these bytes."""
         view = memoryview(data)
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
@@ -79,7 +81,7 @@ class HashedFile:
         self._size += len(view)
 
     def close(self, sync: bool = True) -> FileEntry:
-        """Bring the file to disk (unless ``sync`` is off) and tell what it is."""
+        """Close the file, flushed to disk unless ``sync`` is off, and return its entry."""
         if sync:
             os.fsync(self._file.fileno())
         self._file.close()
@@ -87,14 +89,14 @@ class HashedFile:
 
 
 def write_bytes(path: Path, content: bytes) -> FileEntry:
-    """A new file with this content, on disk when this returns."""
+    """Write a new file with this content, and return after it is on disk."""
     file = HashedFile(path)
     file.write(content)
     return file.close()
 
 
 def file_order(plans: Iterable[TensorPlan]) -> list[TensorPlan]:
-    """The order in which tensors lie in a file."""
+    """Return the tensors in the order that they have in a file."""
     return sorted(plans, key=lambda plan: (-plan.dtype.itemsize, plan.name))
 
 
@@ -105,9 +107,14 @@ def write_shards(
     sync: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """A new file of tensors; ``plans`` in ``file_order``, ``fetch(name)`` is called for one at a time.
+    """Write a new file of tensors, one tensor at a time, and return its entry.
 
-    fetch: gives the whole tensor, or consecutive pieces of it in row-major order.
+    Args:
+        path: Must not exist.
+        plans: The tensors in ``file_order``.
+        fetch: Returns the tensor of a name, or its consecutive pieces in row-major order.
+        sync: Flush the file to disk.
+        metadata: Texts for the header, by name.
     """
     header: dict[str, Json] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -120,14 +127,14 @@ def write_shards(
     file = HashedFile(path)
     file.write(len(text).to_bytes(8, "little") + text)
     for plan in plans:
-        found = fetch(plan.name)
-        written = sum(_write_tensor(file, part) for part in ([found] if isinstance(found, Tensor) else found))
+        data = fetch(plan.name)
+        written = sum(_write_tensor(file, part) for part in ([data] if isinstance(data, Tensor) else data))
         assert written == plan.num_bytes, f"{plan.name} has {written} bytes, {plan.num_bytes} were planned"
     return file.close(sync)
 
 
 def _write_tensor(file: HashedFile, tensor: Tensor) -> int:
-    """Append its bytes; how many."""
+    """Append the bytes of a tensor and return their number."""
     if tensor.numel():
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         file.write(data.numpy().data)
@@ -135,9 +142,9 @@ def _write_tensor(file: HashedFile, tensor: Tensor) -> int:
 
 
 class ShardFile:
-    """An open shard file whose header has been checked against the file's size.
+    """An open shard file, whose header was checked against the size of the file.
 
-    Raises CheckpointError where the file is missing, short, or not of the format.
+    Raises CheckpointError if the file is missing, truncated, or not in the format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,12 +179,12 @@ class ShardFile:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is damaged: its header is not JSON ({str(error)[:200]})") from error
         if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path} is damaged: its header is no object")
+            raise CheckpointError(f"{self.path} is damaged: its header is not a JSON object")
         self._refuse_overlaps(header)
         return header
 
     def _refuse_overlaps(self, header: Mapping[str, Json]) -> None:
-        """Two names of the same bytes would be two tensors of which one is a lie; no writer makes them."""
+        """Raise CheckpointError if two tensors share bytes: one of them would be wrong, and no writer produces that."""
         spans = []
         for name, entry in header.items():
             offsets = entry.get("data_offsets") if isinstance(entry, dict) and name != "__metadata__" else None
@@ -191,11 +198,14 @@ class ShardFile:
                 )
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Where the data of a tensor begins, counted from the file's; it must be as expected and inside the file."""
+        """Return the position of a tensor's data in the file, in bytes.
+
+        Raises CheckpointError if dtype or shape differ from the expected ones, or the data is not inside the file.
+        """
         entry = self._entries.get(name)
         expected = {"dtype": CODES[dtype], "shape": list(shape)}
         if not isinstance(entry, dict) or {key: entry.get(key) for key in expected} != expected:
-            raise CheckpointError(f"{self.path} does not hold {name} as {expected}, but {str(entry)[:200]}")
+            raise CheckpointError(f"{self.path} does not contain {name} as {expected}, but as {str(entry)[:200]}")
         offsets = entry.get("data_offsets")
         if not (isinstance(offsets, list) and len(offsets) == 2 and all(is_number(offset) for offset in offsets)):
             raise CheckpointError(f"{self.path} is damaged: {name} is at {str(offsets)[:100]}")
@@ -205,11 +215,11 @@ class ShardFile:
         return self._start + int(first)
 
     def names(self) -> list[str]:
-        """What it holds."""
+        """Return the names of the tensors in the file."""
         return [name for name in self._entries if name != "__metadata__"]
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype code and shape that the header states; CheckpointError where it states none."""
+        """Return the dtype code and the shape in the header. Raises CheckpointError if it has none for this name."""
         entry = self._entries.get(name)
         code, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
         if not isinstance(code, str) or not isinstance(shape, list) or not all(is_number(size) for size in shape):
@@ -217,12 +227,19 @@ class ShardFile:
         return code, tuple(shape)
 
     def read_as(self, name: str, shape: Sequence[int], piece: Box, part: Box, out: Tensor) -> None:
-        """``read`` of a tensor that is stored in another ``shape``, with the same elements in the same order."""
+        """Read as ``read`` does, from a tensor stored in another ``shape`` with the same elements in the same order."""
         position = self.check(name, out.dtype, shape)
         self._copy(position, piece.sizes, [p - o for p, o in zip(part.offsets, piece.offsets, strict=True)], out)
 
     def read(self, name: str, piece: Box, part: Box, out: Tensor) -> None:
-        """Copy ``part`` of a stored tensor, which covers ``piece`` of the global one, to ``out`` [part.sizes]."""
+        """Copy ``part`` of a global tensor to ``out`` [part.sizes].
+
+        Args:
+            name: The stored tensor.
+            piece: The box of the global tensor that the stored one covers.
+            part: A box within ``piece``.
+            out: Its dtype must be the stored one.
+        """
         position = self.check(name, out.dtype, piece.sizes)
         starts = [p - o for p, o in zip(part.offsets, piece.offsets, strict=True)]
         if not part.sizes:
@@ -231,9 +248,9 @@ class ShardFile:
             self._copy(position, piece.sizes, starts, out)
 
     def _copy(self, position: int, sizes: Sequence[int], starts: Sequence[int], out: Tensor) -> None:
-        """Copy the part [out.shape] at ``starts`` of a tensor of ``sizes`` at ``position``, by blocks of whole rows."""
+        """Copy the part [out.shape] at ``starts`` of a tensor [sizes] at byte ``position``, in blocks of whole rows."""
         if not out.numel():
-            return  # also of a tensor whose rows have no bytes
+            return  # includes a tensor whose rows have no bytes
         row_bytes = prod(sizes[1:]) * out.dtype.itemsize
         if row_bytes > BLOCK_BYTES and len(sizes) > 1:
             for i in range(out.shape[0]):
@@ -263,16 +280,16 @@ class ShardFile:
 
 
 def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """An object of JSON. Raises ValueError where it names something twice: readers differ in which they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{twice:.100} is there twice")
-    return found
+    """Return a JSON object. Raises ValueError for a duplicate name, because readers differ in which value they use."""
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{duplicate:.100} is there twice")
+    return unique
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal. Raises CheckpointError if it cannot be read."""
     digest = hashlib.sha256()
     block = bytearray(min(BLOCK_BYTES, 1 << 20))
     try:
@@ -285,7 +302,13 @@ def hash_file(path: Path) -> str:
 
 
 def check_file(folder: Path, entry: FileEntry, verify: str) -> str:
-    """What is wrong with a file of a checkpoint, or "". verify: "full" (size and SHA-256), "size" or "off"."""
+    """Return the problem with a file of a checkpoint, or "".
+
+    Args:
+        folder: Of the checkpoint.
+        entry: The file as layout.json describes it.
+        verify: "full" (size and SHA-256), "size" or "off" (existence only).
+    """
     path = folder / entry.name
     try:
         if not path.is_file():

@@ -1,4 +1,7 @@
-"""DCP's storage for megapar: one safetensors file per writing rank, scalars in JSON, layout.json beside them."""
+"""DCP storage of a checkpoint: one safetensors file per writing rank, the scalars as JSON, and layout.json.
+
+Tested in ``tests/core/checkpoint/test_store.py`` and ``tests/core/checkpoint/test_damage.py``.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from megapar.errors import CheckpointError
 
 SCALARS_NAME = "scalars.json"
 MAX_SCALAR_BYTES = 1 << 26
-# Beside the tensors: headers, scalars, layout.json and what a file system takes for itself.
+# Space in addition to the tensors: headers, scalars, layout.json and the file system's own data.
 SPARE_BYTES = 1 << 20
 
 Verify: TypeAlias = Literal["full", "size", "off"]
@@ -48,7 +51,12 @@ Verify: TypeAlias = Literal["full", "size", "off"]
 
 @dataclass(frozen=True)
 class WriterInfo:
-    """Where a rank writes: the folder aside, and its place among the ranks."""
+    """The task of one writing rank.
+
+    Attributes:
+        folder: The temporary folder.
+        rank: Of the writer; part of its file's name.
+    """
 
     folder: Path
     rank: int
@@ -56,22 +64,32 @@ class WriterInfo:
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """Where a piece went, for layout.json."""
+    """A box that was written, for layout.json.
+
+    Attributes:
+        file: The file that contains it.
+        box: Of the global tensor.
+    """
 
     file: FileEntry
     box: Box
 
 
 def shard_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"shard-{rank:05d}.safetensors"
 
 
 class ShardWriter(StorageWriter):
-    """Writes a checkpoint aside and renames it to ``folder`` when every rank is done.
+    """Writes a checkpoint to a temporary folder and renames it to ``folder`` after every rank is done.
 
-    description: "model" and "grid" of layout.json. then: called on the rank that renames, after it, with the name that
-    the folder got. owner: of the folder's root, on that rank. What killed saves left aside is removed first.
+    Temporary folders of killed saves are removed first.
+
+    Args:
+        folder: The final folder.
+        description: "model" and "grid" of layout.json.
+        then: Called with the final folder on the rank that renames it, afterwards.
+        owner: Of the folder's root, on that rank.
     """
 
     def __init__(
@@ -88,19 +106,20 @@ class ShardWriter(StorageWriter):
         self._aside: Path | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's hook for writers that are used again; this one is for one save."""
+        """Do nothing: DCP's hook for reused writers, and this one is for a single save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called first, on every rank."""
+        """Do nothing. Called first, on every rank."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called on every rank."""
+        """Return the plan unchanged. Called on every rank."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder aside; called on one rank. Raises CheckpointError where it cannot be made.
+        """Create the temporary folder and name it to all ranks. Called on one rank.
 
-        An owner has a name of its own where this one is taken, by whatever it is.
+        Raises CheckpointError if ``folder`` is not a checkpoint and would be replaced, or if the disk is too full. With
+        an owner nothing is replaced: if the name exists, the checkpoint gets one with the owner's epoch.
         """
         folder = self.folder
         if self._owner is None and folder.exists() and not is_ours(folder):
@@ -116,7 +135,7 @@ class ShardWriter(StorageWriter):
         return [replace(plan, storage_data=WriterInfo(aside, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, tensor by tensor."""
+        """Write this rank's file, one tensor at a time."""
         place: WriterInfo = plan.storage_data
         items = {item.index.fqn: item for item in plan.items}
         done: Future[list[WriteResult]] = Future()
@@ -124,9 +143,9 @@ class ShardWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write scalars and layout.json and rename the folder; called on one rank when all have written."""
+        """Write the scalars and layout.json and rename the folder. Called on one rank after all have written."""
         aside = self._aside
-        assert aside is not None, "DCP plans before it finishes"
+        assert aside is not None, "prepare_global_plan is called first"
         text = json.dumps(metadata.planner_data, indent=1, sort_keys=True)
         scalars = write_bytes(aside / SCALARS_NAME, text.encode())
         layout = make_layout(metadata, [result for rank in results for result in rank], scalars, self._description)
@@ -137,7 +156,7 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP's hook for choosing a storage by its address."""
+        """Accept any address: DCP's hook for choosing a storage."""
         return True
 
 
@@ -147,7 +166,7 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 def _check_space(root: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where the disk under ``root`` has no room for a checkpoint of so many bytes."""
+    """Raise CheckpointError if the disk under ``root`` has no room for a checkpoint of ``num_bytes``."""
     needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(root).free
     if free < needed:
         raise CheckpointError(f"no room under {root}: a checkpoint takes {needed:,} bytes and {free:,} are free")
@@ -176,7 +195,7 @@ def make_layout(
     scalars: FileEntry,
     description: Mapping[str, Mapping[str, Json]],
 ) -> CheckpointLayout:
-    """The layout of what was written. Raises CheckpointError where pieces do not tile their tensor."""
+    """Return the layout of the written pieces. Raises CheckpointError if they do not tile their tensor."""
     files = sorted({result.storage_data.file for result in results}, key=lambda file: str(file.name))
     number = {file.name: i for i, file in enumerate(files)}
     pieces: dict[str, tuple[list[int], list[Box]]] = {name: ([], []) for name in metadata.state_dict_metadata}
@@ -194,9 +213,10 @@ def make_layout(
 
 
 class ShardReader(StorageReader):
-    """Reads what ShardLoadPlanner planned: all files a rank needs are verified before any target is touched.
+    """Executes the reads of ShardLoadPlanner. All files that a rank needs are verified before any target is written.
 
-    scalars: the checkpoint's, once planned.
+    Attributes:
+        scalars: The scalars of the checkpoint, after ``prepare_local_plan``.
     """
 
     def __init__(self, folder: Path, verify: Verify) -> None:
@@ -206,17 +226,17 @@ class ShardReader(StorageReader):
         self.scalars: dict[str, Json] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's hook for readers that are used again; this one is for one load."""
+        """Do nothing: DCP's hook for reused readers, and this one is for a single load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Nothing: the planner reads layout.json, which is searched faster than DCP's Metadata."""
+        """Return no metadata: the planner reads layout.json, which is faster to search than DCP's Metadata."""
         return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called on every rank."""
+        """Do nothing. Called on every rank."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify all files of this rank's reads, and that each holds what it should. Raises CheckpointError."""
+        """Verify the files of this rank's reads and the tensors in them. Raises CheckpointError if any is damaged."""
         planned: Reads = plan.storage_data
         self.scalars = read_scalars(self._folder, planned.scalars, self._verify)
         self._reads = _by_file(planned.reads)
@@ -229,14 +249,14 @@ class ShardReader(StorageReader):
             with ShardFile(self._folder / file.name) as shards:
                 for read in reads:
                     shards.check(read.name, read.dtype, read.piece.sizes)
-        return LoadPlan([], planner_data=plan.planner_data)  # the reads stay here; the coordinator needs names only
+        return LoadPlan([], planner_data=plan.planner_data)  # the reads are not sent: the coordinator only needs names
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called on one rank."""
+        """Return the plans unchanged. Called on one rank."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every planned part into its target."""
+        """Copy every planned part to its target."""
         with torch.no_grad():
             for file, reads in self._reads.items():
                 with ShardFile(self._folder / file.name) as shards:
@@ -250,7 +270,7 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP's hook for choosing a storage by its address."""
+        """Accept any address: DCP's hook for choosing a storage."""
         return True
 
 
@@ -261,25 +281,25 @@ def _by_file(reads: Sequence[Read]) -> dict[FileEntry, list[Read]]:
     return by_file
 
 
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number that a run saves")
+def _refuse_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number that a run saves")
 
 
 def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _no_number(text)
+    return number if math.isfinite(number) else _refuse_number(text)
 
 
 def read_scalars(folder: Path, file: FileEntry, verify: Verify) -> dict[str, Json]:
-    """The scalars of a checkpoint. Raises CheckpointError where their file is missing or damaged."""
+    """Return the scalars of a checkpoint. Raises CheckpointError if their file is missing or damaged."""
     problem = check_file(folder, file, verify)
     if problem:
         raise CheckpointError(f"{folder} is damaged or incomplete: {problem}")
     path = folder / file.name
     try:
-        scalars = json.loads(read_regular(path, MAX_SCALAR_BYTES), parse_constant=_no_number, parse_float=_finite)
+        scalars = json.loads(read_regular(path, MAX_SCALAR_BYTES), parse_constant=_refuse_number, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
     if not isinstance(scalars, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no object")
+        raise CheckpointError(f"{path} is damaged: it does not contain a JSON object")
     return scalars

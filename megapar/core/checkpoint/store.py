@@ -1,4 +1,4 @@
-"""Saving and loading a run's state: what the trainer calls."""
+"""Saving and loading the state of a run: the interface of checkpoints to the trainer."""
 
 from __future__ import annotations
 
@@ -46,17 +46,24 @@ def save(
     then: Callable[[Path], None] | None = None,
     owner: Owner | None = None,
 ) -> None:
-    """Write a checkpoint; every rank of ``group`` calls it (None: this process alone).
+    """Write a checkpoint. Every rank of ``group`` calls this.
 
-    state: name -> what this rank holds of it; ranks may hold different names. An error says why it can give nothing,
-    with which the save fails on all ranks. scalars: JSON values by name; the same on every rank that gives one.
-    layout: {"model": facts that a load compares, "grid": axis sizes for people}.
+    The ranks write to a temporary folder, ``folder``.tmp-..., and flush it to disk. One rank renames it after all are
+    done, so that ``folder`` is always either missing, the old checkpoint or the complete new one.
 
-    Written to ``folder``.tmp-... aside, brought to disk, and renamed by one rank when all are done: until this returns
-    there is no ``folder`` (or the old one). then: called by that rank once the folder has its name, with it, such as to
-    publish it. owner: of the folder's root, on the first rank of ``group``; where it is given, and ``folder`` is there,
-    the new one gets another name. Raises CheckpointError on every rank if any rank fails (FolderLostError where the
-    owner is none any more); nothing is left but what ``then`` failed on.
+    Raises CheckpointError on every rank if any rank fails (FolderLostError if the owner has a successor). The temporary
+    folder is then removed; if only ``then`` failed, the checkpoint stays.
+
+    Args:
+        folder: The final folder.
+        state: Tensor name to this rank's shard; ranks may have different names. An error instead of a state makes the
+            save fail on all ranks.
+        scalars: JSON values by name; a value that several ranks pass must be the same on all of them.
+        layout: {"model": facts that a load compares, "grid": axis sizes for the reader}.
+        group: The ranks that save; None for this process alone.
+        then: Called on the renaming rank with the final folder, for example to publish it.
+        owner: Of the folder's root, on the first rank of ``group``. With it, an existing ``folder`` is kept, and the
+            new checkpoint gets another name.
     """
     writer = ShardWriter(folder, layout, then, owner)
     failure = state if isinstance(state, CheckpointError) else None
@@ -80,15 +87,18 @@ def load(
 ) -> dict[str, Json]:
     """Fill the targets' tensors in place from a checkpoint of any layout, and return its scalars.
 
-    Every rank of ``group`` calls it (None: this process alone).
+    Every rank of ``group`` calls this. Before the first target is written, all files that any rank needs are verified,
+    and every element has a source. Raises CheckpointError, on every rank, for a missing, damaged, incomplete or
+    truncated checkpoint and for one with another model, shape, dtype or set of names.
 
-    expect_model: facts that must equal those given at save (None: not compared). ignore: prefixes of tensor names that
-    may be stored without any rank asking for them; otherwise targets and checkpoint must name the same tensors.
-    verify: check size and SHA-256 ("full"), size, or nothing ("off") of the files this rank needs.
-
-    All files that any rank needs are verified and every element is accounted for before the first target is touched.
-    Raises CheckpointError, on every rank, for a missing, damaged, incomplete or truncated checkpoint and for one of
-    another model, shape, dtype or set of names.
+    Args:
+        folder: The checkpoint.
+        targets: Tensor name to this rank's shard.
+        expect_model: Facts that must equal those passed at save; None skips the comparison.
+        ignore: Prefixes of tensor names that may be stored although no rank has a target for them. Otherwise targets
+            and checkpoint must name the same tensors.
+        verify: The check of the files that this rank needs: size and SHA-256 ("full"), "size", or none ("off").
+        group: The ranks that load; None for this process alone.
     """
     reader = ShardReader(folder, verify)
     together.load(f"loading {folder}", targets, ShardLoadPlanner(folder, expect_model, ignore), reader, group)
@@ -96,19 +106,19 @@ def load(
 
 
 def first_read_layout(folder: Path, group: dist.ProcessGroup | None) -> CheckpointLayout:
-    """``read_layout`` as the first rank of ``group`` finds it, on every rank, so that none turns to another folder.
+    """Read the layout on the first rank of ``group`` and return it on every rank, so that all choose the same folder.
 
-    A shared disk may show ranks different states of it. Raises CheckpointError, on every rank.
+    A shared disk may show different states to different ranks. Raises CheckpointError, on every rank.
     """
     if group is None:
         return read_layout(folder)
-    told: Json = None
+    result: Json = None
     if dist.get_rank(group) == 0:
         try:
-            told = {"layout": read_layout(folder).to_bytes().decode()}
+            result = {"layout": read_layout(folder).to_bytes().decode()}
         except CheckpointError as error:
-            told = {"failure": str(error)}
-    told = messages.broadcast(told, group)
-    if "failure" in told:
-        raise CheckpointError(told["failure"])
-    return parse_layout(told["layout"].encode())
+            result = {"failure": str(error)}
+    result = messages.broadcast(result, group)
+    if "failure" in result:
+        raise CheckpointError(result["failure"])
+    return parse_layout(result["layout"].encode())

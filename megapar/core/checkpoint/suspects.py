@@ -1,4 +1,4 @@
-"""Setting checkpoints aside that may hold a fault: renamed, never removed."""
+"""Setting aside checkpoints that may contain corrupted numbers: they are renamed, never removed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from megapar.errors import CheckpointError
 
 
 def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Collection[str] = ()) -> list[Path]:
-    """Rename the checkpoints of iterations ``after`` < i <= ``upto`` to .suspect; their new paths, oldest first.
+    """Rename the checkpoints of iterations ``after`` < i <= ``upto`` to .suspect, and return their new paths in order.
 
-    ``latest`` goes back first to the newest one up to ``after``, or away: a start that is killed in between finds no
-    name that leads nowhere, and the next one goes on here. owner: of the root. others: names of checkpoints that the
-    fault has nothing to do with, which ``latest`` goes back to only where no other one is left. Raises CheckpointError.
+    First, ``latest`` is set back to the newest checkpoint up to ``after``, or removed, so that it never names a missing
+    folder even if this process is killed; the next start then repeats the call. Raises CheckpointError.
+
+    Args:
+        root: The folder of the checkpoints.
+        after: The last iteration whose state is known to be correct.
+        upto: The last iteration that may be affected.
+        owner: Of the root.
+        others: Names of checkpoints that the fault did not affect. ``latest`` is set back to one of them only if no
+            other checkpoint is left.
     """
     every = folders.every_checkpoint(root)
     own = [(at, path) for at, paths in every.items() for path in paths if path.name not in others]
-    found = [path for at, path in own if after < at <= upto]
+    suspect = [path for at, path in own if after < at <= upto]
     left = [path for at, path in own if at <= after]
+    unaffected = [path for paths in every.values() for path in paths if path.name in others]
     try:
-        _take_back(
-            root, left or [path for paths in every.values() for path in paths if path.name in others], found, owner
-        )
-        renamed = [path.rename(_free(path.with_name(f"{path.name}.suspect"))) for path in found]
+        _set_back_latest(root, left or unaffected, suspect, owner)
+        renamed = [path.rename(_unused(path.with_name(f"{path.name}.suspect"))) for path in suspect]
         if renamed:
             sync_folder(root)
     except OSError as error:
@@ -38,21 +44,21 @@ def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Co
 
 
 def put_away(root: Path, iteration: int) -> None:
-    """The record of a fault has been acted on: keep it under the name of its iteration. Raises CheckpointError."""
+    """Rename the record of a handled fault to one with its iteration. Raises CheckpointError."""
     try:
         path = root / RECORD
         if path.exists():
-            path.rename(_free(path.with_name(f"{path.stem}-{iteration:07d}{path.suffix}")))
+            path.rename(_unused(path.with_name(f"{path.stem}-{iteration:07d}{path.suffix}")))
             sync_folder(root)
     except OSError as error:
         raise CheckpointError(f"{root / RECORD} cannot be renamed: {error}") from error
 
 
-def _take_back(root: Path, left: list[Path], leaving: list[Path], owner: Owner | None) -> None:
+def _set_back_latest(root: Path, left: list[Path], suspect: list[Path], owner: Owner | None) -> None:
     named = None
-    with suppress(CheckpointError):  # it names none: whoever loads says so
+    with suppress(CheckpointError):  # it does not name a checkpoint: a load reports that
         named = folders.latest(root)
-    if named not in leaving:
+    if named not in suspect:
         return
     if left:
         folders.publish_folder(root, left[-1], owner)
@@ -60,8 +66,8 @@ def _take_back(root: Path, left: list[Path], leaving: list[Path], owner: Owner |
         (root / LATEST).unlink()
 
 
-def _free(path: Path) -> Path:
-    """This name, or where it is taken the first of its kind that is not."""
+def _unused(path: Path) -> Path:
+    """Return this name, or if it exists the same with the first unused number."""
     number = 2
     free = path
     while free.exists():

@@ -1,12 +1,14 @@
-"""How a global tensor is cut into the boxes that files hold: found at save, searched at load.
+"""Tilings: the boxes of a global tensor in the files of a checkpoint, computed at save and searched at load.
 
     shape [6, 4], pieces in files          starts of dim 0: 0 2 4      -> runs [[0, 2, 3]]
         f0 f0 f3 f3                        starts of dim 1: 0 2        -> runs [[0, 2, 2]]
         f1 f1 f4 f4     (2 rows each)      files, row by row: 0 3 1 4 2 5
         f2 f2 f5 f5                                                    -> runs [[0, 3, 2], [1, 3, 2], [2, 3, 2]]
 
-Almost every layout cuts a tensor into a grid of cells, so a tensor's tiling is a few runs of numbers however many
-files there are, and the cells that meet a box are found by bisection. Pieces that form no grid are listed one by one.
+Almost every layout cuts a tensor into a grid of cells. The tiling is then a few runs of numbers, however many files
+there are, and the cells that meet a box are found by bisection. Pieces that do not form a grid are listed one by one.
+
+Tested in ``tests/core/checkpoint/test_fuzz.py``.
 """
 
 from __future__ import annotations
@@ -26,20 +28,26 @@ from megapar.errors import CheckpointError
 
 Numbers: TypeAlias = NDArray[np.int64]
 
-MAX_PIECES = 1 << 22  # per tensor; what a layout file claims is checked before memory is taken for it
+MAX_PIECES = 1 << 22  # per tensor; the counts in a layout file are checked before memory is allocated
 MAX_NUMBER = 1 << 60
 
 
 @dataclass(frozen=True)
 class BoxGrid:
-    """Cells between ``starts`` along every dim. files: of each cell, row by row; [product of the starts' lengths]."""
+    """A grid of cells.
+
+    Attributes:
+        shape: Of the global tensor.
+        starts: For each dim, the first index of each cell along it, ascending from 0.
+        files: The file number of each cell in row-major order [product of the lengths of ``starts``].
+    """
 
     shape: tuple[int, ...]
     starts: tuple[Numbers, ...]
     files: Numbers
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """File and box of every piece that shares elements with ``box``."""
+        """Yield (file number, box) of every piece that shares elements with ``box``."""
         ranges = []
         for starts, offset, size in zip(self.starts, box.offsets, box.sizes, strict=True):
             first = int(np.searchsorted(starts, offset, "right")) - 1
@@ -60,25 +68,31 @@ class BoxGrid:
         return Box(offsets, tuple(end - offset for offset, end in zip(offsets, ends, strict=True)))
 
     def to_json(self) -> dict[str, Json]:
-        """The form in layout.json."""
+        """Return the form in layout.json."""
         return {"starts": [to_runs(starts) for starts in self.starts], "files": to_runs(self.files)}
 
 
 @dataclass(frozen=True)
 class BoxList:
-    """Boxes that form no grid. files: [N]; offsets, sizes: [N, dims]."""
+    """Boxes that do not form a grid.
+
+    Attributes:
+        files: The file number of each box [N].
+        offsets: [N, dims].
+        sizes: [N, dims].
+    """
 
     files: Numbers
     offsets: Numbers
     sizes: Numbers
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """File and box of every piece that shares elements with ``box``."""
+        """Yield (file number, box) of every piece that shares elements with ``box``."""
         for i in np.flatnonzero(_overlaps(self.offsets, self.sizes, np.array(box.offsets), np.array(box.sizes))):
             yield int(self.files[i]), Box(tuple(self.offsets[i].tolist()), tuple(self.sizes[i].tolist()))
 
     def to_json(self) -> dict[str, Json]:
-        """The form in layout.json: rows of file, offsets, sizes."""
+        """Return the form in layout.json: rows of file, offsets, sizes."""
         return {"pieces": np.concatenate([self.files[:, None], self.offsets, self.sizes], axis=1).tolist()}
 
 
@@ -86,7 +100,7 @@ Tiling: TypeAlias = BoxGrid | BoxList
 
 
 def tile(name: str, shape: Sequence[int], files: Sequence[int], boxes: Sequence[Box]) -> Tiling:
-    """The tiling that boxes form, each in its file. Raises CheckpointError where they leave a hole or overlap."""
+    """Return the tiling of boxes and their file numbers. Raises CheckpointError if they leave a hole or overlap."""
     dims, count = len(shape), len(boxes)
     numbers = np.array(files, dtype=np.int64)
     offsets = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(count, dims)
@@ -96,8 +110,8 @@ def tile(name: str, shape: Sequence[int], files: Sequence[int], boxes: Sequence[
         return grid
     if int(sizes.prod(axis=1).sum()) != prod(shape):
         raise CheckpointError(
-            f"{name}: the pieces given hold {int(sizes.prod(axis=1).sum())} of its {prod(shape)} elements: "
-            "some rank gave no shard, or no rank that holds it is primary"
+            f"{name}: the shards of all ranks hold {int(sizes.prod(axis=1).sum())} of its {prod(shape)} "
+            "elements: a rank passed no shard, or no rank with the shard is primary"
         )
     for i in range(count - 1):
         if _overlaps(offsets[i + 1 :], sizes[i + 1 :], offsets[i], sizes[i]).any():
@@ -127,12 +141,12 @@ def _as_grid(shape: tuple[int, ...], files: Numbers, offsets: Numbers, sizes: Nu
 
 
 def _overlaps(offsets: Numbers, sizes: Numbers, offset: Numbers, size: Numbers) -> NDArray[np.bool_]:
-    """Which of the boxes [N, dims] share elements with one box [dims]."""
+    """Return a mask [N] of the boxes [N, dims] that share elements with one box [dims]."""
     return np.asarray(((offsets < offset + size) & (offset < offsets + sizes)).all(axis=1))
 
 
 def from_json(name: str, shape: tuple[int, ...], value: dict[str, Json], num_files: int) -> Tiling:
-    """The tiling of a layout file, which may hold anything. Raises CheckpointError for what cannot be one."""
+    """Return the tiling of a layout file, which is untrusted. Raises CheckpointError if the value is not a tiling."""
     if "pieces" in value:
         return _pieces_from_json(name, shape, value["pieces"], num_files)
     runs = value.get("starts")
@@ -156,11 +170,11 @@ def _pieces_from_json(name: str, shape: tuple[int, ...], rows: Json, num_files: 
         raise CheckpointError(f"{name}: pieces are not a list of rows")
     for row in rows:
         if not isinstance(row, list) or len(row) != width or not all(is_number(n) for n in row):
-            raise CheckpointError(f"{name}: {str(row)[:100]} is not a file, {len(shape)} offsets and sizes")
+            raise CheckpointError(f"{name}: {str(row)[:100]} is not a file, {len(shape)} offsets and as many sizes")
     table = np.array(rows, dtype=np.int64).reshape(len(rows), width)
     offsets, sizes = table[:, 1 : 1 + len(shape)], table[:, 1 + len(shape) :]
     if (sizes < 1).any() or (offsets + sizes > np.array(shape, dtype=np.int64)).any():
-        raise CheckpointError(f"{name}: a piece reaches out of the shape {list(shape)}")
+        raise CheckpointError(f"{name}: a piece is not inside the shape {list(shape)}")
     _check_files(name, table[:, 0], num_files)
     return BoxList(table[:, 0], offsets, sizes)
 
@@ -171,14 +185,14 @@ def _check_files(name: str, files: Numbers, num_files: int) -> None:
 
 
 def is_number(value: Json) -> bool:
-    """Whether a JSON value is a whole number that sizes and offsets can be."""
+    """Return True if a JSON value is an integer in the valid range of sizes and offsets."""
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def to_runs(numbers: Numbers) -> list[list[int]]:
-    """Numbers as runs [first, stride, count], each as long as possible."""
+    """Return numbers as runs [first, stride, count], each as long as possible."""
     steps = np.diff(numbers)
-    turns = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))  # where the stride changes
+    turns = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))  # positions at which the stride changes
     runs, i = [], 0
     while i < len(numbers):
         if i == len(numbers) - 1:
@@ -191,7 +205,7 @@ def to_runs(numbers: Numbers) -> list[list[int]]:
 
 
 def from_runs(name: str, runs: Json) -> Numbers:
-    """The numbers of runs. Raises CheckpointError for what is none, or too many."""
+    """Return the numbers of runs. Raises CheckpointError if the value is not a list of runs or has too many."""
     if not isinstance(runs, list) or len(runs) > MAX_PIECES:
         raise CheckpointError(f"{name}: {str(runs)[:100]} is not a list of runs")
     total = 0
@@ -201,7 +215,7 @@ def from_runs(name: str, runs: Json) -> Numbers:
         first, stride, count = run
         total += count
         if count < 1 or total > MAX_PIECES or not (is_number(first) and is_number(first + stride * (count - 1))):
-            raise CheckpointError(f"{name}: the run {run} is outside of what a tensor can have")
+            raise CheckpointError(f"{name}: the run {run} is outside the range of a tensor")
     if not runs:
         return np.zeros(0, np.int64)
     return np.concatenate([first + stride * np.arange(count, dtype=np.int64) for first, stride, count in runs])

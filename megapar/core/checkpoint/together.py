@@ -1,7 +1,12 @@
-"""The steps of a save and of a load over all ranks, as DCP takes them, in JSON: DCP itself sends pickles.
+"""Saves and loads over all ranks: DCP's protocol with JSON messages, because DCP itself sends pickles.
 
-Each rank plans, the first one hears all plans and answers each, and each does its part. What fails on any rank fails
-on all of them.
+    every rank      plan --------+               its part ------+
+    first rank                   +-> assignment                 +-> finish
+
+Each rank plans, the first rank collects all plans and returns an assignment to each, and each rank does its part. A
+failure on any rank fails on all of them.
+
+Tested in ``tests/core/checkpoint/test_store.py`` and ``tests/core/checkpoint/test_damage.py``.
 """
 
 from __future__ import annotations
@@ -33,30 +38,37 @@ def save(
     writer: ShardWriter,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Every rank of ``group`` writes its part (None: this process alone). what: begins messages.
+    """Write every rank's part of a checkpoint. Every rank of ``group`` calls this.
 
-    Raises CheckpointError, on every rank; DistributedError where a rank is gone.
+    Raises CheckpointError on every rank if one of them fails, and DistributedError if a rank has died.
+
+    Args:
+        what: The operation, such as "saving runs/a"; the start of error messages.
+        state: Tensor name to this rank's shard.
+        planner: Of this save.
+        writer: Of this save.
+        group: The ranks that save; None for this process alone.
     """
-    found: list[Metadata] = []
+    collected: list[Metadata] = []
 
     def plan() -> Json:
         planner.set_up_planner(dict(state))
         return _plan_to_json(writer.prepare_local_plan(planner.create_local_plan()))
 
-    def share(told: list[Json]) -> list[Json]:
-        plans, metadata = planner.create_global_plan([_plan_from_json(one) for one in told])
-        found.append(metadata)
-        return [_share_to_json(one) for one in writer.prepare_global_plan(plans)]
+    def assign(received: list[Json]) -> list[Json]:
+        plans, metadata = planner.create_global_plan([_plan_from_json(value) for value in received])
+        collected.append(metadata)
+        return [_assignment_to_json(assigned) for assigned in writer.prepare_global_plan(plans)]
 
-    def write(told: Json) -> Json:
-        done = writer.write_data(planner.finish_plan(_share_from_json(told)), planner)
+    def write(assigned: Json) -> Json:
+        done = writer.write_data(planner.finish_plan(_assignment_from_json(assigned)), planner)
         return [_result_to_json(result) for result in done.value()]
 
-    def finish(told: list[Json]) -> list[Json]:
-        writer.finish(found[0], [[_result_from_json(result) for result in results] for results in told])
-        return [None] * len(told)
+    def finish(received: list[Json]) -> list[Json]:
+        writer.finish(collected[0], [[_result_from_json(result) for result in results] for results in received])
+        return [None] * len(received)
 
-    mine = _step(what, plan, share, group)
+    mine = _step(what, plan, assign, group)
     _step(what, lambda: write(mine), finish, group)
 
 
@@ -67,23 +79,23 @@ def load(
     reader: ShardReader,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Every rank of ``group`` reads its part, once all of them have found theirs sound. Raises as ``save``."""
+    """Read every rank's part, after all ranks have verified theirs. Called and raises like ``save``."""
 
     def plan() -> Json:
         planner.set_up_planner(dict(targets))
         names: Json = reader.prepare_local_plan(planner.create_local_plan()).planner_data
         return names
 
-    def check(told: list[Json]) -> list[Json]:
-        planner.create_global_plan([LoadPlan([], planner_data=names) for names in told])
-        return [None] * len(told)
+    def check(received: list[Json]) -> list[Json]:
+        planner.create_global_plan([LoadPlan([], planner_data=names) for names in received])
+        return [None] * len(received)
 
     def read() -> Json:
         reader.read_data(planner.finish_plan(LoadPlan([])), planner)
         return None
 
     _step(what, plan, check, group)
-    _step(what, read, lambda told: [None] * len(told), group)
+    _step(what, read, lambda received: [None] * len(received), group)
 
 
 def _step(
@@ -92,34 +104,37 @@ def _step(
     answer: Callable[[list[Json]], list[Json]],
     group: dist.ProcessGroup | None,
 ) -> Json:
-    """``act`` on every rank, ``answer`` on the first one with what they returned; this rank's part of that."""
+    """Call ``act`` on every rank and ``answer`` on the first with all results. Return this rank's answer."""
     own: BaseException | None = None
     message: dict[str, Json]
     try:
         message = {"value": act()}
     except BaseException as error:
-        own, message = error, {"failure": _told(what, error)}
+        own, message = error, {"failure": _failure_to_json(what, error)}
     try:
         everyone = [message] if group is None else messages.gather(message, group)
         answers: list[Json] | None = None
         if everyone is not None:
-            failures = {rank: said["failure"] for rank, said in enumerate(everyone) if "failure" in said}
+            failures = {rank: reply["failure"] for rank, reply in enumerate(everyone) if "failure" in reply}
             try:
-                answers = [] if failures else [{"value": part} for part in answer([one["value"] for one in everyone])]
+                answers = [] if failures else [{"value": part} for part in answer([each["value"] for each in everyone])]
             except BaseException as error:
-                own, failures = error, {0: _told(what, error)}
+                own, failures = error, {0: _failure_to_json(what, error)}
             if failures:
                 answers = [{"failures": list(failures.items())}] * len(everyone)
-        told = answers[0] if group is None and answers else messages.scatter(answers, group)  # type: ignore[arg-type]
-    except RuntimeError as error:  # a rank is gone, and the group with it
+        reply = answers[0] if group is None and answers else messages.scatter(answers, group)  # type: ignore[arg-type]
+    except RuntimeError as error:  # a rank has died, and the group with it
         raise DistributedError(f"{what}: {error}") from error
-    if "failures" not in told:
-        return told["value"]
-    raise _failure(told["failures"], own, 1 if group is None else dist.get_world_size(group))
+    if "failures" not in reply:
+        return reply["value"]
+    raise _merged_error(reply["failures"], own, 1 if group is None else dist.get_world_size(group))
 
 
-def _told(what: str, error: BaseException) -> Json:
-    """What other ranks hear of an error. expected: it says all there is to say; an interrupt is no failure."""
+def _failure_to_json(what: str, error: BaseException) -> Json:
+    """Return the description of an error for the other ranks.
+
+    An "expected" error needs no traceback. An "interrupt" is not a failure of the checkpoint.
+    """
     known = isinstance(error, CheckpointError)
     return {
         "text": str(error) if known else f"{what}: {type(error).__name__}: {error}",
@@ -130,27 +145,33 @@ def _told(what: str, error: BaseException) -> Json:
     }
 
 
-def _failure(failures: Sequence[Sequence[Any]], own: BaseException | None, count: int) -> BaseException:
-    """One error of all of them. own: this rank's."""
+def _merged_error(failures: Sequence[Sequence[Any]], own: BaseException | None, count: int) -> BaseException:
+    """Return one error for the failures of all ranks.
+
+    Args:
+        failures: (rank, failure as JSON) of each failed rank.
+        own: The error on this rank.
+        count: The number of ranks.
+    """
     if own is not None and not isinstance(own, Exception):
         return own
     ranks: dict[str, list[int]] = {}
     for rank, failure in failures:
         ranks.setdefault(failure["text"], []).append(rank)
     text = "; ".join(
-        text if len(where) == count else f"{text} (ranks {_short(where)})" for text, where in ranks.items()
+        text if len(failed) == count else f"{text} (ranks {_short(failed)})" for text, failed in ranks.items()
     )
-    said = [failure for _, failure in failures]
-    if any(failure["interrupt"] for failure in said):
+    reasons = [failure for _, failure in failures]
+    if any(failure["interrupt"] for failure in reasons):
         return DistributedError(text)
     kind = CheckpointError
-    if any(failure["lost"] for failure in said):
+    if any(failure["lost"] for failure in reasons):
         kind = FolderLostError
-    if any(failure["mismatch"] for failure in said):
+    if any(failure["mismatch"] for failure in reasons):
         kind = CheckpointMismatchError
-    found = kind(text)
-    found.__cause__ = None if all(failure["expected"] for failure in said) else own
-    return found
+    merged = kind(text)
+    merged.__cause__ = None if all(failure["expected"] for failure in reasons) else own
+    return merged
 
 
 def _short(ranks: Sequence[int]) -> str:
@@ -166,19 +187,20 @@ def _plan_to_json(plan: SavePlan) -> Json:
     }
 
 
-def _plan_from_json(told: Json) -> SavePlan:
-    tensors = {name: (tuple(shape), DTYPES[dtype]) for name, (shape, dtype) in told["tensors"].items()}
-    return SavePlan([_item_from_json(item) for item in told["items"]], planner_data=Declared(tensors, told["scalars"]))
+def _plan_from_json(value: Json) -> SavePlan:
+    tensors = {name: (tuple(shape), DTYPES[dtype]) for name, (shape, dtype) in value["tensors"].items()}
+    declared = Declared(tensors, value["scalars"])
+    return SavePlan([_item_from_json(item) for item in value["items"]], planner_data=declared)
 
 
-def _share_to_json(plan: SavePlan) -> Json:
+def _assignment_to_json(plan: SavePlan) -> Json:
     place: WriterInfo = plan.storage_data
     return {"items": [_item_to_json(item) for item in plan.items], "folder": str(place.folder), "rank": place.rank}
 
 
-def _share_from_json(told: Json) -> SavePlan:
-    place = WriterInfo(Path(told["folder"]), told["rank"])
-    return SavePlan([_item_from_json(item) for item in told["items"]], storage_data=place)
+def _assignment_from_json(value: Json) -> SavePlan:
+    place = WriterInfo(Path(value["folder"]), value["rank"])
+    return SavePlan([_item_from_json(item) for item in value["items"]], storage_data=place)
 
 
 def _item_to_json(item: WriteItem) -> Json:
@@ -188,8 +210,8 @@ def _item_to_json(item: WriteItem) -> Json:
     return [item.index.fqn, list(chunk.offsets), list(chunk.sizes), DTYPE_NAMES[data.properties.dtype], list(data.size)]
 
 
-def _item_from_json(told: Json) -> WriteItem:
-    name, offsets, sizes, dtype, shape = told
+def _item_from_json(value: Json) -> WriteItem:
+    name, offsets, sizes, dtype, shape = value
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), torch.Size(shape))
     return WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
@@ -203,7 +225,7 @@ def _result_to_json(result: WriteResult) -> Json:
     ]
 
 
-def _result_from_json(told: Json) -> WriteResult:
-    name, size, (file, file_size, sha256), offsets, sizes = told
+def _result_from_json(value: Json) -> WriteResult:
+    name, size, (file, file_size, sha256), offsets, sizes = value
     stored = WrittenPiece(FileEntry(file, file_size, sha256), Box(tuple(offsets), tuple(sizes)))
     return WriteResult(MetadataIndex(name, torch.Size(offsets)), size, stored)

@@ -88,7 +88,7 @@ def test_a_manifest_knows_what_is_not_as_it_was(tmp_path: Path) -> None:
     assert (manifest.bytes, manifest.wrong_content(made)) == (6, "")
     (made / "a").write_bytes(bytes(4))
     assert manifest.wrong_sizes(made) == ""
-    assert "a has not the SHA-256" in manifest.wrong_content(made)
+    assert "a does not have the SHA-256" in manifest.wrong_content(made)
     (made / "a").write_text("aaa")
     assert manifest.wrong_sizes(made) == "is damaged: a has 3 bytes instead of 4"
     (made / "a").unlink()

@@ -170,7 +170,7 @@ def test_a_note_that_nobody_understands_is_watched(tmp_path: Path) -> None:
         with owning(tmp_path, waiting) as owner:
             assert owner.epoch == epoch + 1
         assert waiting.seconds >= 60
-        assert "one that left no readable note" in waiting.told[0]
+        assert "a run without a readable record" in waiting.told[0]
 
 
 def test_of_two_that_ask_at_once_one_is_the_owner(tmp_path: Path) -> None:
