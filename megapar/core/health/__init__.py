@@ -1,1 +1,1 @@
-"""Guards and watchdogs: they detect hangs, divergence, bad numbers and lost processes."""
+"""Guards and watchdogs that detect hangs, divergence, non-finite or corrupted numbers, and lost processes."""

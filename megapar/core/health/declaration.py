@@ -1,7 +1,7 @@
-"""What ranks say that they run, before any group of them exists, and where they differ. Standard library only.
+"""Declarations: the flags and facts of each node's run, compared before any process group exists.
 
-An entry is the same text wherever the same is run, so that those of a thousand nodes are compared as text and only
-those that differ are read.
+Equal declarations are equal texts. Those of a thousand nodes are therefore compared as text, and only the differing
+ones are parsed. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from megapar.errors import Complaint, DistributedError
 
 RULE = "agreement"
-_MOST_RANGES, _MOST_HOSTS, _MOST_VALUES, _MOST_LETTERS = 4, 3, 4, 60  # of a message
+_MOST_RANGES, _MOST_HOSTS, _MOST_VALUES, _MOST_LETTERS = 4, 3, 4, 60  # in a message
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What one node runs. flags: as they would be written, by their spelling. given: those that were asked for; the
-    others are defaults, or follow from them. facts: versions, code, data and the like, by what they are of.
+    """The run of one node.
+
+    Attributes:
+        flags: Spelling of a flag to its value as text.
+        given: The flags that the user set. The others are defaults or derived from these.
+        facts: Versions, hashes of code and data, and similar values by name.
     """
 
     flags: Mapping[str, str]
@@ -28,27 +32,33 @@ class Declaration:
     facts: Mapping[str, str]
 
     def to_text(self) -> str:
-        """JSON, the same for equal entries."""
+        """Return the declaration as JSON. Equal declarations have the same text."""
         value = {"flags": dict(self.flags), "given": sorted(self.given), "facts": dict(self.facts)}
         return json.dumps(value, sort_keys=True)
 
     @classmethod
     def from_text(cls, text: bytes | str) -> Declaration:
-        """Raises DistributedError for what ``to_text`` never wrote."""
+        """Parse a declaration. Raises DistributedError if ``to_text`` did not write this text."""
         try:
             value = json.loads(text)
             flags, given, facts = value["flags"], value["given"], value["facts"]
             words = [*flags, *flags.values(), *given, *facts, *facts.values()]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DistributedError(f"what a rank says that it runs cannot be read: {text[:80]!r}") from error
+            raise DistributedError(f"the declaration of a rank cannot be read: {text[:80]!r}") from error
         if not all(isinstance(word, str) for word in words):
-            raise DistributedError(f"what a rank says that it runs is not text: {text[:80]!r}")
+            raise DistributedError(f"the declaration of a rank contains a value that is not text: {text[:80]!r}")
         return cls(flags, frozenset(given), facts)
 
 
 @dataclass(frozen=True)
 class Node:
-    """Ranks that said the same from one host. entry: the text of an Declaration."""
+    """Ranks of one host with the same declaration.
+
+    Attributes:
+        host: Its name.
+        ranks: In ascending order.
+        entry: The text of the Declaration.
+    """
 
     host: str
     ranks: tuple[int, ...]
@@ -56,29 +66,33 @@ class Node:
 
 
 def differences(nodes: Sequence[Node], fix: Callable[[str], str]) -> list[Complaint]:
-    """All that these nodes do not agree in, with the values and who has them.
+    """Return a complaint for each flag or fact that differs between nodes, with its values and their ranks.
 
-    fix: what to do where something of this name differs; it is said once. Raises DistributedError for an entry that is
-    none.
+    If set flags differ, derived ones are not reported. Raises DistributedError for an entry that is not a declaration.
+
+    Args:
+        nodes: Of the job.
+        fix: Returns the remedy for a flag or fact of this name. Each remedy is given once.
     """
-    said: dict[bytes, list[Node]] = {}
+    by_entry: dict[bytes, list[Node]] = {}
     for node in nodes:
-        said.setdefault(node.entry, []).append(node)
-    if len(said) < 2:
+        by_entry.setdefault(node.entry, []).append(node)
+    if len(by_entry) < 2:
         return []
-    entries = {text: Declaration.from_text(text) for text in said}
-    flags = dict(_apart({text: entry.flags for text, entry in entries.items()}))
+    entries = {text: Declaration.from_text(text) for text in by_entry}
+    flags = dict(_differing({text: entry.flags for text, entry in entries.items()}))
     given = frozenset[str]().union(*(entry.given for entry in entries.values()))
-    asked = {name: values for name, values in flags.items() if name in given}
-    facts = dict(_apart({text: entry.facts for text, entry in entries.items()}))
-    found = {name: _message(name, values, said) for name, values in {**(asked or flags), **facts}.items()}
+    set_flags = {name: values for name, values in flags.items() if name in given}
+    facts = dict(_differing({text: entry.facts for text, entry in entries.items()}))
+    found = {name: _message(name, values, by_entry) for name, values in {**(set_flags or flags), **facts}.items()}
     last = {fix(name): name for name in found}
     return [Complaint(RULE, message, fix(name) if last[fix(name)] == name else "") for name, message in found.items()]
 
 
-def _apart(tables: Mapping[bytes, Mapping[str, str]]) -> Iterator[tuple[str, dict[str, list[bytes]]]]:
-    """Names of several values, with the entries that have each of them. What only one side's code knows has one value:
-    that the code differs is told.
+def _differing(tables: Mapping[bytes, Mapping[str, str]]) -> Iterator[tuple[str, dict[str, list[bytes]]]]:
+    """Yield the names with more than one value, and for each value the entries that have it.
+
+    A name that only one version of the code has is skipped: the hash of the code differs too, and is reported.
     """
     for name in dict.fromkeys(name for table in tables.values() for name in table):
         values: dict[str, list[bytes]] = {}
@@ -89,12 +103,12 @@ def _apart(tables: Mapping[bytes, Mapping[str, str]]) -> Iterator[tuple[str, dic
             yield name, values
 
 
-def _message(name: str, values: Mapping[str, Sequence[bytes]], said: Mapping[bytes, Sequence[Node]]) -> str:
-    having = {value: [node for text in texts for node in said[text]] for value, texts in values.items()}
+def _message(name: str, values: Mapping[str, Sequence[bytes]], by_entry: Mapping[bytes, Sequence[Node]]) -> str:
+    having = {value: [node for text in texts for node in by_entry[text]] for value, texts in values.items()}
     ordered = sorted(having.items(), key=lambda pair: min(node.ranks[0] for node in pair[1]))
     parts = [f"{_clipped(value)} on {_place(nodes)}" for value, nodes in ordered[:_MOST_VALUES]]
     if len(ordered) > _MOST_VALUES:
-        parts.append(f"something else on {_place([node for _, nodes in ordered[_MOST_VALUES:] for node in nodes])}")
+        parts.append(f"other values on {_place([node for _, nodes in ordered[_MOST_VALUES:] for node in nodes])}")
     return f"{name} is {', '.join(parts[:-1])} and {parts[-1]}."
 
 
@@ -103,7 +117,7 @@ def _clipped(value: str) -> str:
 
 
 def _place(nodes: Sequence[Node]) -> str:
-    """Ranks and hosts, such as "ranks 0-7, 16 (a, b)"."""
+    """Return ranks and hosts as text, such as "ranks 0-7, 16 (a, b)"."""
     ranks = sorted(rank for node in nodes for rank in node.ranks)
     hosts = Counter(node.host for node in nodes)
     more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""

@@ -1,9 +1,11 @@
-"""Tensors of which a part is digested when they come to rest, and again before they are changed.
+"""Digested tensors: a part of them is digested after each update and again before the next one, to detect corruption.
 
     update 1    hold part 1    ...at rest...    compare part 1    update 2    hold part 2    ...
 
-The parts take turns. A change while nobody may change anything is seen in the part whose turn it is. Nothing here
-makes the host wait for the device but ``changed``.
+The parts rotate. Between two updates no code writes to the tensors, so that a changed digest means faulty memory. Only
+``changed`` makes the host wait for the device.
+
+Tested in ``tests/core/health/test_state_digest.py``.
 """
 
 from __future__ import annotations
@@ -17,28 +19,33 @@ from torch import Tensor
 
 from megapar.core.health.state_digest import FlatRange, digest, places, rotation
 
-# Comparisons that are kept until the host has heard of them, which may be two updates later.
+# The last comparisons. The host learns of a difference up to two updates later.
 _KEPT = 4
 
 
 class DigestedTensors(Protocol):
-    """What a guard asks, whatever memory the tensors are in."""
+    """The interface for a guard, independent of the memory that the tensors are in."""
 
     def hold(self) -> None:
-        """The tensors have come to rest: digest the next part."""
+        """Digest the next part. Call this after an update."""
 
     def compare(self) -> Tensor | None:
-        """A scalar on the device, true where the part has changed since; None where nothing has been compared."""
+        """Return a scalar on the device, true if the part has changed since ``hold``; None if nothing was compared."""
 
     def look(self) -> None:
-        """Compare what is held now, where ``compare`` tells of an earlier time."""
+        """Compare the present content, in case ``compare`` returns the result of an earlier comparison."""
 
     def changed(self) -> list[tuple[int, int]]:
-        """The places that the last comparisons found, as ranges of addresses. Waits for the device."""
+        """Return the places that differed in the last comparisons, as address ranges. Waits for the device."""
 
 
 class RestingTensors:
-    """Tensors that stay where they are."""
+    """Digests of tensors that stay in one memory.
+
+    Args:
+        tensors: To digest.
+        steps: The number of updates after which every element was digested once.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], steps: int) -> None:
         self._flats = [tensor.view(-1) for tensor in tensors]
@@ -55,7 +62,7 @@ class RestingTensors:
         self._held = digest(self._pieces) if self._pieces else None
 
     def compare(self) -> Tensor | None:
-        """Digest the part again."""
+        """Digest the part again and compare."""
         if self._held is None:
             return None
         different = digest(self._pieces) != self._held
@@ -63,17 +70,23 @@ class RestingTensors:
         return different.any()
 
     def look(self) -> None:
-        """Compare."""
+        """Compare as ``compare`` does, without returning the result."""
         self.compare()
 
     def changed(self) -> list[tuple[int, int]]:
-        """The places, each once."""
+        """Return the places without duplicates."""
         found = [place for pieces, different in self._found for place in places(pieces, different, pieces)]
         return list(dict.fromkeys(found))
 
 
 class _Seen(NamedTuple):
-    """A comparison. pieces: as they were on the device. homes: the same in host memory."""
+    """A comparison.
+
+    Attributes:
+        pieces: As they were on the device.
+        different: Mask over their digest, on the device.
+        homes: The same pieces in host memory.
+    """
 
     pieces: list[Tensor]
     different: Tensor
@@ -81,10 +94,12 @@ class _Seen(NamedTuple):
 
 
 class VisitingTensors:
-    """Tensors that lie in host memory and visit the device to be changed: they are digested there, as they come and go.
+    """Digests of offloaded tensors: made on the device, when an update copies them there and back to host memory.
 
-    homes: for each number the tensors that come together, as they lie in host memory. visit: brings all of them, and
-    calls ``arrived`` for each number.
+    Args:
+        homes: For each part number, the tensors that are copied together, in host memory.
+        steps: The number of updates after which every element was digested once.
+        visit: Copies all parts to the device and calls ``arrived`` for each.
     """
 
     def __init__(self, homes: Sequence[Sequence[Tensor]], steps: int, visit: Callable[[], None]) -> None:
@@ -106,7 +121,7 @@ class VisitingTensors:
         self._found: deque[list[_Seen]] = deque(maxlen=_KEPT)
 
     def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """These are on the device, as their homes have them."""
+        """Compare a part after it was copied to the device, before the update."""
         if number in self._held:
             pieces = self._groups[self._turn][number]
             here = _pieces(tensors, pieces)
@@ -114,30 +129,30 @@ class VisitingTensors:
             self._now.append(_Seen(here, different, _pieces(self._homes[number], pieces)))
 
     def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """These are about to go home, changed."""
+        """Digest a part after the update, before it is copied back to host memory."""
         pieces = self._groups[(self._turn + 1) % len(self._groups)].get(number)
         if pieces:
             self._next[number] = digest(_pieces(tensors, pieces))
 
     def hold(self) -> None:
-        """All have gone home."""
+        """Start the next turn. Call this after all parts are back in host memory."""
         self._found.append(self._now)
         self._now, self._held, self._next = [], self._next, {}
         self._turn = (self._turn + 1) % len(self._groups)
 
     def compare(self) -> Tensor | None:
-        """What was found at the last update."""
+        """Return the result of the comparison in the last update."""
         last = self._found[-1] if self._found else []
         return torch.cat([seen.different for seen in last]).any() if last else None
 
     def look(self) -> None:
-        """Let all of them visit."""
+        """Copy all parts to the device and compare them."""
         self._visit()
         self._found.append(self._now)
         self._now = []
 
     def changed(self) -> list[tuple[int, int]]:
-        """The places in host memory, each once."""
+        """Return the places in host memory without duplicates."""
         found = [place for update in self._found for seen in update for place in places(*seen)]
         return list(dict.fromkeys(found))
 

@@ -1,4 +1,7 @@
-"""Which module made the first number that is not finite: the forward is watched while a step is run again."""
+"""The first module with a non-finite output: found by hooks on the forward while a bad step is run again.
+
+Tested in ``tests/training/step/test_bad_steps.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from megapar.core.comm.axis import Axis
 
 @dataclass
 class FirstNonfinite:
-    """What this rank has found. micro_batch: the one that runs, set by whoever runs it.
+    """The first non-finite value that this rank has found.
 
-    found: (micro-batch, place on pp, number of modules finished before), and the module's name; None: nothing.
+    Attributes:
+        stage: This rank's place on the pp axis.
+        micro_batch: The running one; set by the caller.
+        found: ((micro-batch, place on pp, number of modules finished before), description); None if there is none.
     """
 
     stage: int = 0
@@ -27,21 +33,21 @@ class FirstNonfinite:
     _finished: int = field(default=0, repr=False)
 
     def look(self, name: str, output: Any) -> None:
-        """A module has finished."""
+        """Check the output of a module that has finished."""
         self._finished += 1
         if self.found is None and any(not tensor.isfinite().all().item() for tensor in _floats(output)):
             self.found = (self.micro_batch, self.stage, self._finished), f"the output of {name or 'the model'}"
 
     def agree(self, world: Axis) -> str:
-        """The first one over all ranks, and on which; "" where the forward was clean everywhere."""
+        """Return the first one over all ranks, with its ranks, or "" if all outputs were finite."""
         rows: list[Any] = [self.found]
         if world.group is not None:
             rows = messages.all_gather(rows[0] and [list(rows[0][0]), rows[0][1]], world.group)
-        held = {rank: row for rank, row in enumerate(rows) if row is not None}
-        if not held:
+        by_rank = {rank: row for rank, row in enumerate(rows) if row is not None}
+        if not by_rank:
             return ""
-        first = min(held.values())
-        ranks = [rank for rank, row in held.items() if row == first]
+        first = min(by_rank.values())
+        ranks = [rank for rank, row in by_rank.items() if row == first]
         return f"{first[1]} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
@@ -59,7 +65,7 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watch(model: nn.Module, stage: int) -> Iterator[FirstNonfinite]:
-    """Look at the output of every module while the block runs. A parameter that is bad already is found at once."""
+    """Check the output of every module inside the block. A non-finite parameter is found at its start."""
     found = FirstNonfinite(stage)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

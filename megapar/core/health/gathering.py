@@ -1,7 +1,7 @@
-"""Where all ranks stand, told through their store to one of them, which tells the others what it found.
+"""Gathering the reports of all ranks through their store: one rank reads them and publishes the result.
 
-A store answers one request after the other. Were every rank to ask for every other's report, a thousand ranks would
-send it a million requests, and most would be called dead for want of an answer.
+A store handles one request at a time. If every rank read every other rank's report, a thousand ranks would send a
+million requests, and most ranks would be reported dead because they get no answer in time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Survey:
-    """What the ranks that answered come to.
+    """The result of the reports of the ranks that responded.
 
-    reports: theirs, on the rank that is to explain; elsewhere only its own. late: as ``standing`` has it.
+    Attributes:
+        reports: Rank to its report, on the rank that explains; only its own on the other ranks.
+        late: The late ranks, see ``standing``.
+        overdue: The section that takes too long.
+        explains: This rank prints the report.
     """
 
     reports: Mapping[int, Report]
@@ -38,9 +42,10 @@ class Survey:
     explains: bool
 
 
-def found_in(reports: Mapping[int, Report], own: Report, world_size: int, *, explains: bool) -> Survey:
-    """What reports come to. A rank may be asked by one whose report is late: then its own section is what it is about;
-    else the longest of all that are overdue.
+def survey_of(reports: Mapping[int, Report], own: Report, world_size: int, *, explains: bool) -> Survey:
+    """Return the result of these reports, for the longest of the overdue sections.
+
+    If no report has one, because the report of the rank that started the survey is late, it is this rank's section.
     """
     overdue = [Overdue(*one["overdue"]) for one in reports.values() if one["overdue"]]
     about = Overdue(own["section"] or STEP, own["detail"], own["seconds"], 0.0, False)
@@ -49,7 +54,15 @@ def found_in(reports: Mapping[int, Report], own: Report, world_size: int, *, exp
 
 
 class Gathering:
-    """One question to all ranks. prefix: of its keys, another one for each question. key: what they look for."""
+    """One exchange of reports between all ranks.
+
+    Args:
+        store: Of the ranks.
+        prefix: Of the keys of this exchange; unique for each one.
+        key: Set to make the other ranks report.
+        rank: This rank.
+        world_size: The number of ranks.
+    """
 
     def __init__(self, store: dist.Store, prefix: str, key: str, rank: int, world_size: int) -> None:
         self._store = store
@@ -58,60 +71,64 @@ class Gathering:
         self._rank = rank
         self._world_size = world_size
 
-    def ask(self, own: Report) -> Survey:
-        """Tell where this rank stands, and hear what became of it within ``MOST_SECONDS``. The first to tell explains.
+    def collect(self, own: Report) -> Survey:
+        """Report this rank and return the result within ``MOST_SECONDS``. The first rank to report explains.
 
-        Raises RuntimeError (torch's errors of a store are some) where the store does not answer.
+        Raises RuntimeError if the store does not respond (torch's store errors are RuntimeErrors).
         """
         number = self._store.add(f"{self._prefix}begun", 1)
         self._store.set(f"{self._prefix}report/{number}", json.dumps([self._rank, own]))
         self._store.set(self._key, "1")
         self._store.add(f"{self._prefix}told", 1)
-        if number > 1 and (heard := self._hear(own)) is not None:
-            return heard
-        if number == 1:  # others have waited for as long by now
+        if number > 1 and (received := self._receive(own)) is not None:
+            return received
+        if number == 1:  # the other ranks have already waited in _receive
             self._counts("told", self._world_size, GRACE_SECONDS)
         reports = self._read()
-        gathered = found_in(reports, own, self._world_size, explains=number == 1 or self._rank == min(reports))
+        gathered = survey_of(reports, own, self._world_size, explains=number == 1 or self._rank == min(reports))
         if number == 1:
             self._store.set(f"{self._prefix}found", json.dumps([gathered.late, gathered.overdue]))
-            self._let_hear(len(reports))
+            self._wait_for_readers(len(reports))
         return gathered
 
-    def _hear(self, own: Report) -> Survey | None:
-        """What the first rank found; None where it says nothing."""
+    def _receive(self, own: Report) -> Survey | None:
+        """Return the result that the first rank published, or None if it did not respond."""
         key = f"{self._prefix}found"
         if not _within(GRACE_SECONDS + 1, lambda: self._store.check([key])):
             return None
         late, overdue = json.loads(self._store.get(key))
         self._store.add(f"{self._prefix}heard", 1)
         if self._rank == 0:
-            self._let_hear(self._store.add(f"{self._prefix}told", 0))
+            self._wait_for_readers(self._store.add(f"{self._prefix}told", 0))
         return Survey({self._rank: own}, late, Overdue(*overdue), explains=False)
 
-    def _let_hear(self, ranks: int) -> None:
-        """Give the others a moment: the store may end with this rank, and this one may be the last that waits there."""
+    def _wait_for_readers(self, ranks: int) -> None:
+        """Wait a moment until the other ranks have read the result: the store may end with this rank."""
         with suppress(RuntimeError):
             self._counts("heard", ranks - 1, 1.0)
 
     def _read(self) -> dict[int, Report]:
-        """The reports of those that have told."""
-        told = self._store.add(f"{self._prefix}told", 0)
+        """Return the reports so far."""
+        complete = self._store.add(f"{self._prefix}told", 0)
         begun = self._store.add(f"{self._prefix}begun", 0)
         keys = [f"{self._prefix}report/{number}" for number in range(1, begun + 1)]
-        if told < begun:  # somebody is about to, or was stopped in between: nobody waits for that
+        if complete < begun:  # a rank is about to report, or was stopped before that: do not wait for it
             keys = [key for key in keys if self._store.check([key])]
         return dict(map(json.loads, self._store.multi_get(keys)))
 
     def _counts(self, name: str, count: int, seconds: float) -> bool:
-        """Whether a counter comes so far within a time."""
+        """Wait until a counter has reached ``count``. Return False if it has not within this time."""
         return _within(seconds, lambda: self._store.add(f"{self._prefix}{name}", 0) >= count)
 
 
-class Ear:
-    """Hears from a thread of its own whether another rank has asked: a store whose holder stands still never answers.
+class AlarmListener:
+    """Checks in a separate thread if another rank has raised an alarm or a warning.
 
-    alarm: set for good once one has. number: of the warning that is listened for.
+    A thread, because a store does not respond while the process that holds it is stopped.
+
+    Attributes:
+        alarm: Set after another rank has raised the alarm.
+        number: The next warning to listen for.
     """
 
     def __init__(self, store: dist.Store, pause: float) -> None:
@@ -121,19 +138,19 @@ class Ear:
         self._pause = pause
         self._warned = -1
         self._closed = threading.Event()
-        threading.Thread(target=self._listen, name="megapar-watchdog-ear", daemon=True).start()
+        threading.Thread(target=self._listen, name="megapar-watchdog-listener", daemon=True).start()
 
     @property
     def warned(self) -> bool:
-        """Whether somebody has asked for the warning of this number."""
+        """True if another rank has raised the warning of this number."""
         return self._warned == self.number
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._closed.set()
 
     def _listen(self) -> None:
-        with suppress(RuntimeError):  # the rank that holds the store is gone; the step will show it
+        with suppress(RuntimeError):  # the rank that holds the store has died; the step will fail
             while not self._closed.wait(self._pause):
                 number = self.number
                 if self._store.check([f"{warning(number)}asked"]):
@@ -144,7 +161,7 @@ class Ear:
 
 
 def warning(number: int) -> str:
-    """Before the keys of a warning; an alarm's have nothing before them."""
+    """Return the prefix of the keys of a warning. Those of the alarm have none."""
     return f"warning/{number}/"
 
 

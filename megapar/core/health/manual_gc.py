@@ -1,7 +1,7 @@
-"""Python's garbage collector at steps of our choosing.
+"""Python's garbage collector, run at the same steps on all ranks.
 
-Left to itself it runs when a rank has made enough objects, at another moment on each: with many ranks somebody always
-collects while the others wait for it in the next collective.
+By default it runs after a rank has allocated enough objects, at a different moment on each rank. With many ranks, one
+of them is then always collecting while the other ranks wait for it in the next collective.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ import gc
 
 
 class Collector:
-    """Off between ``open`` and ``close``, but for every ``interval``-th step. What was there at ``open`` is never
-    looked at again: modules, tables and the model live to the end.
+    """Callback that disables automatic collection between ``open`` and ``close`` and collects every ``interval`` steps.
+
+    Objects that exist at ``open`` are frozen, so that no collection scans them: modules, tables and the model live
+    until the end.
     """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
 
     def open(self) -> None:
-        """Collect once, and take over."""
+        """Collect once, freeze all objects and disable automatic collection."""
         gc.collect()
         gc.freeze()
         gc.disable()
 
     def before_step(self, iteration: int) -> None:
-        """Nothing: a step runs without it."""
+        """Do nothing: no collection runs inside a step."""
 
     def after_step(self, iteration: int) -> None:
-        """Collect where it is due; the same on every rank."""
+        """Collect if it is due, which is the same on every rank."""
         if iteration % self._interval == 0:
             gc.collect()
 
     def close(self) -> None:
-        """As Python does it again."""
+        """Restore Python's automatic collection."""
         gc.unfreeze()
         gc.enable()

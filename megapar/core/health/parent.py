@@ -1,7 +1,7 @@
-"""Ranks end with what started them: orphans would hold devices, and train and save beside the job's next start.
+"""Ends a rank with the process that started it: an orphan would hold its device, and train and save next to a restart.
 
-The kernel tells a child of its parent's death where it is asked to (Linux); a thread that looks at the parent's number
-every second is there for the rest. Neither saves anything: the next start goes on from the newest checkpoint.
+On Linux the kernel sends a child a signal at its parent's death. A thread that checks the parent's process id every
+second covers the other cases. Neither saves a checkpoint: the next start resumes from the newest one.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from megapar.core.health.process import fields_of
 from megapar.core.health.signal_listener import write_stderr
 
 LAUNCHER = "MEGAPAR_LAUNCHER"
-"""What starts the ranks of a job, as ``be_launcher`` has it."""
+"""The environment variable in which ``be_launcher`` records the process that starts the ranks of a job."""
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _watched: set[int] = set()
 
 
 def be_launcher(environ: MutableMapping[str, str], job: str) -> None:
-    """Tell ranks of the job, which get this environment, that they are to end with this process.
+    """Record this process in the environment of the ranks, which then end with it.
 
-    job: as the ranks have it in TORCHELASTIC_RUN_ID, so that what they start themselves is not meant.
+    Args:
+        environ: The environment that the ranks inherit.
+        job: The ranks' TORCHELASTIC_RUN_ID, so that the record does not apply to processes which the ranks start.
     """
     environ[LAUNCHER] = f"{os.getpid()} {started(os.getpid()) or '-'} {_namespace()} {job}"
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Number and start of the process that has said so, where this one is a rank of its job and can see it."""
-    said = environ.get(LAUNCHER, "").split(" ", 3)
-    if len(said) != 4 or said[3] != environ.get("TORCHELASTIC_RUN_ID") or said[2] != _namespace():
+    """Return process id and start time of the launcher, or None if this is not one of its ranks or cannot see it."""
+    recorded = environ.get(LAUNCHER, "").split(" ", 3)
+    if len(recorded) != 4 or recorded[3] != environ.get("TORCHELASTIC_RUN_ID") or recorded[2] != _namespace():
         return None
-    return int(said[0]), said[1].strip("-")
+    return int(recorded[0]), recorded[1].strip("-")
 
 
 def _namespace() -> str:
-    """What gives processes their numbers: a container may have numbers of its own."""
+    """Return the PID namespace of this process: a container may have a separate one."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -50,9 +52,9 @@ def _namespace() -> str:
 
 
 def started(pid: int) -> str:
-    """When a process was started, in ticks since boot; "" where it is gone, or that cannot be known.
+    """Return the start time of a process in ticks since boot, or "" if it has ended or the time is unknown.
 
-    A number may be given to another process later; number and start are one process'.
+    A process id may be reused later; id and start time together identify one process.
     """
     try:
         fields = fields_of(pid)
@@ -62,41 +64,43 @@ def started(pid: int) -> str:
 
 
 def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """End this rank, unsaved, as soon as what started it is gone; at once where it is gone already.
+    """End this rank, without a save, as soon as the process that started it has ended.
 
-    That is ``megapar launch``, told by ``be_launcher``, or torchrun's agent. Both start ranks from the thread that then
-    watches over them: the kernel's signal comes when that *thread* ends. Nothing is done for other processes, whose
-    parents may start them and go.
+    That process is ``megapar launch``, recorded by ``be_launcher``, or torchrun's agent. Both start ranks from the
+    thread that then monitors them, which matters because the kernel sends its signal when that *thread* ends. Does
+    nothing in other processes, whose parents may start them and exit.
     """
     launcher = _launcher(environ)
     parent = os.getppid()
     if launcher and launcher[0] != parent and started(launcher[0]) != launcher[1]:
-        _end(f"megapar launch, process {launcher[0]}, is gone")
+        _end(f"megapar launch, process {launcher[0]}, has ended")
     if launcher is None and "TORCHELASTIC_RUN_ID" not in environ:
         return
     die_with_parent()
-    if os.getppid() != parent:  # it went before it was asked for
-        _end(f"its parent, process {parent}, is gone")
+    if os.getppid() != parent:  # it ended before the signal was requested
+        _end(f"its parent, process {parent}, has ended")
     end_with(parent)
-    if launcher and launcher[0] != parent:  # something stands between the two, and may outlive the launcher
+    if launcher and launcher[0] != parent:  # a process between the two may outlive the launcher
         end_with(*launcher)
 
 
 def end_with(pid: int, start: str | None = None) -> None:
-    """End this process by status 1 within two seconds of another one's end, by a thread.
+    """Start a thread that ends this process with status 1 within two seconds of another process's end.
 
-    start: what ``started`` said of it; None: it is the parent of this process.
+    Args:
+        pid: Of the other process.
+        start: Its start time from ``started``; None if it is the parent of this process.
     """
     if pid in _watched:
         return
     _watched.add(pid)
-    threading.Thread(target=_look, args=(pid, start), name="megapar-parent", daemon=True).start()
+    threading.Thread(target=_wait_for_end, args=(pid, start), name="megapar-parent", daemon=True).start()
 
 
-def _look(pid: int, start: str | None) -> None:
+def _wait_for_end(pid: int, start: str | None) -> None:
     while os.getppid() == pid if start is None else started(pid) == start:
-        time.sleep(_LOOK_SECONDS)
-    _end(f"process {pid}, which it belongs to, is gone")
+        time.sleep(_POLL_SECONDS)
+    _end(f"process {pid}, on which it depends, has ended")
 
 
 def _end(why: str) -> None:
@@ -105,6 +109,6 @@ def _end(why: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies: no handler of ours would run in a rank that hangs."""
+    """Let the kernel kill this process when its parent dies: a Python handler would not run in a rank that hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)

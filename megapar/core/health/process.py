@@ -1,6 +1,6 @@
-"""A process as others can recognize it: by machine, boot, PID namespace, number and the moment it was started.
+"""Process identities that are unique across machines: host, boot, PID namespace, process id and start time.
 
-A number alone names nobody: it is given again after a while, and means another process in another container.
+A process id alone is not unique: it is reused after a while, and means another process in another container.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ MAX_TEXT = 300
 
 @dataclass(frozen=True)
 class Process:
-    """host: name of the machine. boot: its kernel's id of this boot. namespace: inode of the PID namespace. started: in
-    clock ticks since the boot. boot is "" where a system says none of this: then nothing can be known of it.
+    """A process.
+
+    Attributes:
+        host: Name of the machine.
+        boot: The kernel's id of this boot; "" if the system has none of this data, and then nothing is known.
+        namespace: Inode of the PID namespace.
+        pid: The process id.
+        started: Start time in clock ticks since the boot.
     """
 
     host: str
@@ -31,7 +37,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """A living process of this PID namespace."""
+        """Return a running process of this PID namespace."""
         try:
             boot = _BOOT.read_text().strip()
             namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -42,12 +48,12 @@ class Process:
 
     @classmethod
     def here(cls) -> Process:
-        """This process."""
+        """Return this process."""
         return cls.of(os.getpid())
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Process:
-        """Of what a file holds. Raises KeyError or ValueError where it is no process."""
+        """Parse a process from a file. Raises KeyError or ValueError if the value is not a process."""
         for name, kind in (("host", str), ("boot", str), ("namespace", int), ("pid", int), ("started", int)):
             value = found[name]
             if type(value) is not kind or (isinstance(value, str) and len(value) > MAX_TEXT):
@@ -55,15 +61,15 @@ class Process:
         return cls(*(found[name] for name in ("host", "boot", "namespace", "pid", "started")))
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the form for a file."""
         return asdict(self)
 
     def same_machine(self, other: Process) -> bool:
-        """Whether both ran under one kernel. (Copies of one virtual machine share the boot's id, not the name.)"""
+        """Return True if both ran under one kernel. (Copies of a virtual machine share the boot id, not the name.)"""
         return bool(self.boot) and (self.host, self.boot) == (other.host, other.boot)
 
     def lives(self) -> bool | None:
-        """Whether it is there; None where that cannot be seen from this process."""
+        """Return True if it is running, and None if that cannot be seen from this process."""
         here = Process.here()
         if not self.same_machine(here) or self.namespace != here.namespace:
             return None
@@ -74,13 +80,13 @@ class Process:
         except PermissionError:
             pass
         try:
-            return _started(self.pid) == self.started and not _is_over(self.pid)
-        except (OSError, ValueError, IndexError):  # it has just ended, or is another user's and hidden
+            return _started(self.pid) == self.started and not _is_zombie(self.pid)
+        except (OSError, ValueError, IndexError):  # it has just ended, or belongs to another user and is hidden
             return None
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot; "" where a system does not say."""
+    """Return the kernel's id of this boot, or "" if the system has none."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -88,9 +94,9 @@ def boot_id() -> str:
 
 
 def fields_of(pid: int) -> list[str]:
-    """From the third field of /proc/PID/stat on: state, parent, ... Raises OSError where there is no such process.
+    """Return the fields of /proc/PID/stat from the third on: state, parent, ... Raises OSError for a missing process.
 
-    The second one is the command in parentheses, which may hold anything, bytes that are no text included.
+    The second field is the command in parentheses, which may contain any bytes.
     """
     return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
@@ -99,11 +105,11 @@ def _started(pid: int) -> int:
     return int(fields_of(pid)[19])
 
 
-def _is_over(pid: int) -> bool:
-    """Whether it has ended and nobody has asked how; while a thread of it is still stuck in the kernel it has not."""
+def _is_zombie(pid: int) -> bool:
+    """Return True for a zombie. A process with a thread that is still blocked in the kernel has not ended."""
     return fields_of(pid)[0] in "ZX" and len(list((_PROC / str(pid) / "task").iterdir())) <= 1
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,7 @@
-"""What every thread of this rank is doing for how long, and how long that may take."""
+"""Sections: the current activity of each thread of this rank, its time so far, and its time limit.
+
+Tested in ``tests/core/health/test_watchdog.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,15 @@ FACTOR = 10
 
 @dataclass
 class Section:
-    """A stretch of work of one thread. began: by the clock, later by as long as what lay inside took.
+    """A named activity of one thread.
 
-    told: seconds at which it was last told to be slow. compiled: how much was compiled before.
+    Attributes:
+        name: Such as "step" or "save".
+        detail: Such as the iteration.
+        began: Start in seconds of the clock, plus the time of the sections inside it, which does not count.
+        thread: Its id.
+        compiled: The count of compilations at the start.
+        reported_seconds: The time at which it was last reported as slow.
     """
 
     name: str
@@ -26,11 +35,19 @@ class Section:
     began: float
     thread: int
     compiled: int
-    told: float = 0.0
+    reported_seconds: float = 0.0
 
 
 class Overdue(NamedTuple):
-    """A section that takes too long. limit: in seconds. ends: whether that is to end the run."""
+    """A section that takes too long.
+
+    Attributes:
+        name: Of the section.
+        detail: Of the section.
+        seconds: Its time so far.
+        limit: In seconds; 0 if another rank raised the alarm.
+        ends: The run must end.
+    """
 
     name: str
     detail: str
@@ -40,11 +57,14 @@ class Overdue(NamedTuple):
 
 
 class Sections:
-    """Of one rank; every thread has its own, one inside the other, of which the innermost counts.
+    """The sections of one rank. Each thread has a stack of them, and only the time of the innermost counts.
 
-    limits: name -> seconds after which a section ends the run. Others are learned: least_seconds, or ``FACTOR`` times
-    the longest so far, after which a section is told, again when it has taken twice as long. compiled: how much was
-    compiled so far; a step in which something is counts as a first one. clock: in seconds.
+    Args:
+        limits: Section name to the seconds after which the run ends. A section without a limit is reported after
+            ``least_seconds``, or ``FACTOR`` times the longest one so far, and again after twice the time of a report.
+        least_seconds: See ``limits``.
+        compiled: Returns the count of compilations so far. A step with a compilation counts as a first step.
+        clock: In seconds.
     """
 
     def __init__(
@@ -64,14 +84,14 @@ class Sections:
         self._lock = threading.Lock()
 
     def begin(self, name: str, detail: str = "") -> None:
-        """This thread begins something; what it was at waits."""
+        """Begin a section of this thread inside its current one, whose time stops."""
         thread = threading.get_ident()
         section = Section(name, detail, self._clock(), thread, self._compiled())
         with self._lock:
             self._stacks.setdefault(thread, []).append(section)
 
     def end(self) -> None:
-        """It is done."""
+        """End the innermost section of this thread."""
         with self._lock:
             thread = threading.get_ident()
             stack = self._stacks[thread]
@@ -85,13 +105,13 @@ class Sections:
                 del self._stacks[thread]
 
     def end_all(self) -> None:
-        """This thread is done with everything."""
+        """End all sections of this thread."""
         while threading.get_ident() in self._stacks:
             self.end()
 
     @contextmanager
     def inside(self, name: str, detail: str = "") -> Iterator[None]:
-        """Begin and end."""
+        """Run the block as a section."""
         self.begin(name, detail)
         try:
             yield
@@ -99,16 +119,16 @@ class Sections:
             self.end()
 
     def open(self) -> list[Section]:
-        """The innermost of every thread, the one that began first in front."""
+        """Return the innermost section of every thread, the earliest first."""
         with self._lock:
             return sorted((stack[-1] for stack in self._stacks.values()), key=lambda section: section.began)
 
     def seconds(self, section: Section) -> float:
-        """How long it has taken so far."""
+        """Return the time of a section so far."""
         return self._clock() - section.began
 
     def overdue(self) -> Overdue | None:
-        """What has taken too long: what is to end the run before what is to be told, which is given once."""
+        """Return a section that takes too long: one that ends the run, else one to report. The latter is returned once."""
         slow: tuple[Section, Overdue] | None = None
         for section in self.open():
             kind, seconds = self._kind(section), self.seconds(section)
@@ -116,12 +136,12 @@ class Sections:
                 if seconds > self.limits[kind]:
                     return Overdue(kind, section.detail, seconds, self.limits[kind], True)
                 continue
-            limit = max(self._least, FACTOR * self._longest.get(kind, 0.0), 2 * section.told)
+            limit = max(self._least, FACTOR * self._longest.get(kind, 0.0), 2 * section.reported_seconds)
             if seconds > limit and slow is None:
                 slow = section, Overdue(kind, section.detail, seconds, limit, False)
         if slow is None:
             return None
-        slow[0].told = slow[1].seconds
+        slow[0].reported_seconds = slow[1].seconds
         return slow[1]
 
     def _kind(self, section: Section) -> str:

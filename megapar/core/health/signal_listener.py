@@ -1,10 +1,10 @@
-"""Signals heard by a thread, so that a process whose main thread is stuck in C code hears them too.
+"""Signal handling in a thread, which also works while the main thread is blocked in C code.
 
-Python runs its handlers in the main thread, once that is back from C. The system's own handler writes the signal's
-number to a pipe at once, and a thread reads it:
+Python runs its handlers in the main thread, after that has returned from C. The C handler writes the signal's number to
+a pipe immediately, and a thread reads it:
 
     signal -> C handler -> pipe -> thread: ``on_signal``             always
-                        -> main thread: ``on_main_thread``           when it is back in Python
+                        -> main thread: ``on_main_thread``           after it has returned to Python
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from types import FrameType
 from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-"""Signals that stop a run: from people (INT, QUIT), terminals that go away (HUP), schedulers (TERM, USR1)."""
+"""Signals that stop a run: from the keyboard (INT, QUIT), a closed terminal (HUP) or a scheduler (TERM, USR1)."""
 
 TYPED = (signal.SIGINT, signal.SIGQUIT)
-"""Signals that people type, and that no program repeats."""
+"""Signals from the keyboard, which no program sends repeatedly."""
 
-AGAIN_SECONDS = 5.0  # several senders may signal a group of processes at once; a person who means it waits longer
+AGAIN_SECONDS = 5.0  # several senders may signal a process group at the same time; a deliberate second signal is later
 
 WRITE_SECONDS = 2.0
 
-_END = 0  # no signal's number
-_LONGEST_WAIT_SECONDS = 3600.0  # at a time: the kernel takes no number of any size
+_END = 0  # not the number of a signal
+_LONGEST_WAIT_SECONDS = 3600.0  # in one call: the kernel limits the timeout
 
 
 class Listener:
-    """Hears signals from ``install`` to ``close``. A signal that the process was started to ignore stays ignored.
+    """Receives signals from ``install`` to ``close``. A signal that the parent process set to ignored stays ignored.
 
-    on_signal: called on the thread of this object with each signal's number. on_main_thread: called with it on the main
-    thread, when that is back in Python; may raise there. due: returns the time.monotonic() at which ``on_signal`` is to
-    be called with 0 if no signal comes until then; None: never.
+    Args:
+        on_signal: Called with each signal's number on the thread of this object.
+        on_main_thread: Called with the number on the main thread, after that has returned to Python. It may raise.
+        due: Returns the time.monotonic() at which ``on_signal`` is called with 0 if no signal arrives first; None
+            disables this.
     """
 
     def __init__(
@@ -57,19 +59,19 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def install(self, numbers: Sequence[int] = STOPS) -> None:
-        """Begin to take signals, from the main thread of the process."""
+        """Install the handlers. Call this on the main thread of the process."""
         reader, writer = self._ends = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._come)
+                self._before[number] = signal.signal(number, self._handle)
         _OPEN.add(self)
         self._thread = threading.Thread(target=self._run, args=(reader,), name="megapar-signals", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Put the handlers from before back. From the main thread."""
+        """Restore the previous handlers. Call this on the main thread."""
         if self._ends is None:
             return
         signal.set_wakeup_fd(-1)
@@ -85,7 +87,7 @@ class Listener:
         os.close(writer)
         os.close(reader)
 
-    def _come(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self._on_main_thread(number)
 
     def _run(self, reader: int) -> None:
@@ -103,7 +105,7 @@ class Listener:
                     self._on_signal(number)
 
     def _leave_in_child(self) -> None:
-        """A forked child is not this process: its signals are its own, and must not go down the parent's pipe."""
+        """Remove the handlers in a forked child: its signals must not reach the parent through the shared pipe."""
         signal.set_wakeup_fd(-1)
         for number in self._before:
             signal.signal(number, signal.SIG_DFL)
@@ -115,7 +117,7 @@ class Listener:
 _OPEN: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
-# A child that gets a signal before it is known to be one would send it down its parent's pipe: none comes until then.
+# Signals are blocked during a fork. Otherwise a child could write one to its parent's pipe before it has closed that.
 _masks = threading.local()
 
 
@@ -141,16 +143,16 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 class Insistence:
-    """Finds that a person insists: a second SIGINT or SIGQUIT, 5 s or more after the first.
+    """Detects that the user insists: a SIGINT or SIGQUIT 5 s or more after the first one.
 
-    TERM, HUP and USR1 never count, however often they come: grace periods are the schedulers' to keep.
+    TERM, HUP and USR1 never count, because schedulers send them repeatedly and enforce the grace period themselves.
     """
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def add(self, number: int, now: float) -> bool:
-        """Take in a signal that came at ``now``, in seconds of time.monotonic(). True where it insists."""
+        """Add a signal received at ``now``, in seconds of time.monotonic(). Return True if the user insists."""
         if number not in TYPED:
             return False
         if self._first is None:
@@ -159,34 +161,34 @@ class Insistence:
 
 
 def name_of(number: int) -> str:
-    """SIGTERM for 15."""
+    """Return the name of a signal, such as "SIGTERM" for 15."""
     return signal.Signals(number).name
 
 
 def write_stderr(text: str) -> None:
-    """Write a line to standard error, where there is one that takes it, and wait for 2 s at most.
+    """Write a line to standard error if possible, and wait at most 2 s for it.
 
-    A terminal that went away may have sent the signal; one that is stopped, or a pager, may block the main thread in a
-    write for any time, and must not block the threads that are to end the process.
+    A closed terminal may have sent the signal. A stopped terminal or a pager may block a write for any time, and must
+    not block the threads that end the process.
     """
     writing = threading.Thread(target=_write, args=(text + "\n",), name="megapar-stderr", daemon=True)
     try:
         writing.start()
-    except RuntimeError:  # no more threads here, or the interpreter is about to end
+    except RuntimeError:  # the thread limit is reached, or the interpreter is shutting down
         return
     writing.join(WRITE_SECONDS)
 
 
 def _write(text: str) -> None:
     stream = sys.stderr
-    if stream is not None:  # as it is where a process is started without one
+    if stream is not None:  # None if the process was started without one
         with contextlib.suppress(OSError, ValueError):
             stream.write(text)
             stream.flush()
 
 
 def takes_text() -> bool:
-    """True where a write to standard error would return at once: faulthandler lets no thread run while it writes."""
+    """Return True if standard error accepts text at once: faulthandler blocks all threads while it writes."""
     try:
         return bool(select.select([], [2], [], 0)[1])
     except OSError:

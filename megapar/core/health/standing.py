@@ -1,8 +1,10 @@
-"""Where a rank stands, and who of all ranks is late, for people.
+"""Rank reports: the progress of each rank, the late ranks among all of them, and the text of the watchdog.
 
-A rank waits for another one when it has launched more collectives on an axis of both. Late are those that somebody
-waits for and that wait for nobody. Of ranks that save or load together late are those that do not wait for a collective
-or a thread, but for a file. A rank that puts no report into the store is stopped, dead, or off the network.
+A rank waits for another one if it has launched more collectives on an axis that both are on. The late ranks are those
+that others wait for and that do not wait themselves. In a save or load, they are the ranks that do not wait for a
+collective or a thread, but for a file. A rank without a report in the store is stopped, dead, or off the network.
+
+Tested in ``tests/core/health/test_watchdog.py``.
 """
 
 from __future__ import annotations
@@ -25,15 +27,23 @@ Report = Mapping[str, Any]
 def report(
     iteration: int, sections: Sections, recorder: FlightRecorder, axes: Mapping[str, Sequence[int]], watched: int
 ) -> dict[str, Any]:
-    """Where this rank stands, as JSON. iteration: the last step that began. watched: the thread that trains."""
+    """Return the report of this rank as JSON.
+
+    Args:
+        iteration: The last step that began.
+        sections: Of this rank.
+        recorder: Of this rank's collectives.
+        axes: Name to the ranks of each axis with several.
+        watched: Id of the thread that trains.
+    """
     now = time.monotonic()
     last = recorder.recent[-1] if recorder.recent else None
-    found = {section.thread: section for section in sections.open()}
-    own = found.pop(watched, None)
+    by_thread = {section.thread: section for section in sections.open()}
+    own = by_thread.pop(watched, None)
     return {
         "iteration": iteration,
-        **_standing(watched, own, sections),
-        "beside": [_standing(thread, section, sections) for thread, section in found.items()],
+        **_thread_report(watched, own, sections),
+        "beside": [_thread_report(thread, section, sections) for thread, section in by_thread.items()],
         "counts": dict(recorder.counts),
         "axes": {name: list(ranks) for name, ranks in axes.items()},
         "last": "" if last is None else f"{last}, launched {now - last.at:.1f} s ago",
@@ -41,8 +51,8 @@ def report(
     }
 
 
-def _standing(thread: int, section: Section | None, sections: Sections) -> dict[str, Any]:
-    """Of one thread."""
+def _thread_report(thread: int, section: Section | None, sections: Sections) -> dict[str, Any]:
+    """Return the part of the report about one thread."""
     line, file, waits = line_of(thread)
     return {
         "section": "" if section is None else section.name,
@@ -55,8 +65,11 @@ def _standing(thread: int, section: Section | None, sections: Sections) -> dict[
 
 
 def line_of(thread: int) -> tuple[str, str, bool]:
-    """(line of Python that a thread is at, the innermost outside of torch and of the standard library; the file that
-    it is at, or ""; whether it waits for a collective or another thread there).
+    """Return the present position of a thread.
+
+    Returns:
+        The innermost line of Python outside of torch and the standard library; the file that this line works on, or "";
+        True if it waits there for a collective or another thread.
     """
     frame = sys._current_frames().get(thread)
     lines, file, waits = [], "", False
@@ -71,7 +84,7 @@ def line_of(thread: int) -> tuple[str, str, bool]:
 
 
 def _file_in(names: Mapping[str, Any]) -> str:
-    """The path among the local names of a function, or in the object that it is a method of; no property is run."""
+    """Return a path among a function's locals or the attributes of its ``self``. Properties are not evaluated."""
     own = getattr(names.get("self"), "__dict__", {})
     for value in (own.get("_path"), own.get("path"), *names.values()):
         if isinstance(value, Path):
@@ -80,9 +93,12 @@ def _file_in(names: Mapping[str, Any]) -> str:
 
 
 def late_ranks(reports: Mapping[int, Report], world_size: int, section: str = "step") -> list[int]:
-    """Ranks that others wait for and that wait for nobody; those without a report are late before all others.
+    """Return the ranks without a report or, if there are none, those that others wait for and that do not wait.
 
-    section: in which somebody has taken too long.
+    Args:
+        reports: Rank to its report.
+        world_size: The number of ranks.
+        section: The name of the section that takes too long.
     """
     silent = [rank for rank in range(world_size) if rank not in reports]
     if silent:
@@ -100,21 +116,21 @@ def late_ranks(reports: Mapping[int, Report], world_size: int, section: str = "s
 
 
 def _within(one: Report, section: str) -> list[Mapping[str, Any]]:
-    """Where a rank's threads stand that are in a section."""
+    """Return the parts of a report about the threads in a section."""
     return [at for at in (one, *one["beside"]) if at["section"] == section]
 
 
 def headline(overdue: Overdue, limit: str) -> str:
-    """What has taken how long. limit: where its limit is from, "" for one that was learned."""
+    """Return the first line of the text. limit: the origin of the section's limit; "" if the flags set none."""
     what = f"{overdue.name} {overdue.detail}".strip()
     if not overdue.limit:
-        limit = "and another rank has given the alarm"
-    limit = limit or f"{overdue.limit:g} s would be unusual"
+        limit = "and another rank has raised the alarm"
+    limit = limit or f"more than {overdue.limit:g} s is unusual"
     return f"megapar watchdog: {what} has taken {overdue.seconds:.1f} s, {limit}."
 
 
 def explain(reports: Mapping[int, Report], world_size: int, overdue: Overdue, limit: str) -> str:
-    """The report for people. limit: as ``headline`` takes it."""
+    """Return the text of the watchdog about all ranks. limit: as in ``headline``."""
     lines = [headline(overdue, limit)]
     late = late_ranks(reports, world_size, overdue.name)
     for rank in late:
@@ -125,9 +141,9 @@ def explain(reports: Mapping[int, Report], world_size: int, overdue: Overdue, li
         if overdue.name not in AT_FILES:
             lines.append(f"        its last collectives: {'; '.join(reports[rank]['recent']) or 'none'}")
     if not late and overdue.name in AT_FILES:
-        lines.append("  no rank stands out: look at the disk and the network")
+        lines.append("  no rank is later than the other ranks: check the disk and the network")
     elif not late and world_size > 1:
-        lines.append("  no rank is behind: all have launched the same collectives; look at the network or the device")
+        lines.append("  no rank is behind: all have launched the same collectives; check the network and the devices")
     same: dict[str, list[int]] = {}
     for rank, one in sorted(reports.items()):
         if rank not in late:
@@ -138,9 +154,9 @@ def explain(reports: Mapping[int, Report], world_size: int, overdue: Overdue, li
 
 
 def place(one: Report, section: str = "") -> str:
-    """Where a rank stands: its thread that is in the section, and of several one that waits for nobody."""
+    """Return the position of a rank as text: its thread in the section, preferably one that does not wait."""
     at = min(_within(one, section) or [one], key=lambda each: bool(each["waits"]))
-    where = f"between steps, after {one['iteration']}"
+    where = f"between steps, after step {one['iteration']}"
     if at["section"]:
         where = f"in {at['section']} {at['detail']}".rstrip()
     file = f"; file {at['file']}" if at["file"] else ""

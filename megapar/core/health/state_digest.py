@@ -1,8 +1,8 @@
-"""Digests of tensors at rest: equal for equal bits, made at nearly the speed at which memory is read.
+"""Digests of tensors, computed at nearly the speed of memory: equal bits have equal digests.
 
-Blocks of 4 KiB are added up as 64-bit integers, modulo 2**64, one sum a block; what is left of a tensor behind its
-last whole block stands in the digest as it is. So a flipped bit shows for certain, and so does whatever else alters
-the sum of a block; of elements that change places, only those that stay within one block do not.
+Each block of 4 KiB is summed as 64-bit integers modulo 2**64. The remainder of a tensor after its last whole block is
+copied to the digest. A single flipped bit, and any other change of a block's sum, is therefore always detected.
+Elements that swap places are not detected if both are in the same block.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # 32-bit integers
-_GRAIN = 1024  # elements: pieces of a tensor begin at a multiple
+_GRAIN = 1024  # elements; a piece of a tensor begins at a multiple of this
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A range of elements of one of several tensors."""
+    """A range of elements of one of several flat tensors.
+
+    Attributes:
+        tensor: Its index.
+        start: The first element.
+        end: The element after the last.
+    """
 
     tensor: int
     start: int
@@ -29,9 +35,13 @@ class FlatRange:
 
 
 def rotation(sizes: Sequence[int], steps: int) -> list[list[FlatRange]]:
-    """``steps`` groups of pieces, nearly the same number of elements in each, that have every element once.
+    """Divide tensors into ``steps`` groups of pieces with nearly equal numbers of elements.
 
-    sizes: elements of the tensors. Small ones are not cut, so that groups may be empty.
+    Small tensors are not cut, so that a group may be empty.
+
+    Args:
+        sizes: The number of elements of each tensor.
+        steps: The number of groups.
     """
     starts = [0, *itertools.accumulate(sizes)]
     groups: list[list[FlatRange]] = []
@@ -47,21 +57,27 @@ def _numbered(starts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int
 
 
 def _within(position: int, size: int) -> int:
-    """Where a cut falls in a tensor: on a multiple of the grain, or at its end."""
+    """Return the cut in a tensor for a position: a multiple of the grain, or the tensor's end."""
     return size if position >= size else max(0, position) // _GRAIN * _GRAIN
 
 
 class _IntBlocks(NamedTuple):
-    """A tensor as 32-bit integers. blocks: of them whole ones. rests: (where it begins, what is in no block)."""
+    """A tensor as 32-bit integers, divided into blocks.
+
+    Attributes:
+        blocks: The whole blocks as 64-bit integers [number, BLOCK / 2]; None if there are none.
+        rests: (position, integers) of the remainders before and after the blocks.
+        first: Position of the first block.
+    """
 
     blocks: Tensor | None
     rests: tuple[tuple[int, Tensor], ...]
-    first: int  # of the blocks
+    first: int
 
 
 def _cut(flat: Tensor) -> _IntBlocks:
     words = flat.view(torch.int32)
-    first = min(int(words.storage_offset()) % 2, words.numel())  # 64-bit integers lie at even places
+    first = min(int(words.storage_offset()) % 2, words.numel())  # 64-bit integers start at even positions
     number = (words.numel() - first) // BLOCK
     end = first + number * BLOCK
     blocks = words[first:end].view(torch.int64).view(number, BLOCK // 2) if number else None
@@ -70,9 +86,9 @@ def _cut(flat: Tensor) -> _IntBlocks:
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """Of flat, contiguous tensors of fp32 or fp64 on one device; [n] int32, of n that hangs on their sizes alone.
+    """Digest flat, contiguous fp32 or fp64 tensors on one device. Returns [n] int32; n depends only on the sizes.
 
-    One kernel for each tensor that has a whole block, and one for the rest of them all.
+    Launches one kernel for each tensor with a whole block, and one for the remainders of all tensors.
     """
     cuts = [_cut(flat) for flat in tensors]
     counts = [0 if cut.blocks is None else len(cut.blocks) for cut in cuts]
@@ -89,9 +105,12 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def places(tensors: Sequence[Tensor], different: Tensor, homes: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where digests differ: (first address, the one behind the last) of each place, in bytes. Waits for the device.
+    """Return the places at which digests differ, as (first address, address after the last). Waits for the device.
 
-    different: [n] bool, beside the digest of the tensors. homes: whose addresses these are, of the same sizes.
+    Args:
+        tensors: The digested tensors.
+        different: Mask over their digest [n].
+        homes: Tensors of the same sizes, whose addresses are returned.
     """
     spans: list[tuple[int, int]] = []
     rests: list[tuple[int, int]] = []

@@ -1,10 +1,11 @@
-"""The bits of what a stretch of training computes, place by place, to compare with another run of the same.
+"""Digest trails: digests of the values that a step computes, in order, to compare with a repetition of the step.
 
-    forward     the output of every unit of the model, and of every stage of a pipeline; then the losses
-    backward    every gradient as this rank makes it, before ranks sum anything
-    reduced     this rank's piece of the gradients' sums
+    forward     the output of every unit of the model and of every stage of the pipeline, then the losses
+    backward    every gradient that this rank computes, before the reduction
+    reduced     this rank's shard of the reduced gradients
 
-A place has 64 bits, on the device: the sum of its words as integers, and its own sum. The host reads them once.
+A digest has 64 bits, on the device: the sum of the words as integers combined with the sum of the values. The host
+reads all of them once.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DigestPoint(NamedTuple):
-    """Where a digest is of. phase: FORWARD, BACKWARD or REDUCED. order: in its phase, what comes first is smaller; the
-    same numbers on every rank. name: for messages.
+    """The point of a step at which a digest was taken. Points compare in order of execution.
+
+    Attributes:
+        phase: FORWARD, BACKWARD or REDUCED.
+        order: Ascending within the phase; the same on every rank.
+        name: For messages.
     """
 
     phase: int
@@ -32,36 +37,45 @@ class DigestPoint(NamedTuple):
 
 
 class DigestRecord(NamedTuple):
-    """A trail that has ended, on the host: a digest for every place, in the order in which they came."""
+    """A finished trail, on the host.
+
+    Attributes:
+        places: In order of execution.
+        digests: One for each place.
+    """
 
     places: tuple[DigestPoint, ...]
     digests: tuple[int, ...]
 
     def local(self) -> DigestRecord:
-        """Without what other ranks' micro-batches have a part in."""
+        """Return the record without the digests that depend on other ranks' micro-batches."""
         kept = [number for number, place in enumerate(self.places) if place.phase != REDUCED]
         return DigestRecord(
             tuple(self.places[number] for number in kept), tuple(self.digests[number] for number in kept)
         )
 
     def hash(self) -> int:
-        """One number of all, as an int64."""
+        """Return one int64 hash of all digests."""
         weighed = sum((2 * number + 1) * digest for number, digest in enumerate(self.digests))
         return (weighed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def first_difference(one: DigestRecord, other: DigestRecord) -> DigestPoint | None:
-    """The earliest place at which two runs of the same differ; None: nowhere."""
+    """Return the earliest place at which two runs of the same step differ, or None if they are equal."""
     if one.places != other.places:
         pairs = zip(one.places, other.places, strict=False)
-        parted = [mine for mine, theirs in pairs if mine != theirs] or [*one.places, *other.places]
-        return parted[0]._replace(name=f"the order of work at {parted[0].name}")
+        differing = [mine for mine, theirs in pairs if mine != theirs] or [*one.places, *other.places]
+        return differing[0]._replace(name=f"the order of work at {differing[0].name}")
     pairs_of_digests = zip(one.places, one.digests, other.digests, strict=True)
     return min((place for place, mine, theirs in pairs_of_digests if mine != theirs), default=None)
 
 
 class DigestTrail:
-    """Notes places while they are computed. units: names of the whole model's units in forward order."""
+    """Records digests while a step runs.
+
+    Args:
+        units: Names of the whole model's units in forward order.
+    """
 
     def __init__(self, units: Sequence[str]) -> None:
         self._order: Mapping[str, int] = {name: number for number, name in enumerate(dict.fromkeys(units))}
@@ -69,7 +83,7 @@ class DigestTrail:
         self._digests: list[Tensor] = []
 
     def output(self, unit: str, value: Any, name: str = "") -> None:
-        """What a unit gave: a tensor, or a list or tuple in which the tensors are looked at."""
+        """Record the output of a unit: a tensor, or the tensors in a list or tuple."""
         order = self._order.get(unit, len(self._order))
         values = value if isinstance(value, list | tuple) else (value,)
         for tensor in values:
@@ -77,22 +91,22 @@ class DigestTrail:
                 self._add(DigestPoint(FORWARD, order, name or f"the output of {unit}"), tensor)
 
     def sums(self, name: str, tensor: Tensor) -> None:
-        """What the forward ends with."""
+        """Record a sum at the end of the forward, such as a loss."""
         self._add(DigestPoint(FORWARD, len(self._order) + 1, name), tensor)
 
     def gradient(self, unit: str, name: str, tensor: Tensor) -> None:
-        """A gradient that this rank has made, of a unit's parameter or of several."""
+        """Record a gradient of this rank, of one or several parameters of a unit."""
         self._add(DigestPoint(BACKWARD, -self._order.get(unit, len(self._order)), f"the gradient of {name}"), tensor)
 
     def reduced(self, tensor: Tensor) -> None:
-        """A piece of the gradients' sums."""
+        """Record a shard of the reduced gradients."""
         self._add(DigestPoint(REDUCED, 0, "the sum of the ranks' gradients"), tensor)
 
     @contextmanager
     def watching(self, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
-        """Inside, the outputs of a rank's units are noted; of layers that run slice by slice there are none.
+        """Record the outputs of this rank's units inside the block. Layers that run in slices have no output to record.
 
-        A module of several units, as the head beside the copy of a tied embedding, is the last one's: it runs there.
+        A module of several units, such as a tied embedding in the head, counts for the last of them, where it runs.
         """
 
         def hook(unit: str) -> Any:
@@ -107,7 +121,7 @@ class DigestTrail:
                 one.remove()
 
     def end(self) -> DigestRecord:
-        """All that was noted; waits for the device."""
+        """Return the record. Waits for the device."""
         digests: list[int] = torch.stack(self._digests).tolist() if self._digests else []
         return DigestRecord(tuple(self._places), tuple(digests))
 
@@ -118,18 +132,18 @@ class DigestTrail:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """64 bits of a tensor, int64 on its device, at the speed of memory: equal for equal bits.
+    """Digest a tensor to one int64 on its device, at the speed of memory. Equal bits have equal digests.
 
-    Words of eight bytes are summed as integers. That misses what changes the topmost bit of an even number of them, as
-    a sign that is wrong in two places: the sum of the numbers themselves is added.
+    Words of eight bytes are summed as integers. This alone misses a change of the top bit in an even number of words,
+    such as two wrong signs. Therefore the sum of the values is added.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.numel() * flat.element_size() // _WORD * (_WORD // flat.element_size())
-    rest = flat[words:].view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    remainder = flat[words:].view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
     if flat.storage_offset() * flat.element_size() % _WORD:
         flat = flat.clone()
     whole = flat[:words].view(torch.int64).sum()
     if not flat.is_floating_point():
-        return whole * 3 + rest
-    own = flat.sum().to(torch.float64).view(torch.int64)
-    return whole * 3 + rest * 5 + own
+        return whole * 3 + remainder
+    values = flat.sum().to(torch.float64).view(torch.int64)
+    return whole * 3 + remainder * 5 + values

@@ -1,9 +1,9 @@
-"""Ends a run that hangs, and says which ranks it waits for, in which collective or file, and where in the code.
+"""Watchdog: ends a run that hangs, and reports the late ranks with their collective or file and line of code.
 
-    every rank    thread: a section too long, or an alarm in the store -> puts its report into the store
-                          -> a few seconds later the first that did reads all of them and prints -> exit 1
+    every rank    thread: a section too long, or an alarm in the store -> writes its report to the store
+                          -> a few seconds later the first rank to report reads all of them and prints -> exit 1
 
-A section whose limit nobody has given is told in the same way, with the stacks of the late ranks, and goes on.
+A section without a set limit is only reported, in the same way and with the stacks of the late ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megapar.core.health.gathering import (
     GRACE_SECONDS,
     MOST_SECONDS,
     PAUSE_SECONDS,
-    Ear,
+    AlarmListener,
     Gathering,
     Survey,
-    found_in,
+    survey_of,
     warning,
 )
 from megapar.core.health.sections import FIRST, STEP, Overdue, Sections
@@ -39,15 +39,19 @@ from megapar.core.health.standing import Report
 from megapar.core.torch_names import flight_record
 
 STATUS = 1
-HELD_SECONDS = 30.0  # how much longer than a step the interpreter may be held by one thread
+HELD_SECONDS = 30.0  # in addition to the limit of a step: the time that one thread may hold the interpreter lock
 
 
 class Watchdog:
-    """Watches what one rank does from a thread.
+    """Monitors one rank from a thread.
 
-    sections: with their limits. named: where the limit of a section is from, for people. records: folder for what
-    torch's flight recorder knows of each collective (always on under NCCL, TORCH_FR_BUFFER_SIZE on gloo). tell and
-    end: where the report goes, and what then ends the process.
+    Args:
+        sections: Of this rank, with their limits.
+        rank: This rank, for messages before ``meet``.
+        named: Returns the origin of a section's limit, for messages.
+        records: Folder for the dump of torch's flight recorder (always on with NCCL, TORCH_FR_BUFFER_SIZE for gloo).
+        tell: Receives the report.
+        end: Ends the process with a status.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Watchdog:
         self._rank = rank
         self._world_size = 1
         self._store: dist.Store | None = None
-        self._ear: Ear | None = None
+        self._listener: AlarmListener | None = None
         self._recorder = FlightRecorder()
         self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
         self._named = named
@@ -79,7 +83,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         limits = sections.limits
         self._pause = min(1.0, min(limits.values()) / 10) if limits else 1.0
-        self._held = limits[STEP] + HELD_SECONDS if STEP in limits else 0.0
+        self._held_limit = limits[STEP] + HELD_SECONDS if STEP in limits else 0.0
 
     def meet(
         self,
@@ -89,53 +93,57 @@ class Watchdog:
         recorder: FlightRecorder,
         axes: Callable[[], Mapping[str, Sequence[int]]],
     ) -> None:
-        """From now on ranks tell each other where they stand.
+        """Connect the watchdogs of all ranks, which from then on exchange reports.
 
-        store: a connection that nobody else uses; None where there is one rank. recorder: of this rank's collectives.
-        axes: name -> its ranks, of those with several, as they are when somebody asks.
+        Args:
+            rank: This rank.
+            world_size: The number of ranks.
+            store: A connection for this watchdog alone; None with one rank.
+            recorder: Of this rank's collectives.
+            axes: Returns name to ranks of each axis with several.
         """
         self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
         self._store = store
-        self._ear = None if store is None else Ear(store, self._pause)
+        self._listener = None if store is None else AlarmListener(store, self._pause)
 
     def start(self) -> None:
-        """Begin to watch, once."""
+        """Start the thread, unless it is running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="megapar-watchdog", daemon=True)
             self._thread.start()
 
     def section(self, name: str, detail: str = "") -> AbstractContextManager[None]:
-        """This thread does something that may hang."""
+        """Return a block for an activity of this thread that may hang."""
         return self.sections.inside(name, detail)
 
     def before_step(self, iteration: int) -> None:
-        """A step begins on the thread that made this object."""
+        """Begin a step. Called on the thread that made this object."""
         self.sections.end_all()
         self.iteration = iteration
         self.sections.begin(STEP if self._stepped else FIRST, str(iteration))
 
     def after_step(self, iteration: int) -> None:
-        """It has ended."""
+        """End the step."""
         self._stepped = True
         self.sections.end_all()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the thread."""
         self._closed.set()
-        if self._ear is not None:
-            self._ear.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._thread is not None and self._thread.is_alive():
-            self._thread.join(GRACE_SECONDS)  # or it might arm what is taken back here
+            self._thread.join(GRACE_SECONDS)  # otherwise it could start the timer that is cancelled here
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
         while not self._closed.wait(self._pause):
-            if self._held and self.iteration:  # a library may take its time with a corpus
-                # Where even this thread is not let run (somebody holds the interpreter), C code ends the process.
-                faulthandler.dump_traceback_later(self._held, exit=True)
-            overdue, ear = self.sections.overdue(), self._ear
+            if self._held_limit and self.iteration:  # not at start-up: a library may need long for a corpus
+                # If even this thread cannot run, because code holds the interpreter lock, C code ends the process.
+                faulthandler.dump_traceback_later(self._held_limit, exit=True)
+            overdue, listener = self.sections.overdue(), self._listener
             if (overdue is None or not overdue.ends) and not self._alarmed:
-                if overdue is None and (ear is None or not ear.warned):
+                if overdue is None and (listener is None or not listener.warned):
                     continue
                 self._warn(overdue)
                 if not self._alarmed:
@@ -146,15 +154,15 @@ class Watchdog:
 
     @property
     def _alarmed(self) -> bool:
-        """Whether another rank has found that the run is to end."""
-        return self._ear is not None and self._ear.alarm.is_set()
+        """True if another rank has raised the alarm, so that the run must end."""
+        return self._listener is not None and self._listener.alarm.is_set()
 
     def _fire(self, overdue: Overdue | None) -> None:
-        """End the run. overdue: None where another rank found it."""
+        """Report and end the run. overdue: the section that takes too long; None if another rank raised the alarm."""
         own, gathered = self._gather("", ALARM, overdue)
         if self._closed.is_set():
             return
-        # The disk of the log or of the records may be what hangs.
+        # In a thread: the disk of the log or of the records may be the cause of the hang.
         ending = threading.Thread(target=self._last_words, args=(own, gathered), daemon=True)
         ending.start()
         ending.join(2 * GRACE_SECONDS)
@@ -162,37 +170,37 @@ class Watchdog:
 
     def _last_words(self, own: Report, gathered: Survey) -> None:
         overdue = gathered.overdue
-        self._say(own, gathered, f"ended by the watchdog; {standing.place(own, overdue.name)}")
-        # Not to a disk that may be what hangs: this rank would wait in the kernel as well, where nothing ends it.
+        self._print_report(own, gathered, f"ended by the watchdog; {standing.place(own, overdue.name)}")
+        # Skipped if the disk may be the cause: this rank would block in the kernel too, where no signal ends it.
         if overdue.name not in standing.AT_FILES and (record := flight_record()):
             self._keep(record)
         with suppress(Exception):
             sys.stderr.flush()
 
     def _warn(self, overdue: Overdue | None) -> None:
-        """Tell of what takes unusually long, with the stacks of ranks that are late; the run goes on.
+        """Report a section that takes unusually long, with the stacks of late ranks. The run continues.
 
-        Unless there is an alarm meanwhile, which waits for every rank's answer.
+        An alarm in the meantime cancels the warning, because it needs the reports of all ranks.
         """
         prefix = warning(self._warnings)
         self._warnings += 1
         own, gathered = self._gather(prefix, f"{prefix}asked", overdue)
-        if self._ear is not None:
-            self._ear.number = self._warnings
+        if self._listener is not None:
+            self._listener.number = self._warnings
         if self._alarmed:
             return
-        # Whoever reads it may stand still, and must not keep this thread from the next look.
-        saying = threading.Thread(target=self._say, args=(own, gathered, ""), daemon=True)
-        saying.start()
-        saying.join(GRACE_SECONDS)
+        # In a thread: a blocked terminal or pipe must not stop the watchdog.
+        printing = threading.Thread(target=self._print_report, args=(own, gathered, ""), daemon=True)
+        printing.start()
+        printing.join(GRACE_SECONDS)
         if takes_text() and (self._rank in gathered.late or self._world_size == 1):
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(all_threads=True)
 
-    def _say(self, own: Report, gathered: Survey, otherwise: str) -> None:
-        """One of the ranks that answered explains; others have a line of their own, if any."""
+    def _print_report(self, own: Report, gathered: Survey, otherwise: str) -> None:
+        """Print the report on the rank that explains, and ``otherwise``, if not empty, on the other ranks."""
         overdue = gathered.overdue
-        with suppress(Exception):  # a closed terminal keeps nobody from ending
+        with suppress(Exception):  # a closed terminal must not prevent the end
             if self._world_size == 1 or self._store is None:
                 where = standing.place(own, overdue.name)
                 self._tell(f"{standing.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
@@ -211,25 +219,31 @@ class Watchdog:
             self._tell(f"rank {self._rank}: {path} cannot be written: {error}")
 
     def report(self) -> dict[str, Any]:
-        """Where this rank stands."""
+        """Return the report of this rank."""
         return standing.report(self.iteration, self.sections, self._recorder, self._axes(), self._watched)
 
     def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Survey]:
-        """(where this rank stands, what all that answered come to). key: asks the others."""
+        """Return the report of this rank and the survey of all ranks that responded.
+
+        Args:
+            prefix: Of the keys in the store; "" for the alarm.
+            key: Set to make the other ranks report.
+            overdue: The section of this rank that takes too long.
+        """
         own = self.report()
         own["overdue"] = overdue
-        found: list[Survey] = []
+        surveys: list[Survey] = []
         store = self._store
 
-        def ask() -> None:
+        def collect() -> None:
             if store is not None:
-                with suppress(RuntimeError):  # torch's errors of a store are some
-                    found.append(Gathering(store, prefix, key, self._rank, self._world_size).ask(own))
+                with suppress(RuntimeError):  # torch's store errors are RuntimeErrors
+                    surveys.append(Gathering(store, prefix, key, self._rank, self._world_size).collect(own))
 
-        # The store may hang with the rank that holds it: it is asked from a thread that need not come back.
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
+        # In a thread that may never return: the store may hang with the rank that holds it.
+        collecting = threading.Thread(target=collect, daemon=True)
+        collecting.start()
         deadline = time.monotonic() + MOST_SECONDS
-        while asking.is_alive() and time.monotonic() < deadline and not (prefix and self._alarmed):
-            asking.join(PAUSE_SECONDS)
-        return own, (found or [found_in({self._rank: own}, own, self._world_size, explains=True)])[0]
+        while collecting.is_alive() and time.monotonic() < deadline and not (prefix and self._alarmed):
+            collecting.join(PAUSE_SECONDS)
+        return own, (surveys or [survey_of({self._rank: own}, own, self._world_size, explains=True)])[0]

@@ -39,7 +39,7 @@ def test_an_entry_is_the_same_as_text_and_back() -> None:
     ["", "{", "[]", "null", "{}", json.dumps({"flags": {"--lr": 1}, "given": [], "facts": {}}), "[" * 100_000],
 )
 def test_what_is_no_entry_is_refused(text: str) -> None:
-    with pytest.raises(DistributedError, match="what a rank says that it runs"):
+    with pytest.raises(DistributedError, match="the declaration of a rank"):
         Declaration.from_text(text)
 
 
@@ -77,4 +77,4 @@ def test_messages_stay_short() -> None:
     nodes = [node(2 * n, 2 * n, f"host-{n}", entry({"--lr": f"{n}." + "1" * 100})) for n in range(100)]
     (only,) = said(*nodes)
     assert len(only) < 700
-    assert "something else on ranks 8, 10, 12, 14 and 92 more (host-4, host-5, host-6 and 93 more)" in only
+    assert "other values on ranks 8, 10, 12, 14 and 92 more (host-4, host-5, host-6 and 93 more)" in only

@@ -38,7 +38,7 @@ def report(rank: int, *, late: bool = False) -> dict[str, Any]:
 
 
 def ask(store: Any, rank: int, world_size: int, **own: Any) -> Survey:
-    return Gathering(store, "", "alarm", rank, world_size).ask({"overdue": None, **report(rank), **own})
+    return Gathering(store, "", "alarm", rank, world_size).collect({"overdue": None, **report(rank), **own})
 
 
 def test_one_rank_reads_and_the_others_hear() -> None:

@@ -49,11 +49,11 @@ def test_the_kernel_kills_a_rank_that_is_stuck() -> None:
 
 
 def test_a_thread_looks_where_the_kernel_does_not_tell() -> None:
-    assert "which it belongs to, is gone" in killed("parent.die_with_parent = lambda: None")
+    assert "on which it depends, has ended" in killed("parent.die_with_parent = lambda: None")
 
 
 def test_a_process_between_launcher_and_rank_does_not_keep_it_alive() -> None:
-    assert "which it belongs to, is gone" in killed(wrapped=("sh", "-c", '"$@"; exit 1', "sh"))
+    assert "on which it depends, has ended" in killed(wrapped=("sh", "-c", '"$@"; exit 1', "sh"))
 
 
 def test_ranks_of_torchrun_end_with_their_agent() -> None:
@@ -72,7 +72,7 @@ def test_a_launcher_that_went_before_the_rank_asked(job: str, said: str) -> None
 
 
 def test_other_processes_may_outlive_their_parents() -> None:
-    before = "del os.environ['TORCHELASTIC_RUN_ID'], os.environ[parent.LAUNCHER]; parent._LOOK_SECONDS = 0.01"
+    before = "del os.environ['TORCHELASTIC_RUN_ID'], os.environ[parent.LAUNCHER]; parent._POLL_SECONDS = 0.01"
     after = "os.read(int(os.environ['GO']), 1); threading.Event().wait(0.2); print('lives'); sys.stdout.flush()"
     child = CHILD.replace("BEFORE", before).replace("stick()\n", f"{after}\n")
     launcher = start(LAUNCHER.format(child=child, wrapped=[], then=WAIT), environ=RANK)
