@@ -34,7 +34,7 @@ def unwatched(name: str, detail: str) -> AbstractContextManager[None]:
 
 
 def no_copy(error: Exception) -> CheckpointError:
-    """Return the error that tells the other ranks why this one has nothing to write."""
+    """Return the error with which a save fails on all ranks because this rank has nothing to write."""
     return CheckpointError(f"no copy of the state in host memory: {type(error).__name__}: {error}")
 
 

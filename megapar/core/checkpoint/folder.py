@@ -35,7 +35,7 @@ _ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Return the folder of an iteration's checkpoint, unless an earlier owner used that name."""
+    """Return the folder for a checkpoint of this iteration. An owner uses another name if this one exists."""
     return root / iteration_name(iteration)
 
 

@@ -36,7 +36,7 @@ _KEPT = 8  # records of earlier owners
 
 @dataclass(frozen=True)
 class Lease:
-    """An owner.
+    """The record of an owner.
 
     Attributes:
         epoch: Its number among the owners of the folder.

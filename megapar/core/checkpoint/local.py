@@ -205,7 +205,7 @@ class LocalCheckpoints:
     # Loading
 
     def find(self, limit: int | None = None) -> FoundLocal | None:
-        """Return the newest local checkpoint of which all ranks together still have every file. Every rank calls this.
+        """Return the newest local checkpoint of which the ranks together still have all files. Every rank calls this.
 
         Args:
             limit: Skip checkpoints of later iterations.

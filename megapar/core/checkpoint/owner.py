@@ -26,7 +26,7 @@ BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 60.0
 UNLOCKED_SECONDS = 10.0  # the patience with an owner on this machine that no longer holds its lock
 _QUIET_SECONDS = 3.0
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _TRIES = 100
 
 
@@ -102,7 +102,7 @@ def _wait_for_end(root: Path, epoch: int, mine: Lease, watch: Watch) -> None:
                 f"waiting up to {PATIENCE_SECONDS:.0f} s to see whether the owner of --save {root} is alive: "
                 f"{_description(owner)}"
             )
-        watch.pause(_LOOK_SECONDS)
+        watch.pause(_POLL_SECONDS)
 
 
 def _description(owner: Lease | None) -> str:

@@ -79,7 +79,7 @@ class RestingTensors:
         return list(dict.fromkeys(found))
 
 
-class _Seen(NamedTuple):
+class _Comparison(NamedTuple):
     """A comparison.
 
     Attributes:
@@ -117,8 +117,8 @@ class VisitingTensors:
         self._turn = 0
         self._held: dict[int, Tensor] = {}
         self._next: dict[int, Tensor] = {}
-        self._now: list[_Seen] = []
-        self._found: deque[list[_Seen]] = deque(maxlen=_KEPT)
+        self._now: list[_Comparison] = []
+        self._found: deque[list[_Comparison]] = deque(maxlen=_KEPT)
 
     def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Compare a part after it was copied to the device, before the update."""
@@ -126,7 +126,7 @@ class VisitingTensors:
             pieces = self._groups[self._turn][number]
             here = _pieces(tensors, pieces)
             different = digest(here) != self._held[number]
-            self._now.append(_Seen(here, different, _pieces(self._homes[number], pieces)))
+            self._now.append(_Comparison(here, different, _pieces(self._homes[number], pieces)))
 
     def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Digest a part after the update, before it is copied back to host memory."""
@@ -143,7 +143,7 @@ class VisitingTensors:
     def compare(self) -> Tensor | None:
         """Return the result of the comparison in the last update."""
         last = self._found[-1] if self._found else []
-        return torch.cat([seen.different for seen in last]).any() if last else None
+        return torch.cat([compared.different for compared in last]).any() if last else None
 
     def look(self) -> None:
         """Copy all parts to the device and compare them."""

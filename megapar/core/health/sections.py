@@ -128,7 +128,7 @@ class Sections:
         return self._clock() - section.began
 
     def overdue(self) -> Overdue | None:
-        """Return a section that takes too long: one that ends the run, else one to report. The latter is returned once."""
+        """Return a section that takes too long: one that ends the run, else one to report, which is returned once."""
         slow: tuple[Section, Overdue] | None = None
         for section in self.open():
             kind, seconds = self._kind(section), self.seconds(section)

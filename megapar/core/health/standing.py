@@ -121,7 +121,12 @@ def _within(one: Report, section: str) -> list[Mapping[str, Any]]:
 
 
 def headline(overdue: Overdue, limit: str) -> str:
-    """Return the first line of the text. limit: the origin of the section's limit; "" if the flags set none."""
+    """Return the first line of the watchdog's text.
+
+    Args:
+        overdue: The section that takes too long.
+        limit: The origin of its limit, such as a flag; "" if no flag sets one.
+    """
     what = f"{overdue.name} {overdue.detail}".strip()
     if not overdue.limit:
         limit = "and another rank has raised the alarm"
@@ -130,7 +135,7 @@ def headline(overdue: Overdue, limit: str) -> str:
 
 
 def explain(reports: Mapping[int, Report], world_size: int, overdue: Overdue, limit: str) -> str:
-    """Return the text of the watchdog about all ranks. limit: as in ``headline``."""
+    """Return the watchdog's text about all ranks. ``overdue`` and ``limit`` are as in ``headline``."""
     lines = [headline(overdue, limit)]
     late = late_ranks(reports, world_size, overdue.name)
     for rank in late:

@@ -158,7 +158,7 @@ class Watchdog:
         return self._listener is not None and self._listener.alarm.is_set()
 
     def _fire(self, overdue: Overdue | None) -> None:
-        """Report and end the run. overdue: the section that takes too long; None if another rank raised the alarm."""
+        """Report and end the run. ``overdue`` is None if another rank raised the alarm."""
         own, gathered = self._gather("", ALARM, overdue)
         if self._closed.is_set():
             return
