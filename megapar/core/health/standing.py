@@ -80,7 +80,7 @@ def line_of(thread: int) -> tuple[str, str, bool]:
             return lines[-1], "" if waits else _file_in(frame.f_locals), waits
         waits = waits or "/torch/distributed/" in path or path.endswith(("/threading.py", "/queue.py"))
         frame = frame.f_back
-    return (lines[0] if lines else "nowhere"), file, waits
+    return (lines[0] if lines else "an unknown line"), file, waits
 
 
 def _file_in(names: Mapping[str, Any]) -> str:

@@ -163,12 +163,12 @@ class Watchdog:
         if self._closed.is_set():
             return
         # In a thread: the disk of the log or of the records may be the cause of the hang.
-        ending = threading.Thread(target=self._last_words, args=(own, gathered), daemon=True)
+        ending = threading.Thread(target=self._final_report, args=(own, gathered), daemon=True)
         ending.start()
         ending.join(2 * GRACE_SECONDS)
         self._end(STATUS)
 
-    def _last_words(self, own: Report, gathered: Survey) -> None:
+    def _final_report(self, own: Report, gathered: Survey) -> None:
         overdue = gathered.overdue
         self._print_report(own, gathered, f"ended by the watchdog; {standing.place(own, overdue.name)}")
         # Skipped if the disk may be the cause: this rank would block in the kernel too, where no signal ends it.
