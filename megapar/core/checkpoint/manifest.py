@@ -66,7 +66,7 @@ class Manifest:
             if part not in there:
                 return f"lacks {name}"
             if part not in self.files:
-                return f"contains {name}, which does not belong to it"
+                return f"holds {name}, which does not belong to it"
             if there[part] != self.files[part][0]:
                 return f"is damaged: {name} has {there[part]:,} bytes instead of {self.files[part][0]:,}"
         return ""
