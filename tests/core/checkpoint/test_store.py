@@ -171,7 +171,7 @@ def save_partly(rank: int, world: int, folder: Path, fault: str) -> str:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("hole", "model/weight: the pieces given hold 24 of its 48 elements"),
+        ("hole", "model/weight: the shards of all ranks hold 24 of its 48 elements"),
         ("shape", "tensor model/scale is"),
         ("dtype", "tensor model/weight is"),
         ("overlap", "model/weight: "),
