@@ -15,7 +15,7 @@ from megapar.arguments import parse
 from megapar.tools.main import main
 from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, translate_line
 from megapar.tools.translation import open_values
-from megapar.tools.translation.accepted import ask
+from megapar.tools.translation.accepted import check
 from megapar.tools.translation.line import take_apart
 from megapar.tools.translation.source import read_source
 from megapar.tools.translation.translated import equivalent, framework_of, meant, translate
@@ -79,7 +79,7 @@ def test_what_is_supported_throughout_is_accepted_here(name: str, ranks: int) ->
     items = translate(arguments(name))
     launcher, trainer = equivalent([*items, *meant(items, "megatron")])
     assert any(flag.startswith("--nproc-per-node") for flag in launcher)
-    answer = ask("moe", [f"--nproc-per-node {ranks}"], trainer)
+    answer = check("moe", [f"--nproc-per-node {ranks}"], trainer)
     assert (answer.ranks, answer.complaints) == (ranks, ())
     assert {one.rule for one in answer.files} <= {"file-missing", "checkpoint-missing"}
 
@@ -365,7 +365,7 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
     main(["translate", str(FOLDER / "strings.sh")])
     said = capsys.readouterr().out
     assert said.startswith("# Megatron-DeepSpeed: pretrain_gpt.py, started by deepspeed in line ")
-    assert "--data-path your data path: the script has no more than a placeholder" in said
+    assert "--data-path your data path: the script contains only a placeholder" in said
     assert "    --eval-interval 0 \\\n" in said
     assert "# Left to you: --data-path\n" in said
     assert "refused here" not in said
@@ -418,10 +418,10 @@ def test_all_rows_write_flags_that_exist() -> None:
         ("--warp-speed 9", "# UNKNOWN: --warp-speed\n"),
         (
             "--num-attention-heads 3",
-            "# REFUSED here for 1 ranks (the fewest for its layout): the last section says why\n",
+            "# REFUSED here for 1 rank (the minimum for its layout): see the last section\n",
         ),
         ("--kv-channels <size>", "# LEFT TO YOU: --kv-channels\n"),
-        ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not said)\n"),
+        ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not set)\n"),
     ],
 )
 def test_the_status_says_that_it_is_another_training(more: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +437,7 @@ def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[st
         main(["translate", "--", *PLAIN, "--timing-log-level", "2", "--data-path", "your data path"]) == SAME_TRAINING
     )
     said = capsys.readouterr().out
-    assert "# The same training, but for random numbers" in said
+    assert "# The same training, except for random numbers" in said
     assert "# Left to you: --data-path\n" in said
     line = said[said.index("pretrain_moe.py") + len("pretrain_moe.py") :].partition("\n\n")[0].replace("\\\n", " ")
     config = parse("moe", shlex.split(line), {})
@@ -448,7 +448,7 @@ def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[st
 def test_rules_are_not_asked_of_a_part_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--", "--tensor-model-parallel-size", "8", "--swiglu"]) == SAME_TRAINING
     said = capsys.readouterr().out
-    assert "# The rules of the trainers were not asked, since sizes are left to you\n" in said
+    assert "# Not checked against the rules of the trainers, because sizes are left to you\n" in said
     assert "--hidden-size" in said.partition("\n\n")[0]
     assert "refused here" not in said
 
@@ -467,7 +467,7 @@ def test_other_ranks_are_named_where_the_scripts_are_too_few(capsys: pytest.Capt
     words = ["torchrun", "--nproc_per_node", "4", "pretrain_gpt.py", *PLAIN, "--pipeline-model-parallel-size", "2"]
     assert main(["translate", "--", *words, "--tensor-model-parallel-size", "4"]) == OTHER_TRAINING
     said = capsys.readouterr().out
-    assert "# REFUSED here for 4 ranks (as the script has); 8 ranks would do: the last section says why\n" in said
+    assert "# REFUSED here for 4 ranks (as in the script); 8 ranks would be accepted: see the last section\n" in said
     assert "\nrefused here (1)\n  [world-size] " in said
     assert main(["translate", "--", *words, "--tensor-model-parallel-size", "2"]) == SAME_TRAINING
 
@@ -526,7 +526,7 @@ def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path, capsys: pytest.
         ([str(tmp_path / "empty.json")], "has no keys with values"),
         ([str(tmp_path / "torn.json")], "cannot be read"),
         ([str(tmp_path / "other.sh")], "nothing in it starts a training script"),
-        (["pretrain_gpt.py"], "give the line that starts it behind --"),
+        (["pretrain_gpt.py"], "give the command that starts it after --"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["translate", *words])

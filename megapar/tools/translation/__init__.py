@@ -1,1 +1,1 @@
-"""What becomes of other frameworks' arguments: tables as data, one file per framework."""
+"""Translation tables for the arguments of other frameworks: data, one file per framework."""

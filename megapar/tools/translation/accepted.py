@@ -1,4 +1,7 @@
-"""Whether a translated command would start: every rule of the trainers, asked before anything is pasted."""
+"""Check of a translated command against all rules of the trainers, before the command is pasted.
+
+Tested in ``tests/tools/test_translate.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,46 @@ from itertools import pairwise
 from megapar.arguments import parse, resolved_values
 from megapar.errors import Complaint, ConfigError
 
-# Rows that are about files of this machine, where the script's need not be.
+# Rules about files on this machine. The files of the script may be elsewhere.
 _ABOUT_FILES = ("file", "file-missing", "checkpoint-missing", "checkpoint", "record", "tokenizer", "package")
 _MOST_RANKS = 4096
-_LATER = "left-to-you"  # stands for a path while rules are asked
+_LATER = "left-to-you"  # placeholder for a path during the check
 
 
 @dataclass(frozen=True)
 class Answer:
-    """ranks: asked for. said: the script says how many. complaints: of rules. files: of paths that are not here.
+    """Result of the compatibility rules for a command.
 
-    fits: a number of ranks that the rules accept, where they refuse the script's.
+    Attributes:
+        ranks: Number of ranks that was checked.
+        specified: The script specifies the number of ranks.
+        complaints: Violated rules.
+        files: Violated rules about paths that do not exist on this machine.
+        fits: A number of ranks that the rules accept, if they refuse the script's; else None.
     """
 
     ranks: int
-    said: bool
+    specified: bool
     complaints: tuple[Complaint, ...]
     files: tuple[Complaint, ...]
     fits: int | None = None
 
 
-def ask(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequence[str] = ()) -> Answer:
-    """The rules' answer for these flags, for the script's ranks or, where it does not say, for the fewest that do.
+def check(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequence[str] = ()) -> Answer:
+    """Check flags against the rules, for the script's number of ranks or, if unspecified, the minimum that is accepted.
 
-    left: flags of paths that are left to the reader, and will be there.
+    Args:
+        kind: Kind of trainer.
+        launcher: Flags of ``megapar launch``.
+        trainer: Flags of the trainer.
+        left: Flags of paths that are left to the user; the paths are assumed to exist.
     """
     words = [word for flags in trainer for word in shlex.split(flags)]
     words += [word for flag in left for word in (flag, _LATER)]
-    said = _ranks(launcher)
-    if said is None:
+    ranks = _ranks(launcher)
+    if ranks is None:
         return _fewest(kind, words)
-    answer = _ask(kind, words, said, True)
+    answer = _check(kind, words, ranks, True)
     if answer.complaints:
         other = _fewest(kind, words)
         return answer if other.complaints else replace(answer, fits=other.ranks)
@@ -48,24 +60,24 @@ def ask(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequen
 
 
 def _fewest(kind: str, words: Sequence[str]) -> Answer:
-    """The answer for the fewest ranks that are accepted; for those of the layout where none are."""
-    ranks = least = _least(kind, words)
-    first = answer = _ask(kind, words, ranks, False)
-    while answer.complaints and ranks * 2 <= min(_MOST_RANKS, least * 64):
+    """Return the answer for the minimum number of ranks that is accepted; for the layout's minimum if none is."""
+    ranks = minimum = _minimum(kind, words)
+    first = answer = _check(kind, words, ranks, False)
+    while answer.complaints and ranks * 2 <= min(_MOST_RANKS, minimum * 64):
         ranks *= 2
-        answer = _ask(kind, words, ranks, False)
+        answer = _check(kind, words, ranks, False)
     return first if answer.complaints else answer
 
 
 def _ranks(launcher: Sequence[str]) -> int | None:
-    """Nodes x ranks of a node; None where one of them is not said."""
+    """Return nodes x ranks per node; None if one of them is unspecified."""
     words = [word for flags in launcher for word in flags.split()]
-    said = dict(pairwise(words))
-    here, nodes = said.get("--nproc-per-node", ""), said.get("--nnodes", "1").rpartition(":")[2]
-    return int(here) * int(nodes) if here.isdigit() and nodes.isdigit() else None
+    values = dict(pairwise(words))
+    per_node, nodes = values.get("--nproc-per-node", ""), values.get("--nnodes", "1").rpartition(":")[2]
+    return int(per_node) * int(nodes) if per_node.isdigit() and nodes.isdigit() else None
 
 
-def _least(kind: str, words: Sequence[str]) -> int:
+def _minimum(kind: str, words: Sequence[str]) -> int:
     values = resolved_values(kind, words, {})
     sizes = [values.get(name) for name in ("mp_degree", "pp_degree", "cp_degree", "sharding_degree")]
     product = 1
@@ -74,11 +86,11 @@ def _least(kind: str, words: Sequence[str]) -> int:
     return min(product, _MOST_RANKS)
 
 
-def _ask(kind: str, words: Sequence[str], ranks: int, said: bool) -> Answer:
+def _check(kind: str, words: Sequence[str], ranks: int, specified: bool) -> Answer:
     try:
         parse(kind, words, {"WORLD_SIZE": str(ranks)})
     except ConfigError as error:
         rules = tuple(one for one in error.complaints if one.rule not in _ABOUT_FILES)
         files = tuple(one for one in error.complaints if one.rule in _ABOUT_FILES and _LATER not in one.message)
-        return Answer(ranks, said, rules, files)
-    return Answer(ranks, said, (), ())
+        return Answer(ranks, specified, rules, files)
+    return Answer(ranks, specified, (), ())

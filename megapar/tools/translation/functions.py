@@ -1,4 +1,7 @@
-"""Every function that a table may name: ``@name``."""
+"""Registry of the functions that a table refers to as ``@name``.
+
+Tested in ``tests/tools/translation/test_megatron_tables.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ FUNCTIONS: Mapping[str, Function] = {
     **of_paddle.FUNCTIONS,
     **of_paddle_model.FUNCTIONS,
 }
-# Those whose argument decides what is trained, so that a value that a script leaves open does as well.
+# Functions whose argument affects the training. If the script leaves its value open, the training is undecided.
 DECIDING = decided.DECIDING | (
     frozenset(FUNCTIONS) - frozenset(decided.DECIDED) - of_mindspeed.HARMLESS - of_paddle.HARMLESS
 )

@@ -1,4 +1,7 @@
-"""A command line, taken apart: what starts the ranks, the script that they run, and its arguments."""
+"""Parsed command lines: the program that starts the ranks, the script that they run, and its arguments.
+
+Tested in ``tests/tools/test_translate.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-# What starts ranks, by the word (or the module behind -m) that names it.
+# Launchers, by the word (or the module after -m) that names them.
 STARTERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
@@ -28,39 +31,52 @@ _ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Entry:
-    """A script of another framework. model: of our trainers, the one for it; empty where none is. what: in words."""
+    """Entry script of another framework.
+
+    Attributes:
+        framework: Key of ``table.NAMES``; empty if the arguments decide.
+        model: Kind of the megapar trainer for it; empty if there is none.
+        what: Description of its model or task.
+    """
 
     framework: str
     model: str
     what: str
 
 
-_NOT_HERE = "no trainer here is for it"
+_NOT_HERE = "megapar has no trainer for it"
 ENTRIES = {
     "pretrain_gpt.py": Entry("", "moe", "a decoder"),
     "pretrain_llama.py": Entry("", "moe", "a decoder"),
     "pretrain_gpt_core.py": Entry("", "moe", "a decoder"),
-    "pretrain_bert.py": Entry("", "", "BERT, an encoder; pretrain_ernie.py trains another one"),
+    "pretrain_bert.py": Entry("", "", "BERT, an encoder; pretrain_ernie.py trains ERNIE instead"),
     "pretrain_t5.py": Entry("", "", f"T5, an encoder and a decoder; {_NOT_HERE}"),
     "pretrain_ict.py": Entry("", "", f"a retriever; {_NOT_HERE}"),
     "pretrain_retro.py": Entry("", "", f"a decoder with retrieval; {_NOT_HERE}"),
     "pretrain_mamba.py": Entry("", "", f"state-space layers; {_NOT_HERE}"),
     "pretrain_hybrid.py": Entry("", "", f"state-space and attention layers; {_NOT_HERE}"),
-    "pretrain_vlm.py": Entry("", "", f"text and pictures; {_NOT_HERE}"),
-    "pretrain_vision_classify.py": Entry("", "", f"pictures; {_NOT_HERE}"),
-    "pretrain_vision_dino.py": Entry("", "", f"pictures; {_NOT_HERE}"),
-    "pretrain_vision_inpaint.py": Entry("", "", f"pictures; {_NOT_HERE}"),
-    "posttrain_gpt.py": Entry("mindspeed", "", "fine-tuning or preference training; trainers here pre-train"),
-    "train_rl.py": Entry("megatron", "", "reinforcement learning; trainers here pre-train"),
+    "pretrain_vlm.py": Entry("", "", f"text and images; {_NOT_HERE}"),
+    "pretrain_vision_classify.py": Entry("", "", f"images; {_NOT_HERE}"),
+    "pretrain_vision_dino.py": Entry("", "", f"images; {_NOT_HERE}"),
+    "pretrain_vision_inpaint.py": Entry("", "", f"images; {_NOT_HERE}"),
+    "posttrain_gpt.py": Entry("mindspeed", "", "fine-tuning or preference training; megapar only pre-trains"),
+    "train_rl.py": Entry("megatron", "", "reinforcement learning; megapar only pre-trains"),
     "run_pretrain.py": Entry("paddle", "moe", "Paddle's pre-training"),
     "run_pretrain_auto.py": Entry("paddle", "moe", "Paddle's pre-training"),
-    "run_finetune.py": Entry("paddle", "", "fine-tuning; trainers here pre-train"),
+    "run_finetune.py": Entry("paddle", "", "fine-tuning; megapar only pre-trains"),
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """launcher: (who takes it, word). script: empty where there are arguments only. at: the line of a file, from 1."""
+    """A command line.
+
+    Attributes:
+        arguments: Arguments of the script.
+        launcher: (launcher, word) for each word in front of the script.
+        script: Path of the script; empty if there are only arguments.
+        at: Line number in the file, from 1; 0 without a file.
+    """
 
     arguments: tuple[str, ...]
     launcher: tuple[tuple[str, str], ...] = ()
@@ -69,18 +85,18 @@ class Line:
 
     @property
     def starters(self) -> tuple[str, ...]:
-        """What starts the ranks, outermost first; python where nothing else does."""
+        """Launchers, outermost first; python if there is no other."""
         tools = tuple(dict.fromkeys(tool for tool, _ in self.launcher))
         return tuple(tool for tool in tools if tool != "python") or tools
 
     @property
     def entry(self) -> Entry | None:
-        """What is known of the script; None for others."""
+        """Entry of the script in ``ENTRIES``, or None."""
         return ENTRIES.get(PurePosixPath(self.script).name)
 
 
 def starts(words: Sequence[str]) -> bool:
-    """Whether a command starts ranks, or a script of a known name."""
+    """Return True if a command starts ranks or a script with a known name."""
     names = [PurePosixPath(word).name for word in words]
     return (
         any(STARTERS.get(name, "python") != "python" for name in names)
@@ -90,7 +106,7 @@ def starts(words: Sequence[str]) -> bool:
 
 
 def take_apart(words: Sequence[str], at: int = 0) -> Line:
-    """The line of these words: bare arguments, or a whole command."""
+    """Parse a whole command or bare arguments into a line."""
     place = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
     module = _module(words[:place])
     if module:
@@ -104,7 +120,7 @@ def take_apart(words: Sequence[str], at: int = 0) -> Line:
 
 
 def _module(words: Sequence[str]) -> int:
-    """The place of a module that is run as a script, as in torchrun -m pretrain_gpt; 0 where none is."""
+    """Return the index of a module that runs as a script, as in torchrun -m pretrain_gpt; 0 if there is none."""
     for place, word in enumerate(words[1:], 1):
         if words[place - 1] not in ("-m", "--module") or word in STARTERS:
             continue
@@ -118,7 +134,7 @@ def _file(module: str) -> str:
 
 
 def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """(who takes it, word) of everything in front of the script; a starter itself stands as (name, "")."""
+    """Return (launcher, word) for every word in front of the script; (name, "") for the launcher itself."""
     found: list[tuple[str, str]] = []
     tool = ""
     for word in words:
@@ -132,7 +148,7 @@ def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _long(word: str, tool: str) -> tuple[str, ...]:
-    """A short option as its long one; an assignment of the environment is no option."""
+    """Expand a short option into the long one; return nothing for assignments of environment variables."""
     if tool == "python" or _ASSIGNED.match(word):
         return ()
     if word.startswith("-") and not word.startswith("--"):

@@ -1,4 +1,7 @@
-"""Rows of arguments that change something only with some values, or only beside others."""
+"""Table rows for arguments that have an effect only with some values, or only together with other arguments.
+
+Tested in ``tests/tools/translation/test_mindspeed.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,34 @@ Function = Callable[[str, Mapping[str, str]], tuple[str, str, str]]
 
 
 def off(value: str) -> bool:
-    """Whether a switch with this value is off; one that stands alone is on."""
+    """Return True if a switch with this value is off. A switch without a value is on."""
     return value.lower() in (*FALSE, "none", "null")
 
 
 def unless(text: str, verdict: str) -> tuple[dict[str, Foreign], dict[str, Function]]:
-    """(rows, their functions) of lines ``names | values that change nothing | beside | reason``.
+    """Parse lines ``names | neutral values | requires | reason`` into (rows, their functions).
 
-    values: words; a number is equal to every way of writing it, and what is off to every way of saying so. beside:
-    arguments one of which must be given and on for these to mean anything.
+    Args:
+        text: The lines. A neutral value has no effect; numbers are compared as numbers, and every spelling of "off" is
+            neutral. ``requires`` lists arguments of which one must be given and on for the row to have an effect.
+        verdict: Verdict for the other values.
     """
     rows: dict[str, Foreign] = {}
     functions: dict[str, Function] = {}
     for line in text.strip().splitlines():
-        names, values, beside, reason = (part.strip() for part in line.split("|"))
+        names, values, requires, reason = (part.strip() for part in line.split("|"))
         for name in names.split():
-            functions[f"unless {name}"] = _function(tuple(values.split()), tuple(beside.split()), verdict, reason)
+            functions[f"unless {name}"] = _function(tuple(values.split()), tuple(requires.split()), verdict, reason)
             rows[name] = Foreign(verdict, f"@unless {name}", reason)
     return rows, functions
 
 
-def _function(values: tuple[str, ...], beside: tuple[str, ...], verdict: str, reason: str) -> Function:
+def _function(values: tuple[str, ...], requires: tuple[str, ...], verdict: str, reason: str) -> Function:
     def decide(value: str, given: Mapping[str, str]) -> tuple[str, str, str]:
-        if beside and not any(name in given and not off(given[name]) for name in beside):
-            return UNNECESSARY, "", f"means nothing without --{beside[0]}"
+        if requires and not any(name in given and not off(given[name]) for name in requires):
+            return UNNECESSARY, "", f"no effect without --{requires[0]}"
         if off(value) or any(_equal(value, word) for word in values):
-            return UNNECESSARY, "", "with this value nothing is different"
+            return UNNECESSARY, "", "no effect with this value"
         return verdict, "", reason
 
     return decide

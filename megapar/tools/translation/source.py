@@ -1,4 +1,7 @@
-"""What is given to be translated: a shell script, a YAML or a JSON file; and the lines in it that start something."""
+"""Sources of a translation: shell scripts, YAML and JSON files, and the command lines in them that start ranks.
+
+Tested in ``tests/tools/test_translate.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from megapar.tools.translation import shell
 from megapar.tools.translation.line import Line, starts, take_apart
 
 YAML, JSON = (".yaml", ".yml"), (".json",)
-# Commands that name a starter without running it.
-_TALK = (
+# Commands that mention a launcher without running it.
+_MENTIONS = (
     "echo",
     "printf",
     "cat",
@@ -44,26 +47,34 @@ _SLURM = {
 
 
 class UnreadableError(MegaparError):
-    """What was given cannot be translated; the message says where and what to do."""
+    """The source cannot be translated. The message contains the location and what to do."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True)
 class Script:
-    """lines: what starts ranks, in order. remarks: what was taken for granted."""
+    """The command lines of a source.
+
+    Attributes:
+        lines: Command lines that start ranks, in order.
+        remarks: Assumptions that were made to read the source.
+    """
 
     lines: tuple[Line, ...]
     remarks: tuple[str, ...] = ()
 
 
 def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[str]) -> Script:
-    """The lines of a file. Raises UnreadableError.
+    """Return the command lines of a file. Raises UnreadableError if there are none.
 
-    assigned: variables of a shell script from outside. positional: its $1, $2, ...
+    Args:
+        path: Shell script, YAML or JSON file.
+        assigned: Variables of the shell script that are set from outside.
+        positional: Arguments of the shell script: $1, $2, ...
     """
     if path.suffix == ".py":
-        raise UnreadableError(f"{path.name} is a Python script: give the line that starts it behind --")
+        raise UnreadableError(f"{path.name} is a Python script: give the command that starts it after --")
     try:
         text = text_of(read_given(path, MAX_BYTES))
     except (OSError, UnicodeDecodeError) as error:
@@ -75,17 +86,17 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
     except (shell.SyntaxProblem, RecursionError) as error:
         raise UnreadableError(f"{path}: {error}") from None
     lines = [
-        take_apart(words, at) for at, words in found.commands if Path(words[0]).name not in _TALK and starts(words)
+        take_apart(words, at) for at, words in found.commands if Path(words[0]).name not in _MENTIONS and starts(words)
     ]
     started = [line for line in lines if line.script]
     if not started:
-        reason = f"line {lines[0].at} names no script to start" if lines else "nothing in it starts a training script"
+        reason = f"line {lines[0].at} does not name a script" if lines else "nothing in it starts a training script"
         raise UnreadableError(f"{path}: {reason}.{_called(found.commands)}")
     return Script(tuple(started), found.remarks)
 
 
 def _of_slurm(text: str) -> dict[str, str]:
-    """The variables that Slurm sets by the script's own ``#SBATCH`` lines."""
+    """Return the variables that Slurm sets from the ``#SBATCH`` lines of the script."""
     words = [word for line in re.findall(r"^#SBATCH[ \t]+(.+)$", text, re.MULTILINE) for word in line.split()]
     options: dict[str, str] = dict(pairwise(words))
     for word in words:
@@ -101,20 +112,20 @@ def _of_slurm(text: str) -> dict[str, str]:
 
 
 def _called(commands: Sequence[tuple[int, tuple[str, ...]]]) -> str:
-    """A hint where the script calls another one."""
+    """Return a hint if the script calls another script."""
     for at, words in commands:
         script = next((word for word in words[:3] if word.endswith(".sh")), None)
         if script is not None:
-            return f" Line {at} calls {script}: translate that one, with its arguments behind --."
+            return f" Line {at} calls {script}: translate that script, with its arguments after --."
     return ""
 
 
 def _mapping(path: Path, text: str) -> Mapping[str, Any]:
-    """A file's keys and values, which are texts, lists or mappings. Raises UnreadableError."""
+    """Return the keys and values of a file; values are strings, lists or mappings. Raises UnreadableError."""
     import yaml
 
     try:
-        # A base loader leaves every scalar the text that it is; JSON is YAML to it, but for tabs.
+        # BaseLoader keeps every scalar as a string. It does not read JSON with tabs, so JSON is parsed as JSON.
         loaded = json.loads(text) if path.suffix in JSON else loader(yaml.BaseLoader)(text).get_single_data()
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UnreadableError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
@@ -124,7 +135,7 @@ def _mapping(path: Path, text: str) -> Mapping[str, Any]:
 
 
 def _words(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys as arguments, those of a nested mapping with a dot."""
+    """Yield keys and values as arguments; keys of nested mappings are joined with dots."""
     for key, value in mapping.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):

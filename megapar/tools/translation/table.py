@@ -1,4 +1,7 @@
-"""Which tables answer for an argument of which framework, and what its scripts mean where they say nothing."""
+"""Tables of arguments and of implicit defaults for each framework.
+
+Tested in ``tests/tools/translation/test_megatron_tables.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ NAMES: Mapping[str, str] = {
     "deepspeed": "Megatron-DeepSpeed",
     "paddle": "Paddle",
 }
-# Extensions of Megatron-LM take its arguments as well; where several have a row, their own wins.
+# Extensions of Megatron-LM also accept its arguments. If several tables have a row, the framework's own row wins.
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "megatron": {**deepspeed.ROWS, **mindspeed.ROWS, **megatron.ROWS},
     "mindspeed": {**deepspeed.ROWS, **megatron.ROWS, **mindspeed.ROWS},
@@ -27,7 +30,7 @@ DEFAULTS: Mapping[str, Mapping[str, Foreign]] = {
     "paddle": paddle.DEFAULTS,
 }
 _ROWS = {"mindspeed": mindspeed.ROWS, "deepspeed": deepspeed.ROWS, "paddle": paddle.ROWS}
-# Arguments of Megatron-LM's extensions that stand in its table, since their answer is the same in all.
+# Arguments of Megatron-LM's extensions whose rows are in its table, because the answer is the same for all.
 _SIGNS = {
     "mindspeed": """
         adaptive-recompute-device-swap coc-fused-kernel coc-parallel-num enable-recompute-layers-per-pp-rank
@@ -42,7 +45,7 @@ _SIGNS = {
     "deepspeed": "deepspeed deepspeed-config deepspeed-mpi zero-stage deepspeed-activation-checkpointing",
     "paddle": "",
 }
-# Arguments that only one of them has: by these a line is recognised.
+# Arguments that only one framework has. They identify the framework of a line.
 OWN: Mapping[str, frozenset[str]] = {
     name: frozenset(rows).difference(megatron.ROWS, *(theirs for other, theirs in _ROWS.items() if other != name))
     | frozenset(_SIGNS[name].split())
@@ -51,5 +54,5 @@ OWN: Mapping[str, frozenset[str]] = {
 
 
 def model_of(framework: str, given: Mapping[str, str]) -> str:
-    """Which of our trainers is for a script with these arguments, moe or ernie; empty where none is."""
+    """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
     return paddle.model_of(given) if framework == "paddle" else "moe"

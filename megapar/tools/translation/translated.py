@@ -1,4 +1,7 @@
-"""What becomes of every argument of another framework's line: the engine over the tables."""
+"""Translation of each argument of another framework's command line, driven by the tables.
+
+Tested in ``tests/tools/test_translate.py``.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,28 @@ from megapar.tools.translation.verdict import (
 )
 
 LAUNCH = "megapar launch "
-_HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that change nothing of a given training
+_HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that do not change the training
 _PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
 _OFF, _UNSET = "it is off", "nothing is set"
 _NOTHING = ("null", "none", "~")
-_NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a choice like others
-_FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # the sections of Megatron-LM's own YAML
-_SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # which is a number as well
+_NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a regular choice
+_FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatron-LM's YAML
+_SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # 0 may also be a number
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
 
 @dataclass(frozen=True)
 class Translated:
-    """One argument. ours: what to write here, empty where nothing has to be.
+    """Translation of one argument.
 
-    default: the script does not say it. decides: a value that is left open, and decides what is trained.
+    Attributes:
+        flag: Argument as the script has it; empty for a word that belongs to no argument.
+        value: Its value.
+        verdict: One of ``verdict.VERDICTS``.
+        ours: megapar flags to write; empty if none are needed.
+        reason: Explanation for the user.
+        default: The script does not set it; the framework's default differs from megapar's.
+        decides: The script leaves the value open, and it affects the training.
     """
 
     flag: str
@@ -58,9 +68,12 @@ class Translated:
 def translate(
     arguments: Sequence[str], framework: str = "", launcher: Sequence[tuple[str, str]] = ()
 ) -> list[Translated]:
-    """Every argument in its order, launcher's first, without what is meant but not said (``meant``).
+    """Translate all arguments in order, the launcher's first, without implicit defaults (``meant``).
 
-    framework: a key of ``FOREIGN``; found by the arguments where it is empty. launcher: (launcher, word) pairs.
+    Args:
+        arguments: Words of the script's arguments.
+        framework: Key of ``FOREIGN``; detected from the arguments if empty.
+        launcher: (launcher, word) pairs.
     """
     framework = framework or detect([name for name, _ in _pairs(arguments)])
     pairs = _pairs(arguments, framework)
@@ -72,19 +85,19 @@ def translate(
 
 
 def _unset(name: str, value: str) -> bool:
-    """The value says that there is none."""
+    """Return True if the value means "not set"."""
     return value.lower() in _NOTHING and not (value == "none" and name.rpartition(".")[2] in _NONE_IS_ONE)
 
 
 def _counting(given: Mapping[str, str], framework: str) -> dict[str, str]:
-    """What other arguments' answers may hang on. Megatron's switches are there or not: false in a file is not."""
+    """Return the arguments that others may depend on. For Megatron, a switch that is false in a file is absent."""
     if framework == "paddle":
         return _named(given)
     return _named({name: value for name, value in given.items() if value.lower() not in _SWITCHED_OFF})
 
 
 def _named(given: Mapping[str, str]) -> dict[str, str]:
-    """Also by the last parts of nested names, where no whole name is the same."""
+    """Add the last parts of nested names as keys, unless an argument has that name."""
     return {**{name.rpartition(".")[2]: value for name, value in given.items()}, **given}
 
 
@@ -93,7 +106,7 @@ def _of(tool: str, launcher: Sequence[tuple[str, str]]) -> list[tuple[str, str]]
 
 
 def framework_of(line: Line) -> str:
-    """The framework of a line: by its script, by what starts it, by its arguments."""
+    """Return the framework of a line, identified by its script, its launcher or its arguments."""
     if line.entry is not None and line.entry.framework:
         return line.entry.framework
     if "paddle.distributed.launch" in line.starters:
@@ -103,7 +116,7 @@ def framework_of(line: Line) -> str:
 
 
 def detect(names: Sequence[str]) -> str:
-    """The framework whose own arguments are used most; megatron where none is."""
+    """Return the framework with the most arguments that only it has; megatron if there are none."""
     if any(normal(name).startswith(_FILE_OF_MEGATRON) for name in names):
         return "megatron"
     keys = {key for key in map(normal, names) if {key, key.rpartition(".")[2]}.isdisjoint(spellings())}
@@ -113,17 +126,17 @@ def detect(names: Sequence[str]) -> str:
 
 
 def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
-    """What the framework means where the script says nothing, and trainers here mean something else."""
+    """Return the framework's defaults that the script does not override and that differ from megapar's."""
     given = {normal(item.flag.lstrip("-")): item.value for item in found if item.verdict != LEFT}
     given = _counting(given, framework)
-    said = set(_named({normal(item.flag.lstrip("-")): item.value for item in found}))
-    standing = {flag for item in found for flag in _flags(item.ours)}
+    in_script = set(_named({normal(item.flag.lstrip("-")): item.value for item in found}))
+    written = {flag for item in found for flag in _flags(item.ours)}
     items = []
     for names, row in DEFAULTS[framework].items():
-        if said.isdisjoint(names.split()) or _off(found, names.split()):
+        if in_script.isdisjoint(names.split()) or _off(found, names.split()):
             verdict, ours, reason = _decided(row, "", given)
-            if ours and standing.issuperset(_flags(ours)):
-                continue  # said in our own words
+            if ours and written.issuperset(_flags(ours)):
+                continue  # set by megapar's own spelling
             if ours or verdict in (*CHANGING, LEFT):
                 items.append(Translated("--" + names.split()[0], "", verdict, ours, reason, default=True))
     return items
@@ -134,42 +147,42 @@ def _flags(ours: str) -> tuple[str, ...]:
 
 
 def _off(found: Sequence[Translated], names: Sequence[str]) -> bool:
-    """Those of the names that are there are switched off or have no value: the script says nothing by them."""
+    """Return True if all arguments with these names are switched off or not set, as if they were absent."""
     items = [item for item in found if normal(item.flag.lstrip("-")).rpartition(".")[2] in names]
     return all(item.reason in (_OFF, _UNSET) for item in items)
 
 
 def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
-    """(flags of the launcher, flags of the trainer), each once: the last one counts, here as there."""
+    """Return (flags of the launcher, flags of the trainer), each once. The last occurrence wins, as in argparse."""
     launcher: dict[str, str] = {}
     trainer: dict[tuple[str, ...], str] = {}
     for item in found:
         if item.ours.startswith(LAUNCH):
             flag = item.ours.removeprefix(LAUNCH)
-            launcher[flag.split()[0]] = flag  # torchrun's own count stands behind srun's
+            launcher[flag.split()[0]] = flag  # torchrun's count comes after srun's and wins
         elif item.ours:
             key = _flags(item.ours)
             if any(one is not None and one.flag.each for one in (spellings().get(normal(flag[2:])) for flag in key)):
-                key = (item.ours,)  # every one of them counts
+                key = (item.ours,)  # repeatable: every occurrence counts
             trainer.pop(key, None)
             trainer[key] = item.ours
     return list(launcher.values()), list(trainer.values())
 
 
 def left_paths(found: Sequence[Translated]) -> list[str]:
-    """Our flags for files whose places the script leaves open."""
+    """Return the megapar flags of paths that the script leaves open."""
     keys = [normal(item.flag.lstrip("-")) for item in found if item.verdict == LEFT and not item.decides]
     flags = [spellings()[key].flag for key in keys if key in spellings()]
     return [flag.spelling for flag in flags if flag.group in _HARMLESS and flag.type in ("str", "strings")]
 
 
 def changing(found: Sequence[Translated]) -> list[Translated]:
-    """What makes the run here another training than the script's."""
+    """Return the arguments that make the megapar training differ from the script's."""
     return [item for item in found if item.verdict in CHANGING or item.decides]
 
 
 def _pairs(arguments: Sequence[str], framework: str = "") -> list[tuple[str, str]]:
-    """(name without hyphens, values joined); a word that belongs to no argument has an empty name."""
+    """Return (name without hyphens, joined values) pairs; the name is empty for a word that belongs to no argument."""
     found: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--") and len(word) > 2:
@@ -183,7 +196,7 @@ def _pairs(arguments: Sequence[str], framework: str = "") -> list[tuple[str, str
 
 
 def _further(word: str, name: str, values: Sequence[str], framework: str) -> bool:
-    """A variable that nobody set, behind an argument that has all it takes: it stands for arguments, or for none."""
+    """Return True for an unset variable after an argument that is complete: the variable may hold further arguments."""
     if open_values.marks(word) != [word]:
         return False
     key = normal(name).rpartition(".")[2]
@@ -198,19 +211,19 @@ def _further(word: str, name: str, values: Sequence[str], framework: str) -> boo
 
 
 def _bare(value: str) -> str:
-    """Without quotes that a script passes on, as in "--split '99,1,0'" within an array."""
+    """Strip quotes that a script passes on, as in "--split '99,1,0'" within an array."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 def _find(key: str, table: Mapping[str, Foreign] | frozenset[str]) -> str | None:
-    """The key of a table that an argument goes by: its whole name, or the last part of a nested one."""
+    """Return the key of an argument in a table: its whole name or the last part of a nested name."""
     return next((name for name in (key, key.rpartition(".")[2]) if name in table), None)
 
 
 def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Foreign]) -> Translated:
     written = f"--{name}" if name else ""
     if not name and open_values.is_open(value):
-        return Translated("", open_values.said(value), LEFT, "", "further arguments", decides=True)
+        return Translated("", open_values.as_written(value), LEFT, "", "further arguments", decides=True)
     if not name:
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
     key = normal(name)
@@ -222,7 +235,7 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
     reason = _open(value)
     if reason and not (row is not None and "@" not in table[row].ours and "{value}" not in table[row].ours):
         decides = _decides(key, table[row] if row is not None else None)
-        return Translated(written, open_values.said(value), LEFT, "", reason, decides=decides)
+        return Translated(written, open_values.as_written(value), LEFT, "", reason, decides=decides)
     if row is not None:
         verdict, ours, why = _decided(table[row], value, given, key)
         decides = verdict == LEFT and table[row].ours[1:] in DECIDING
@@ -236,14 +249,14 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
 
 
 def _open(value: str) -> str:
-    """Why a value is not to be had from the script; empty where it is."""
+    """Return the reason why the script does not contain a value; "" if it does."""
     if open_values.is_open(value):
         return f"the script takes it from {', '.join(dict.fromkeys(open_values.names(value)))}"
-    return "the script has no more than a placeholder" if _PLACEHOLDER.search(value) else ""
+    return "the script contains only a placeholder" if _PLACEHOLDER.search(value) else ""
 
 
 def _decides(key: str, row: Foreign | None) -> bool:
-    """Whether an argument's value decides what is trained: not where files lie, nor where ranks start."""
+    """Return True if an argument's value affects the training, unlike paths and the placement of ranks."""
     if row is not None and row.ours.startswith("@"):
         return row.ours[1:] in DECIDING
     name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
@@ -252,7 +265,7 @@ def _decides(key: str, row: Foreign | None) -> bool:
 
 
 def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
-    """(verdict, ours, reason) of a row for this value."""
+    """Return (verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
         verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
         return verdict, ours.replace("{name}", key), reason or row.reason
@@ -266,7 +279,7 @@ def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") 
 
 
 def _known(written: str, value: str, spelling: Spelling) -> Translated:
-    """A flag or an alias of the trainers."""
+    """Translate a flag or an alias of the trainers."""
     flag = spelling.flag
     for rule in RULES:
         if rule.kind == NOT_BUILT and rule.reads[0] == flag.name and "changed" in rule.reads:
@@ -289,7 +302,7 @@ def _known(written: str, value: str, spelling: Spelling) -> Translated:
 
 
 def _switched(written: str, value: str, spelling: Spelling) -> Translated:
-    """A spelling that stands alone, or in front of true or false."""
+    """Translate a switch: a spelling without a value, or with true or false."""
     flag, meaning = spelling.flag, spelling.value
     if value.lower() in FALSE and meaning is not None and flag.takes_value:
         return Translated(written, value, UNNECESSARY, "", _OFF)

@@ -1,24 +1,33 @@
-"""What can become of another framework's argument, and how its tables are written."""
+"""Verdicts on the arguments of other frameworks, and parsers for the tables of arguments.
+
+Tested in ``tests/tools/translation/test_megatron_tables.py``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SAME, RENAMED, IMPLIED, UNNECESSARY = "same", "renamed", "implied", "unnecessary"
-UNSUPPORTED = "unsupported"  # speed, memory, logging: not here, and the numbers are the same without it
-OTHER = "other numbers"  # the same model, which the run here trains in another way
-ANOTHER = "another model"  # a part of the model that is not here
-LEFT = "left to you"  # its value is not to be had from the script
-UNKNOWN = "unknown"  # in no table: nobody can say what it changes
+UNSUPPORTED = "unsupported"  # speed, memory, logging: not available, and the numbers are the same without it
+OTHER = "other numbers"  # the same model, trained differently
+ANOTHER = "another model"  # a part of the model is not available
+LEFT = "left to you"  # the script does not contain its value
+UNKNOWN = "unknown"  # in no table: its effect is not known
 VERDICTS = (SAME, RENAMED, IMPLIED, UNNECESSARY, UNSUPPORTED, OTHER, ANOTHER, LEFT, UNKNOWN)
 
-# With one of these a command here is not the script's training.
+# With one of these verdicts, the command is not the script's training.
 CHANGING = (OTHER, ANOTHER, UNKNOWN)
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What becomes of an argument. ours: flags to write, with ``{value}``, or ``@`` and a function of ``decided``."""
+    """Table row for an argument of another framework.
+
+    Attributes:
+        verdict: One of ``VERDICTS``.
+        ours: megapar flags to write, with ``{value}``; or ``@`` and the name of a function in ``functions``.
+        reason: Explanation for the user.
+    """
 
     verdict: str
     ours: str = ""
@@ -26,7 +35,7 @@ class Foreign:
 
 
 def rows(text: str, verdict: str) -> dict[str, Foreign]:
-    """Lines ``names | ours | reason``, where several names may share a line."""
+    """Parse lines ``names | ours | reason``. Several names may share a line."""
     found = {}
     for line in text.strip().splitlines():
         names, ours, reason = (part.strip() for part in line.split("|"))
@@ -36,10 +45,10 @@ def rows(text: str, verdict: str) -> dict[str, Foreign]:
 
 
 def defaults(text: str) -> dict[str, Foreign]:
-    """Lines ``names | ours | reason``: what a script means that has none of these names, keyed by all of them.
+    """Parse lines ``names | ours | reason``: the framework's default if a script has none of these names.
 
-    ours: flags to add, or ``@`` and a function of ``decided``, which is called with an empty value; empty where the
-    script must say it, and the person who starts the run has to.
+    The key of a row is all its names. ``ours`` contains flags to add, or ``@`` and the name of a function that is
+    called with an empty value. It is empty if the framework has no default either: the user must set a value.
     """
     found = {}
     for line in text.strip().splitlines():

@@ -16,7 +16,7 @@ def commands(text: str, *positional: str, **assigned: str) -> list[tuple[str, ..
 
 
 def said(text: str, *positional: str) -> list[list[str]]:
-    return [[open_values.said(word) for word in words] for words in commands(text, *positional)]
+    return [[open_values.as_written(word) for word in words] for words in commands(text, *positional)]
 
 
 # Each is also run by bash below, with `run` printing its words.
@@ -106,17 +106,17 @@ def test_an_unset_variable_is_empty_in_a_condition_and_other_open_ones_are_said(
     found = shell.read(script, {}, ())
     assert [words for _, words in found.commands] == [("run", "b")]
     assert found.remarks == (
-        "line 3: a condition is taken not to hold; the script leaves it open",
-        "line 4: a condition is taken not to hold; the script leaves it open",
-        "line 5: $KIND is taken to be empty in a condition; the script does not set it",
+        "line 3: a condition is assumed to be false; the script alone does not decide it",
+        "line 4: a condition is assumed to be false; the script alone does not decide it",
+        "line 5: $KIND is assumed to be empty in a condition; the script does not set it",
     )
 
 
 @pytest.mark.parametrize(
     ("script", "remark"),
     [
-        ('export "$KEY"="x"', "line 1: what $KEY=x sets is not known: give it as NAME=VALUE in front of --"),
-        ("read A B <<EOF\nx y\nEOF", "line 1: what is read from the text behind << is left open"),
+        ('export "$KEY"="x"', "line 1: the name in $KEY=x is unknown: give it as NAME=VALUE before --"),
+        ("read A B <<EOF\nx y\nEOF", "line 1: the values read from the text after << are left open"),
     ],
 )
 def test_what_is_not_carried_out_is_said(script: str, remark: str) -> None:
@@ -140,11 +140,11 @@ def test_a_shell_in_a_line_is_read() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ('run "a', "line 1: a quotation that begins here has no end"),
+        ('run "a', "line 1: the quotation that begins here does not end"),
         ("run a\nif true; then run b", "line 2: fi is missing"),
         ("A=(1 2", "line 1: ) is missing"),
         ("run ${A", "line 1: ${ has no }"),
-        ("run a\n)", "line 2: ) stands where a command should"),
+        ("run a\n)", "line 2: ) where a command is expected"),
         ("[[ a == b", "line 1: [[ has no end"),
     ],
 )

@@ -1,7 +1,7 @@
-"""A reader of shell scripts that runs nothing: variables, arrays, conditions and loops, as far as a script holds them.
+"""Reader of shell scripts that runs nothing: expands variables, arrays, conditions and loops from the script alone.
 
-Standard library only, as all that answers before a run starts: parsers of bash are under the GPL or compiled, and none
-of them says what a word comes to.
+It uses only the standard library, like everything that runs before a training starts. Existing parsers of bash are
+licensed under the GPL or compiled, and none of them expands words.
 """
 
 from megapar.tools.translation.shell.run import Commands, read

@@ -1,4 +1,7 @@
-"""Conditions of a script: what can be said of them without running anything."""
+"""Evaluation of a script's conditions without running anything.
+
+Tested in ``tests/tools/translation/test_shell_reader.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     "-gt": lambda a, b: a > b,
     "-ge": lambda a, b: a >= b,
 }
-_ASKS = ("-z", "-n", "-v")
+_UNARY = ("-z", "-n", "-v")
 _FILES = ("-f", "-d", "-e", "-s", "-r", "-x", "-L", "-h")
 
 
 def holds(words: Sequence[str]) -> bool | None:
-    """Whether ``[ words ]`` holds; None where it hangs on what the script does not hold.
+    """Return True if ``[ words ]`` holds; None if it depends on something that the script does not contain.
 
-    Files are taken to be there: a script that looks for one goes on where it finds it.
+    Files are assumed to exist, because scripts that check for a file usually continue only if it exists.
     """
     for joint, decided in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if joint in words:
@@ -38,16 +41,16 @@ def holds(words: Sequence[str]) -> bool | None:
 
 
 def taken_as_empty(words: Sequence[str]) -> list[str]:
-    """The variables that ``words`` compare and nobody set."""
-    asked = [word for before, word in zip(["", *words], words, strict=False) if before not in _ASKS]
-    return [open_values.said(word) for word in asked if open_values.is_variable(word)]
+    """Return the unset variables that ``words`` compare."""
+    compared = [word for before, word in zip(["", *words], words, strict=False) if before not in _UNARY]
+    return [open_values.as_written(word) for word in compared if open_values.is_variable(word)]
 
 
 def _one(words: Sequence[str]) -> bool | None:
     if len(words) == 2 and words[0] in _FILES:
         return True
-    if len(words) == 2 and words[0] in _ASKS:
-        empty = words[1] == "" or open_values.marks(words[1]) == [words[1]]  # a variable that nobody set is empty
+    if len(words) == 2 and words[0] in _UNARY:
+        empty = words[1] == "" or open_values.marks(words[1]) == [words[1]]  # an unset variable is empty
         return empty == (words[0] == "-z")
     words = ["" if open_values.is_variable(word) else word for word in words]
     if any(open_values.is_open(word) for word in words):

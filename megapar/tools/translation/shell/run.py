@@ -1,4 +1,7 @@
-"""Goes through a script as a shell would, and notes the commands; none is run."""
+"""Interpreter of shell scripts that records the commands instead of running them.
+
+Tested in ``tests/tools/translation/test_shell_reader.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,26 @@ _SHELLS = ("bash", "sh", "zsh")
 
 @dataclass(frozen=True)
 class Commands:
-    """commands: (line, words) in order. remarks: what was taken for granted, with lines."""
+    """Commands of a script.
+
+    Attributes:
+        commands: (line, words) in the order of execution.
+        remarks: Assumptions that were made, with their lines.
+    """
 
     commands: tuple[tuple[int, tuple[str, ...]], ...]
     remarks: tuple[str, ...]
 
 
 def read(text: str, assigned: Mapping[str, str], positional: Sequence[str]) -> Commands:
-    """The commands of a script with their words as far as it holds them; marks (``open_values``) for the rest.
+    """Return the commands of a script, with expanded words. Raises SyntaxProblem if it cannot be parsed.
 
-    assigned: variables from outside. positional: $1, $2, ... Raises SyntaxProblem.
+    Values that the script does not contain become marks (``open_values``).
+
+    Args:
+        text: The script.
+        assigned: Variables that are set from outside; assignments of the script do not change them.
+        positional: Arguments of the script: $1, $2, ...
     """
     reader = _Reader(Values(assigned, positional), frozenset(assigned))
     reader.block(parse(text))
@@ -55,25 +68,25 @@ def read(text: str, assigned: Mapping[str, str], positional: Sequence[str]) -> C
 
 
 class _Reader:
-    """What is known while a script goes on."""
+    """State of the interpreter."""
 
     def __init__(self, values: Values, fixed: frozenset[str]) -> None:
         self.values = values
-        self.fixed = fixed  # what the caller gave stays
+        self.fixed = fixed  # variables of the caller, which the script does not change
         self.commands: list[tuple[int, tuple[str, ...]]] = []
         self.remarks: list[str] = []
         self.functions: dict[str, Block] = {}
         self.depth = 0
 
     def block(self, block: Block) -> bool | None:
-        """Every command; the last one's outcome, None where it cannot be known."""
+        """Interpret commands. Return the outcome of the last one, or None if it cannot be known."""
         outcome: bool | None = True
         for command in block:
             outcome = self.command(command)
         return outcome
 
     def command(self, command: Command) -> bool | None:
-        """One command's outcome."""
+        """Interpret one command and return its outcome."""
         if isinstance(command, Simple):
             return self._simple(command)
         if isinstance(command, Condition):
@@ -103,11 +116,11 @@ class _Reader:
         return outcome if not joined.negated or outcome is None else not outcome
 
     def _open(self, at: int) -> None:
-        self.remarks.append(f"line {at}: a condition is taken not to hold; the script leaves it open")
+        self.remarks.append(f"line {at}: a condition is assumed to be false; the script alone does not decide it")
 
     def _holds(self, words: Sequence[str], at: int) -> bool | None:
         for name in taken_as_empty(words):
-            self.remarks.append(f"line {at}: {name} is taken to be empty in a condition; the script does not set it")
+            self.remarks.append(f"line {at}: {name} is assumed to be empty in a condition; the script does not set it")
         return holds(words)
 
     def _if(self, command: If) -> bool | None:
@@ -124,13 +137,13 @@ class _Reader:
             for _ in range(_MOST_TURNS):
                 outcome = self.block(loop.condition)
                 if outcome is None:
-                    self.remarks.append(f"line {loop.at}: a loop is passed over; the script leaves its condition open")
+                    self.remarks.append(f"line {loop.at}: a loop is skipped; the script alone does not decide it")
                 if outcome is None or outcome == loop.negated:
                     return True
                 self.block(loop.body)
             return True
         if not loop.name:
-            self.remarks.append(f"line {loop.at}: a loop is passed over")
+            self.remarks.append(f"line {loop.at}: a loop is skipped")
             return True
         words = loop.words
         values = list(self.values.positional) if words is None else [v for w in words for v in self.values.fields(w)]
@@ -142,7 +155,7 @@ class _Reader:
     def _case(self, case: Case) -> bool | None:
         value = self.values.text(case.word)
         if open_values.is_open(value):
-            self.remarks.append(f"line {case.at}: case {open_values.said(value)}: no branch is taken")
+            self.remarks.append(f"line {case.at}: case {open_values.as_written(value)}: no branch is taken")
             return True
         for patterns, body in case.branches:
             if any(fnmatch.fnmatchcase(value, self.values.text(pattern)) for pattern in patterns):
@@ -158,9 +171,9 @@ class _Reader:
         return self._holds(words, test.at)
 
     def _counted(self, text: str) -> str:
-        """The value of an arithmetic command; what it assigns is assigned, as a mark where it is not plain."""
+        """Return the value of an arithmetic command and carry out its assignments, as marks if they are complex."""
         value = ""
-        for part in open_values.said(text).split(","):
+        for part in open_values.as_written(text).split(","):
             step, change = _STEP.fullmatch(part), _CHANGE.fullmatch(part)
             if step is not None:
                 name, sign = step[1] or step[4], (step[2] or step[3])[0]
@@ -173,8 +186,8 @@ class _Reader:
                 self._set(name, value)
             else:
                 value = self.values.arithmetic(part)
-                for found in (*_CHANGED.finditer(part), *_STEPS.finditer(part)):
-                    name = next(filter(None, found.groups()))
+                for match in (*_CHANGED.finditer(part), *_STEPS.finditer(part)):
+                    name = next(filter(None, match.groups()))
                     self._set(name, open_values.mark(f"${name}"))
         return value
 
@@ -196,13 +209,13 @@ class _Reader:
         return self._run(fields, command.at) if fields else True
 
     def _read(self, fields: tuple[str, ...], text: str, at: int) -> None:
-        """Read of a text behind ``<<`` into one name: all of it with -d '', its first line without."""
+        """Interpret ``read NAME <<``: the whole here-document with -d '', otherwise its first line."""
         if fields[-1].isidentifier() and fields[1:-1] in (("-r", "-d", ""), ("-d", "", "-r"), ("-rd", ""), ("-d", "")):
             self._set(fields[-1], text.strip())
         elif fields[-1].isidentifier() and fields[1:-1] in ((), ("-r",)):
             self._set(fields[-1], text.partition("\n")[0].strip())
         else:
-            self.remarks.append(f"line {at}: what is read from the text behind << is left open")
+            self.remarks.append(f"line {at}: the values read from the text after << are left open")
 
     @staticmethod
     def _assigns(word: Word) -> bool:
@@ -227,15 +240,15 @@ class _Reader:
                 self._set(name, before + text)
 
     def _declare(self, word: Word, at: int) -> None:
-        """An assignment behind export or the like, whose name may be quoted or in a variable."""
+        """Carry out an assignment after export or similar; its name may be quoted or in a variable."""
         name, equals, text = self.values.text(word).partition("=")
         if word.array is not None or self._assigns(word) or not equals:
             self._assign(word)
         elif name.isidentifier():
             self._set(name, text)
         else:
-            shown = open_values.said(f"{name}={text}")
-            self.remarks.append(f"line {at}: what {shown} sets is not known: give it as NAME=VALUE in front of --")
+            shown = open_values.as_written(f"{name}={text}")
+            self.remarks.append(f"line {at}: the name in {shown} is unknown: give it as NAME=VALUE before --")
 
     def _set(self, name: str, value: Value) -> None:
         if name not in self.fixed:
@@ -261,7 +274,7 @@ class _Reader:
         elif name == "eval":
             self._again(" ".join(fields[1:]), at)
         elif name in ("source", "."):
-            self.remarks.append(f"line {at}: {' '.join(map(open_values.said, fields[:2]))} is not looked into")
+            self.remarks.append(f"line {at}: {' '.join(map(open_values.as_written, fields[:2]))} is not read")
         elif name in self.functions:
             self._call(name, fields[1:], at)
         elif not self._inner(fields, at):
@@ -270,7 +283,7 @@ class _Reader:
 
     def _call(self, name: str, arguments: Sequence[str], at: int) -> None:
         if self.depth >= _MOST_CALLS:
-            self.remarks.append(f"line {at}: {name} calls itself; no further")
+            self.remarks.append(f"line {at}: {name} calls itself more than {_MOST_CALLS} times; the rest is skipped")
             return
         before, self.values.positional = self.values.positional, list(arguments)
         self.depth += 1
@@ -279,7 +292,7 @@ class _Reader:
         self.values.positional = before
 
     def _inner(self, fields: tuple[str, ...], at: int) -> bool:
-        """The commands of srun bash -c "...", each with what stands in front of the shell; False for other words."""
+        """Record the commands of srun bash -c "...", each after the words before the shell; False for other words."""
         place = next((i for i, field in enumerate(fields) if PurePosixPath(field).name in _SHELLS), None)
         if place is None:
             return False
@@ -292,7 +305,7 @@ class _Reader:
         return True
 
     def _again(self, text: str, at: int) -> None:
-        """Commands in a text; marks in it stand as they are."""
+        """Interpret the commands in a string; marks in it are kept."""
         if self.depth < _MOST_CALLS:
             self.depth += 1
             self.block(parse(text, at))

@@ -1,4 +1,7 @@
-"""The commands of a script, in the order and under the conditions in which it has them."""
+"""Syntax tree of a shell script, and its parser.
+
+Tested in ``tests/tools/translation/test_shell_reader.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ from megapar.tools.translation.shell.words import Lexer, Operator, SyntaxProblem
 
 @dataclass(frozen=True)
 class Simple:
-    """A command: its words. document: the text behind ``<<`` in its last line."""
+    """A simple command.
+
+    Attributes:
+        words: The words, assignments included.
+        at: Line number.
+        document: The here-document after ``<<`` in its last line.
+    """
 
     words: tuple[Word, ...]
     at: int
@@ -19,7 +28,7 @@ class Simple:
 
 @dataclass(frozen=True)
 class Condition:
-    """``[[ ... ]]`` and ``(( ... ))``: what stands in them."""
+    """The tokens inside ``[[ ... ]]`` or ``(( ... ))``."""
 
     tokens: tuple[Token, ...]
     at: int
@@ -28,7 +37,13 @@ class Condition:
 
 @dataclass(frozen=True)
 class Joined:
-    """Commands with ``&&``, ``||`` or ``|`` in front of all but the first. negated: ``!`` in front of them all."""
+    """List of commands.
+
+    Attributes:
+        commands: (``&&``, ``||`` or ``|`` in front of the command, "" for the first; command).
+        at: Line number.
+        negated: ``!`` precedes the list.
+    """
 
     commands: tuple[tuple[str, Command], ...]
     at: int
@@ -37,7 +52,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class If:
-    """Branches of condition and body; the last one's condition is empty for else."""
+    """Branches of (condition, body); the condition of ``else`` is empty."""
 
     branches: tuple[tuple[Block, Block], ...]
     at: int
@@ -45,7 +60,7 @@ class If:
 
 @dataclass(frozen=True)
 class Loop:
-    """for: a name and words. while: a condition; until: the same, ``negated``."""
+    """A ``for`` loop with a name and words, or a ``while`` loop with a condition; ``until`` is ``negated``."""
 
     body: Block
     at: int
@@ -57,7 +72,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Case:
-    """A word, and bodies by patterns."""
+    """A ``case`` command: a word, and branches of (patterns, body)."""
 
     word: Word
     branches: tuple[tuple[tuple[Word, ...], Block], ...]
@@ -66,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Function:
-    """What a name stands for."""
+    """A function definition."""
 
     name: str
     body: Block
@@ -84,17 +99,17 @@ Block = tuple[Command, ...]
 
 
 def parse(text: str, first_line: int = 1) -> Block:
-    """The commands of a script. Raises SyntaxProblem."""
+    """Parse a script into commands. Raises SyntaxProblem if it is not valid."""
     lexer = Lexer(text, first_line)
     parser = _Parser(lexer.tokens(), lexer.documents)
     block = parser.block(())
     if parser.token is not None:
-        raise SyntaxProblem(parser.token.at, f"{parser.shown} stands where a command should")
+        raise SyntaxProblem(parser.token.at, f"{parser.shown} where a command is expected")
     return block
 
 
 class _Parser:
-    """Recursive descent over the tokens."""
+    """Recursive-descent parser over the tokens."""
 
     def __init__(self, tokens: list[Token], documents: Mapping[int, Word]) -> None:
         self.tokens = tokens
@@ -103,12 +118,12 @@ class _Parser:
 
     @property
     def token(self) -> Token | None:
-        """The next token; None at the end."""
+        """Next token; None at the end."""
         return self.tokens[self.place] if self.place < len(self.tokens) else None
 
     @property
     def shown(self) -> str:
-        """The next token for people and for comparison: an operator, or a plain word."""
+        """Next token as a string, for messages and comparisons: an operator or a plain word."""
         token = self.token
         if token is None:
             return "the end"
@@ -122,14 +137,14 @@ class _Parser:
         return False
 
     def need(self, text: str, at: int) -> None:
-        """Take ``text``; raises SyntaxProblem where something else stands."""
+        """Take ``text``. Raises SyntaxProblem if the next token is something else."""
         while self.take("\n", ";"):
             pass
         if not self.take(text):
-            raise SyntaxProblem(at, f"{text} is missing for what begins here, before {self.shown!r}")
+            raise SyntaxProblem(at, f"{text} is missing for the command that begins here, before {self.shown!r}")
 
     def block(self, ends: tuple[str, ...]) -> Block:
-        """Commands up to one of ``ends``, which is not taken."""
+        """Parse commands up to one of ``ends``, which is not taken."""
         found: list[Command] = []
         while True:
             while self.take("\n", ";", "&"):
@@ -141,7 +156,7 @@ class _Parser:
             found.append(self.joined())
 
     def joined(self) -> Command:
-        """Commands that hang together."""
+        """Parse commands that are joined by ``&&``, ``||`` or ``|``."""
         at = self.token.at if self.token is not None else 0
         negated = self.take("!")
         commands = [("", self.command())]
@@ -154,7 +169,7 @@ class _Parser:
         return commands[0][1] if len(commands) == 1 and not negated else Joined(tuple(commands), at, negated)
 
     def command(self) -> Command:
-        """One command."""
+        """Parse one command."""
         token = self.token
         assert token is not None
         at, shown = token.at, self.shown
@@ -197,7 +212,7 @@ class _Parser:
             words.append(self.token)
             self.place += 1
         if not words:
-            raise SyntaxProblem(at, f"{self.shown!r} stands where a command should")
+            raise SyntaxProblem(at, f"{self.shown!r} where a command is expected")
         return Simple(tuple(words), at, self.documents.get(words[-1].at))
 
     def _test(self, opening: str, at: int) -> Command:

@@ -1,4 +1,8 @@
-"""What the words of a script come to: variables, arrays, defaults and arithmetic; a mark for what it does not hold."""
+"""Expansion of the words of a script: variables, arrays, defaults and arithmetic.
+
+Values that the script does not contain become marks (``open_values``). Tested in
+``tests/tools/translation/test_shell_reader.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _INTEGERS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # towards zero, as a shell does
+    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # toward zero, like a shell
     ast.Mod: lambda a, b: a - b * int(a / b),
     ast.Pow: lambda a, b: a**b if 0 <= b < 64 else _refuse(),
 }
@@ -38,14 +42,14 @@ def _refuse() -> int:
 
 
 class Values:
-    """Variables by name, and what stands for the script's own arguments."""
+    """Variables of a script by name, and its positional arguments."""
 
     def __init__(self, assigned: Mapping[str, str], positional: Sequence[str]) -> None:
         self.named: dict[str, Value] = dict(assigned)
         self.positional = list(positional)
 
     def fields(self, word: Word) -> list[str]:
-        """The words that a word comes to: none, one or, where a variable is not quoted, many."""
+        """Expand a word into fields: none, one or, if a variable is not quoted, several."""
         found: list[str] = []
         current: str | None = None
         for part in word.parts:
@@ -62,7 +66,7 @@ class Values:
         return found if current is None else [*found, current]
 
     def text(self, word: Word) -> str:
-        """The one text that a word comes to where nothing is split, as in an assignment."""
+        """Expand a word without splitting, as in an assignment."""
         texts = []
         for part in word.parts:
             value = self._value(part)
@@ -70,7 +74,7 @@ class Values:
         return "".join(texts)
 
     def _part(self, part: Fragment) -> tuple[list[str | None], bool]:
-        """(pieces, all in one). None at an end is a blank there, between this part and the next."""
+        """Return (pieces, True if they are not split). None at an end is a blank before or after this part."""
         value = self._value(part)
         if isinstance(value, str):
             if part.quoted or part.kind == TEXT:
@@ -97,7 +101,7 @@ class Values:
         return self._parameter(part.text)
 
     def get(self, name: str) -> Value | None:
-        """A variable, or one of the script's arguments; None where the script does not hold it."""
+        """Return a variable or an argument of the script; None if the script does not contain it."""
         if name in ("@", "*"):
             return list(self.positional)
         if name == "#":
@@ -112,7 +116,7 @@ class Values:
         if found is None:
             return open_values.mark(f"${{{text}}}")
         counted, name, index, rest = found.groups()
-        if name == "!" and rest:  # by a name that another variable holds
+        if name == "!" and rest:  # indirect: another variable contains the name
             other = self.get(rest)
             known = isinstance(other, str) and other.isidentifier()
             return self._parameter(str(other)) if known else open_values.mark(f"${{{text}}}")
@@ -153,11 +157,11 @@ class Values:
         return open_values.mark(f"${{{text}}}")
 
     def _inner(self, text: str) -> str:
-        """The text of a default."""
+        """Expand the text of a default."""
         return " ".join(self.text(word) for word in words_of(text))
 
     def arithmetic(self, text: str) -> str:
-        """The whole number that an expression comes to."""
+        """Evaluate an integer expression."""
         missing = False
 
         def number(found: re.Match[str]) -> str:
@@ -176,7 +180,7 @@ class Values:
 
 
 def _fields(text: str) -> list[str]:
-    """Split at blanks, but not within what is open."""
+    """Split at blanks, but not inside marks."""
     marks = open_values.marks(text)
     for place, one in enumerate(marks):
         text = text.replace(one, f"\ue002{place}\ue002", 1)
@@ -185,7 +189,7 @@ def _fields(text: str) -> list[str]:
 
 
 def _trimmed(value: str, operator: str, pattern: str) -> str:
-    """Without the shortest (one sign) or longest part that fits, at the front (#) or at the end (%)."""
+    """Remove the shortest (one character) or longest match of the pattern, at the front (#) or at the end (%)."""
     places = range(len(value) + 1)
     if operator[0] == "#":
         fits = [place for place in places if fnmatch.fnmatchcase(value[:place], pattern)]
@@ -195,7 +199,7 @@ def _trimmed(value: str, operator: str, pattern: str) -> str:
 
 
 def _counted(expression: str) -> int:
-    """The value of whole numbers and operators; raises what an expression of another kind deserves."""
+    """Evaluate integers and operators. Raises ValueError, KeyError or SyntaxError for other expressions."""
     return _node(ast.parse(expression.replace("/", "//"), mode="eval").body)
 
 

@@ -1,4 +1,7 @@
-"""The words of a shell script, with what is quoted in them and what stands for something else."""
+"""Lexer of shell scripts: words with their quoted parts and expansions.
+
+Tested in ``tests/tools/translation/test_shell_reader.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _BREAKS = " \t\n;&|()<>"
 
 
 class SyntaxProblem(ValueError):
-    """The script cannot be read from line ``at`` on."""
+    """The script cannot be parsed, starting at line ``at``."""
 
     def __init__(self, at: int, message: str) -> None:
         super().__init__(f"line {at}: {message}")
@@ -25,7 +28,7 @@ class SyntaxProblem(ValueError):
 
 @dataclass(frozen=True)
 class Fragment:
-    """A piece of a word. kind: text as it is, or what a $ stands in front of."""
+    """Part of a word. ``kind`` is literal text or one of the expansions with ``$``."""
 
     kind: str
     text: str
@@ -34,7 +37,15 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Word:
-    """A word. array: the elements of ``name=(...)``, or of ``name+=(...)`` with ``more``."""
+    """A word of a command.
+
+    Attributes:
+        parts: Fragments of the word.
+        at: Line number.
+        array: Elements of ``name=(...)``, or of ``name+=(...)`` if ``more``; None for other words.
+        name: Name of the array.
+        more: The elements are appended.
+    """
 
     parts: tuple[Fragment, ...]
     at: int
@@ -44,14 +55,14 @@ class Word:
 
     @property
     def plain(self) -> str:
-        """The text of a word that is nothing but unquoted text; empty for others."""
+        """Text of a word that consists of unquoted literal text only; empty for other words."""
         one = len(self.parts) == 1 and self.parts[0].kind == TEXT and not self.parts[0].quoted
         return self.parts[0].text if one and self.array is None else ""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What stands between commands."""
+    """Separator between commands."""
 
     text: str
     at: int
@@ -61,17 +72,17 @@ Token = Word | Operator
 
 
 class Lexer:
-    """Text to tokens; redirections, comments and here-documents are left out."""
+    """Converts a script to tokens. Redirections and comments are dropped; here-documents are kept separately."""
 
     def __init__(self, text: str, first_line: int = 1) -> None:
-        self.text = text.replace("\r\n", "\n").replace("\\\n", "\x00")  # a zero byte counts the line, no more
+        self.text = text.replace("\r\n", "\n").replace("\\\n", "\x00")  # a NUL only counts the line
         self.place = 0
         self.line = first_line
-        self.pending: list[tuple[int, str, bool, bool]] = []  # line, mark, without tabs, as it stands
-        self.documents: dict[int, Word] = {}  # by the line that has <<
+        self.pending: list[tuple[int, str, bool, bool]] = []  # line, delimiter, strips tabs, is literal
+        self.documents: dict[int, Word] = {}  # line with << -> here-document
 
     def tokens(self, end: str = "") -> list[Token]:
-        """Tokens up to the end, or to an unquoted ``end``, which is taken."""
+        """Return the tokens up to the end of the script or to an unquoted ``end``, which is taken."""
         found: list[Token] = []
         while self.place < len(self.text):
             char = self.text[self.place]
@@ -98,7 +109,7 @@ class Lexer:
     def _skip_comment(self) -> None:
         while self.place < len(self.text) and self.text[self.place] not in "\n\x00":
             self.place += 1
-        if self.text.startswith("\x00", self.place):  # a comment goes over no line: what continued it was in it
+        if self.text.startswith("\x00", self.place):  # a backslash in a comment does not continue it
             self.text = self.text[: self.place] + "\n" + self.text[self.place + 1 :]
 
     def _token(self) -> Token | None:
@@ -149,14 +160,14 @@ class Lexer:
             return Word((), at, elements, array[1], bool(array[2]))
         parts: list[Fragment] = []
         while self.place < len(self.text) and self.text[self.place] not in _BREAKS:
-            if self.text[self.place] == "\x00":  # the word goes on in the next line, if it does
+            if self.text[self.place] == "\x00":  # the word may continue on the next line
                 self._step()
             else:
                 parts += self._piece(quoted=False)
         return Word(tuple(parts), at)
 
     def _piece(self, quoted: bool) -> list[Fragment]:
-        """The parts that begin here, at least one character of them."""
+        """Return the fragments that begin here, at least one character."""
         char = self.text[self.place]
         if char == "'" and not quoted:
             return [Fragment(TEXT, self._until("'"), True)]
@@ -168,7 +179,7 @@ class Lexer:
             self._step()
             kept = escaped if not quoted or escaped in '$`"\\' else "\\" + escaped
             return [Fragment(TEXT, kept, True)]
-        if open_values.is_open(char):  # a command that is read again
+        if open_values.is_open(char):  # from a command that is parsed again
             whole = open_values.marks(self.text[self.place :])[0]
             self._step(len(whole))
             return [Fragment(TEXT, whole, True)]
@@ -193,12 +204,12 @@ class Lexer:
                 self._step()
                 return parts or [Fragment(TEXT, "", True)]
             parts += self._piece(quoted=True)
-        raise SyntaxProblem(at, 'a quotation that begins here has no end (")')
+        raise SyntaxProblem(at, 'the quotation that begins here does not end (")')
 
     def _until(self, mark: str) -> str:
         at, end = self.line, self.text.find(mark, self.place + 1)
         if end < 0:
-            raise SyntaxProblem(at, f"a quotation that begins here has no end ({mark})")
+            raise SyntaxProblem(at, f"the quotation that begins here does not end ({mark})")
         text = self.text[self.place + 1 : end]
         self._step(end + 1 - self.place)
         return text.replace("\x00", "\\\n" if mark == "'" else "")
@@ -228,7 +239,7 @@ class Lexer:
 
 
 def _document(text: str, at: int, plain: bool) -> Word:
-    """What is behind ``<<``; variables in it stand for their values where it is not plain."""
+    """Return the word for a here-document; variables in it are expanded unless it is ``plain``."""
     if plain:
         return Word((Fragment(TEXT, text.replace("\x00", "\\\n"), True),), at)
     try:
@@ -239,5 +250,5 @@ def _document(text: str, at: int, plain: bool) -> Word:
 
 
 def words_of(text: str) -> list[Word]:
-    """The words of a piece of a script, such as what a default stands for."""
+    """Return the words of a part of a script, such as the default of a variable."""
     return [token for token in Lexer(text).tokens() if isinstance(token, Word)]
