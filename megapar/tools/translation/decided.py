@@ -1,4 +1,7 @@
-"""What becomes of arguments whose meaning hangs on their value or on other arguments: rows ``@name`` of the tables."""
+"""Translation of arguments that depends on their value or on other arguments: rows ``@name`` of the tables.
+
+Tested in ``tests/tools/test_translate.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from megapar.tools.translation.verdict import (
 )
 from megapar.training.step.schedules import BatchSize
 
-# verdict, what to write here, reason
+# (verdict, megapar flags, reason)
 Decided = tuple[str, str, str]
 
 
@@ -48,7 +51,7 @@ def _chunks(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _ramp(given: Mapping[str, str]) -> BatchSize | None:
-    """The global batch over consumed samples; None where the script does not say it."""
+    """Return the global batch size as a function of consumed samples; None if the script does not set it."""
     final = int(_number(given, "global-batch-size", 0))
     words = given.get("rampup-batch-size", "").split()
     if final < 1:
@@ -60,7 +63,7 @@ def _ramp(given: Mapping[str, str]) -> BatchSize | None:
 
 
 def _steps(samples: float, given: Mapping[str, str], whole: Callable[[float], int] = round) -> int | None:
-    """Optimizer steps that take so many samples; None where the global batch is not said."""
+    """Return the number of optimizer steps for a number of samples; None if the global batch size is not set."""
     batch = _ramp(given)
     if batch is None:
         return None
@@ -80,7 +83,7 @@ def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     if samples and not steps:
         steps = _steps(samples, given) or 0
     if not steps:
-        return OTHER, "", "left to you: --lr-warmup-iters is a share of --lr-decay-iters, which is not said"
+        return OTHER, "", "left to you: --lr-warmup-iters is a fraction of --lr-decay-iters, which is not set"
     return RENAMED, f"--lr-warmup-iters {round(share * steps)}", ""
 
 
@@ -88,12 +91,12 @@ def _counted(ours: str, value: str, given: Mapping[str, str], whole: Callable[[f
     samples = _number({"": value}, "", -1)
     steps = _steps(samples, given, whole) if samples >= 0 else None
     if steps is None:
-        return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not said"
+        return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not set"
     return RENAMED, f"{ours} {steps}", ""
 
 
 def _samples(value: str, given: Mapping[str, str]) -> Decided:
-    return _counted("--train-iters", value, given, math.floor)  # a last batch that is not full is not trained on
+    return _counted("--train-iters", value, given, math.floor)  # an incomplete last batch is not used
 
 
 def _warmup_samples(value: str, given: Mapping[str, str]) -> Decided:
@@ -114,7 +117,7 @@ def _ramped(value: str, given: Mapping[str, str]) -> Decided:
     warmed = any(name.startswith("lr-warmup-") for name in given)
     if not warmed and given.get("lr-decay-style") == "constant":
         return SAME, f"--rampup-batch-size {value}", ""
-    reason = "the batch grows as there, but the learning rate goes by steps here and by samples there"
+    reason = "the batch size grows equally, but the learning rate follows steps in megapar, samples in Megatron-LM"
     return OTHER, f"--rampup-batch-size {value}", reason
 
 
@@ -125,15 +128,15 @@ def _tokens(value: str, given: Mapping[str, str]) -> Decided:
     verdict, ours, reason = _counted("--train-iters", str(_number({"": value}, "", 0) / length), given)
     steps = int(_number(given, "train-iters", 0))
     if ours and 0 < steps < int(ours.split()[1]):
-        return verdict, f"--train-iters {steps}", "the earlier end of both"
+        return verdict, f"--train-iters {steps}", "the earlier of both ends"
     return verdict, ours, reason
 
 
 def _iterations(value: str, given: Mapping[str, str]) -> Decided:
     if not value:
-        return LEFT, "", "no value is given"
+        return LEFT, "", "it has no value"
     if _number(given, "train-tokens", 0) > 0 and _tokens(given["train-tokens"], given)[1]:
-        return IMPLIED, "", "--train-tokens says which end is earlier"
+        return IMPLIED, "", "--train-tokens ends the run earlier"
     return SAME, f"--train-iters {value}", ""
 
 
@@ -150,21 +153,21 @@ def _attention(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _implementation(value: str, given: Mapping[str, str]) -> Decided:
-    return UNNECESSARY, "", "there is one implementation, which takes the device's fused kernels where they are"
+    return UNNECESSARY, "", "there is one implementation, which uses the fused kernels of the device"
 
 
 def _balancing(value: str, given: Mapping[str, str]) -> Decided:
     if value == "aux_loss":
-        return IMPLIED, "", "--moe-aux-loss-coeff says it"
+        return IMPLIED, "", "set by --moe-aux-loss-coeff"
     if value == "seq_aux_loss":
         return _sequence(value, given)
     if value == "noaux_tc" and "moe-router-bias-update-rate" in given:
-        return IMPLIED, "", "--moe-router-bias-update-rate says it"
+        return IMPLIED, "", "set by --moe-router-bias-update-rate"
     if value == "noaux_tc":
-        return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
+        return RENAMED, "--moe-router-bias-update-rate 1e-3", "the expert bias is updated if its rate is not 0"
     if value == "none":
         return RENAMED, "--moe-aux-loss-coeff 0", ""
-    return OTHER, "", "balancing is by auxiliary losses or by the correction bias"
+    return OTHER, "", "experts are balanced by auxiliary losses or by the expert bias"
 
 
 def _per_sample(given: Mapping[str, str]) -> bool:
@@ -173,32 +176,32 @@ def _per_sample(given: Mapping[str, str]) -> bool:
 
 def _sequence(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-aux-loss-coeff" in given:
-        return IMPLIED, "", "--moe-seq-aux-loss-coeff says it"
-    return IMPLIED, "", "no loss without its coefficient"
+        return IMPLIED, "", "set by --moe-seq-aux-loss-coeff"
+    return IMPLIED, "", "no load balancing loss without its coefficient"
 
 
 def _coefficient(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("moe-router-load-balancing-type") == "none":
-        return UNNECESSARY, "", "no loss balances the experts"
+        return UNNECESSARY, "", "there is no load balancing loss"
     if _per_sample(given):
-        return RENAMED, f"--moe-seq-aux-loss-coeff {value} --moe-aux-loss-coeff 0", "a loss per sample"
+        return RENAMED, f"--moe-seq-aux-loss-coeff {value} --moe-aux-loss-coeff 0", "load balancing loss per sample"
     return SAME, f"--moe-aux-loss-coeff {value}", ""
 
 
 def _capacity(value: str, given: Mapping[str, str]) -> Decided:
-    if "moe-model-type" in given:  # MindSpeed's own gates
+    if "moe-model-type" in given:  # MindSpeed's gates
         return SAME if value else LEFT, f"--moe-capacity-factor {value}", ""
-    reason = "what is kept weighs by all chosen experts there, and by the kept ones here"
+    reason = "weights are normalized over the kept experts, over all selected ones in Megatron-LM"
     return OTHER, f"--moe-model-type deepspeed_moe --moe-capacity-factor {value} --moe-min-capacity 1", reason
 
 
 def _drops(value: str, given: Mapping[str, str]) -> Decided:
     if not any(name.endswith("capacity-factor") for name in given):
-        return UNNECESSARY, "", "nothing is dropped without a capacity factor"
+        return UNNECESSARY, "", "no tokens are dropped without a capacity factor"
     ours = {"probs": "probs", "position": "token"}.get(value)
     if ours is None:
-        return OTHER, "", "kept are earlier tokens, earlier choices, or higher probabilities"
-    reason = "ranked by the renormalised weights there, by the scores here" if ours == "probs" else ""
+        return OTHER, "", "the drop policy keeps earlier tokens, earlier choices or higher probabilities"
+    reason = "ranked by scores, by renormalized weights in Megatron-LM" if ours == "probs" else ""
     return OTHER if reason else RENAMED, f"--moe-drop-policy {ours}", reason
 
 
@@ -206,26 +209,26 @@ def _experts(value: str, given: Mapping[str, str]) -> Decided:
     counts = set(value.split())
     if len(counts) == 1:
         return SAME, f"--num-experts {counts.pop()}", ""
-    return ANOTHER, "", "every layer has the same number of experts"
+    return ANOTHER, "", "all layers have the same number of experts"
 
 
 def _leading(value: str, given: Mapping[str, str]) -> Decided:
     if _number({"": value}, "", 0) <= 0:
-        return UNNECESSARY, "", "every layer has experts"
+        return UNNECESSARY, "", "all layers have experts"
     return RENAMED, f"--first-k-dense {value}", ""
 
 
 def _chooses(given: Mapping[str, str]) -> bool:
-    """Several experts a token, so that their weights are renormalised here."""
+    """Return True if a token has several experts, whose weights megapar renormalizes."""
     return _number(given, "moe-router-topk", 2) >= 2
 
 
 def _pre_softmax(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("moe-router-score-function") == "sigmoid":
-        return IMPLIED, "", "sigmoids are not normalised before the choice"
+        return IMPLIED, "", "sigmoid scores are not normalized before the selection"
     if not _chooses(given):
         return IMPLIED, "", "the weight of a single expert is its score"
-    return OTHER, "", "the weights of the chosen experts sum to one here; there they keep their scores"
+    return OTHER, "", "the weights of the selected experts sum to one; in the script they keep their scores"
 
 
 def _router_dtype(value: str, given: Mapping[str, str]) -> Decided:
@@ -238,9 +241,9 @@ def _optimizer(value: str, given: Mapping[str, str]) -> Decided:
     kind = value.lower()
     if kind in ("", "adam", "adamw", "fused-adam", "fused_adam", "torch-adamw"):
         if "no-decoupled-weight-decay" in given:
-            return OTHER, "", "weight decay is decoupled here (AdamW)"
-        return IMPLIED, "", "AdamW, fused where the device has it"
-    return OTHER, "", "the optimizer here is AdamW"
+            return OTHER, "", "weight decay is always decoupled (AdamW)"
+        return IMPLIED, "", "AdamW, fused if the device supports it"
+    return OTHER, "", "the optimizer is AdamW"
 
 
 def _adam(value: str, given: Mapping[str, str]) -> Decided:
@@ -251,22 +254,22 @@ def _decay_style(value: str, given: Mapping[str, str]) -> Decided:
     kind = value.lower()
     if kind in _choices("lr-decay-style"):
         return SAME if kind == value else RENAMED, f"--lr-decay-style {kind}", ""
-    return OTHER, "", f"the learning rate's decay is one of {', '.join(_choices('lr-decay-style'))}"
+    return OTHER, "", f"the learning rate decay is one of {', '.join(_choices('lr-decay-style'))}"
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    """The values of a flag of the trainers."""
+    """Return the choices of a megapar flag."""
     return tuple(str(choice) for choice in spellings()[name].flag.choices)
 
 
 def _wsd_style(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("lr-decay-style", "").lower() != "wsd":
-        return UNNECESSARY, "", "only for --lr-decay-style WSD"
+        return UNNECESSARY, "", "no effect without --lr-decay-style WSD"
     if not value:
         return RENAMED, "--lr-wsd-decay-style exponential", ""
     if value in _choices("lr-wsd-decay-style"):
         return SAME, f"--lr-wsd-decay-style {value}", ""
-    return OTHER, "", f"wsd ends in one of {', '.join(_choices('lr-wsd-decay-style'))}"
+    return OTHER, "", f"the WSD decay is one of {', '.join(_choices('lr-wsd-decay-style'))}"
 
 
 def _decay_increments(value: str, given: Mapping[str, str]) -> Decided:
@@ -274,7 +277,7 @@ def _decay_increments(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("weight-decay-incr-style", "constant") == "constant" or (start is not None and start == end):
         decay = start or given.get("weight-decay", "0.01")
         return RENAMED, f"--weight-decay {decay}", "constant"
-    return OTHER, "", "the weight decay is constant here"
+    return OTHER, "", "the weight decay is constant"
 
 
 def _scales(given: Mapping[str, str]) -> bool:
@@ -283,15 +286,15 @@ def _scales(given: Mapping[str, str]) -> bool:
 
 def _loss_scale(value: str, given: Mapping[str, str]) -> Decided:
     if not _scales(given):
-        return UNNECESSARY, "", "the loss is scaled in fp16 only"
+        return UNNECESSARY, "", "the loss is scaled only with fp16"
     return SAME, f"--initial-loss-scale {value}", ""
 
 
 def _fixed_scale(value: str, given: Mapping[str, str]) -> Decided:
     if not _scales(given):
-        return UNNECESSARY, "", "the loss is scaled in fp16 only"
+        return UNNECESSARY, "", "the loss is scaled only with fp16"
     ours = f"--initial-loss-scale {value} --min-loss-scale {value}"
-    return OTHER, ours, "the scale moves here, between this value and larger ones"
+    return OTHER, ours, "the scale is dynamic, with this value as its minimum"
 
 
 def _first_loss_scale(value: str, given: Mapping[str, str]) -> Decided:
@@ -314,41 +317,41 @@ def _per_layer(value: str, given: Mapping[str, str]) -> Decided:
 
 def _mtp_weight(value: str, given: Mapping[str, str]) -> Decided:
     if not _number(given, "mtp-num-layers", 0):
-        return UNNECESSARY, "", "no token after the next is predicted"
+        return UNNECESSARY, "", "there is no multi-token prediction"
     return RENAMED, "--mtp-loss-weight 0.1", ""
 
 
 def _per_token(value: str, given: Mapping[str, str]) -> Decided:
     if "eod-mask-loss" in given:
-        return OTHER, "", "each micro-batch weighs the same there, each counted token here"
-    return IMPLIED, "", "micro-batches have equally many tokens"
+        return OTHER, "", "tokens have equal weight, micro-batches in Megatron-LM"
+    return IMPLIED, "", "all micro-batches have the same number of tokens"
 
 
 def _skipped(given: Mapping[str, str]) -> int:
-    """Layers that a script counts and leaves empty."""
+    """Return the number of empty layers (no-ops) that a script counts as layers."""
     return len([layer for layer in given.get("noop-layers", "").split(",") if layer])
 
 
 def _noop(value: str, given: Mapping[str, str]) -> Decided:
-    return IMPLIED, "--pp-seg-method balanced", "--num-layers counts layers that are there, shared out over the stages"
+    return IMPLIED, "--pp-seg-method balanced", "--num-layers counts real layers, which are distributed over the stages"
 
 
 def _layers(value: str, given: Mapping[str, str]) -> Decided:
     skipped = _skipped(given)
     if not skipped or not value.isdigit():
         return SAME, f"--num-layers {value}", ""
-    return RENAMED, f"--num-layers {int(value) - skipped}", f"without {skipped} empty ones"
+    return RENAMED, f"--num-layers {int(value) - skipped}", f"without {skipped} empty layers"
 
 
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
     if megatron_values.mp_ranks(given) == 1:
-        return UNNECESSARY, "", "one mp rank has the whole sequence"
+        return UNNECESSARY, "", "a single mp rank has the whole sequence"
     return SAME, "--sequence-parallel", ""
 
 
 def _algorithm(value: str, given: Mapping[str, str]) -> Decided:
     if _number(given, "context-parallel-size", _number(given, "cp-degree")) == 1:
-        return UNNECESSARY, "", "one cp rank has the whole sequence"
+        return UNNECESSARY, "", "a single cp rank has the whole sequence"
     return SAME, f"--context-parallel-algo {value}", ""
 
 
@@ -358,7 +361,7 @@ def _shares(value: str) -> list[float]:
 
 
 def _holds_out(given: Mapping[str, str]) -> bool:
-    """Something is left for evaluations."""
+    """Return True if some data are held out for evaluation."""
     if "mock-data" in given or "split" not in given:
         return True
     return sum(_shares(given["split"])[1:2]) > 0
@@ -366,9 +369,9 @@ def _holds_out(given: Mapping[str, str]) -> bool:
 
 def _split(value: str, given: Mapping[str, str]) -> Decided:
     if "mock-data" in given:
-        return UNNECESSARY, "", "random tokens are held out on their own"
+        return UNNECESSARY, "", "mock data have a separate validation set"
     if "valid-data-path" in given or "eval-data-path" in given:
-        return UNNECESSARY, "", "held-out data have a path of their own"
+        return UNNECESSARY, "", "validation data have a separate path"
     return SAME, "--split " + value.strip("'\""), ""
 
 
@@ -386,18 +389,18 @@ def _usual_eval_iters(value: str, given: Mapping[str, str]) -> Decided:
 
 def _usual_eval_interval(value: str, given: Mapping[str, str]) -> Decided:
     if "eval-iters" in given:
-        return IMPLIED, "", "said with --eval-iters"
+        return IMPLIED, "", "set with --eval-iters"
     return RENAMED, "--eval-interval 0", "no evaluation during training"
 
 
 def _held_out_path(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
         return UNNECESSARY, "", "nothing is evaluated"
-    return RENAMED, f"--eval-data-path {value}", "held-out data"
+    return RENAMED, f"--eval-data-path {value}", "validation data"
 
 
 def _test_path(value: str, given: Mapping[str, str]) -> Decided:
-    return UNSUPPORTED, "", "one held-out set; another one is evaluated by a run with --eval-data-path of its own"
+    return UNSUPPORTED, "", "there is one validation set; evaluate another with a run that sets --eval-data-path"
 
 
 def _evaluates(given: Mapping[str, str]) -> bool:
@@ -436,10 +439,10 @@ def _one_node(given: Mapping[str, str]) -> bool:
 def _rendezvous(value: str, given: Mapping[str, str]) -> Decided:
     address, port = given.get("master-addr"), given.get("master-port")
     if _one_node(given):
-        return UNNECESSARY, "", "one node meets nobody"
+        return UNNECESSARY, "", "a single node needs no rendezvous"
     if not address or not port:
         missing = "--master_port" if address else "--master_addr"
-        return LEFT, "", f"--rdzv-endpoint is address and port, and there is no {missing}"
+        return LEFT, "", f"--rdzv-endpoint needs address and port, but {missing} is not set"
     return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
 
 
@@ -452,7 +455,7 @@ def _loading(value: str, given: Mapping[str, str]) -> Decided:
 def _node_rank(value: str, given: Mapping[str, str]) -> Decided:
     if _one_node(given):
         return UNNECESSARY, "", "there is one node"
-    return LEFT, "", "--node-rank is each node's own"
+    return LEFT, "", "--node-rank is different on every node"
 
 
 def _ranks_here(value: str, given: Mapping[str, str]) -> Decided:
@@ -468,8 +471,8 @@ def _listed(value: str, given: Mapping[str, str]) -> Decided:
 
 def _positions(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given:
-        return IMPLIED, "", "rope learns no positions"
-    return ANOTHER, "", "positions are rope or learned"
+        return IMPLIED, "", "RoPE has no learned positions"
+    return ANOTHER, "", "position embeddings are RoPE or learned"
 
 
 DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
@@ -528,7 +531,7 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "node_rank": _node_rank,
     **megatron_values.DECIDED,
 }
-# Those whose argument decides what is trained, so that a value that a script leaves open does as well.
+# Functions whose argument affects the training. If the script leaves its value open, the training is undecided.
 DECIDING = frozenset(DECIDED) - {
     "rendezvous",
     "ranks_here",

@@ -1,4 +1,7 @@
-"""What becomes of arguments of Megatron-DeepSpeed that are no flags here: rows as in ``megatron`` and ``features``."""
+"""Translation table for arguments of Megatron-DeepSpeed, with rows as in ``megatron`` and ``features``.
+
+Tested in ``tests/tools/translation/test_megatron_tables.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,91 +16,91 @@ topk | --moe-router-topk {value} |
 moe-expert-parallel-size | --ep-degree {value} |
 enable-expert-tensor-parallelism | @experts_over_mp |
 moe-train-capacity-factor | --moe-model-type deepspeed_moe --moe-capacity-factor {value} |
-disable-moe-token-dropping | --moe-model-type megatron_moe | no token is dropped
+disable-moe-token-dropping | --moe-model-type megatron_moe | no tokens are dropped
 expert-interval | @expert_interval |
 mlp-type | @mlp_type |
 disable-moe-top2-2nd-expert-sampling | @no_sampling |
-ds-sequence-parallel-size | @heads_sent | heads travel by all-to-all
+ds-sequence-parallel-size | @heads_sent | all-to-all over attention heads
 override-lr-scheduler | @overridden |
 rotary-position-embeddings-theta | --rope-theta {value} |
 enable-zbh1-pipeline | --pp-schedule zero_bubble |
 partition-activations distribute-checkpointed-activations | --recompute-partition | for recomputed units
 deepspeed-activation-checkpointing | --recompute-interval 1 | every layer
-cpu-optimizer | --optimizer-offload | its state and masters
+cpu-optimizer | --optimizer-offload | optimizer state and master weights
 checkpoint-in-cpu | --recompute-offload | for recomputed units
 load-tag | @load_tag |
 lr-warmup-tokens | @warmup_tokens |
 lr-decay-tokens | @decay_tokens |
-zero-stage | @zero | the optimizer's stage is a flag, sharding ranks are --sharding-degree
-train-tokens | @tokens | runs are counted in steps
+zero-stage | @zero | the ZeRO stage; the number of ranks is --sharding-degree
+train-tokens | @tokens | run lengths are given in steps
 train-iters | @iterations |
 """
 
 _IMPLIED = """
-create-moe-param-group | | experts' optimizer state is sharded over the ranks that hold them
+create-moe-param-group | | the optimizer state of experts is sharded over the ranks that hold them
 use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder | | fused attention is the default
-enable-zbh1-exact-semantics | | every schedule has the numbers of one process
+enable-zbh1-exact-semantics | | every schedule computes the numbers of a single process
 overlap-p2p-communication | | sends never block
-no-log-learnig-rate-to-tensorboard no-log-loss-scale-to-tensorboard | | always written
-torch-adam ds-fused-adam | | AdamW, fused where the device has it
+no-log-learnig-rate-to-tensorboard no-log-loss-scale-to-tensorboard | | always logged
+torch-adam ds-fused-adam | | AdamW, fused if the device supports it
 """
 
 _UNNECESSARY = """
-deepspeed-config deepscale-config | | what its file says are flags: ZeRO stage, fp16 or bf16, batch sizes, offload
-deepspeed deepscale deepspeed-mpi | | there is no second engine
-no-pipeline-parallel | | one stage where --pp-degree is 1
-force-ds-sequence-parallel | | --cp-degree says it
-disable-mem-efficient-ln | | norms keep their input only
-mmap-warmup | | files are mapped and read ahead of the step
-ddp-impl | | gradients are reduced by sharding
-profile-steps | | --profile names them
+deepspeed-config deepscale-config | | its settings are flags: ZeRO stage, fp16 or bf16, batch sizes, offload
+deepspeed deepscale deepspeed-mpi | | there is no separate engine
+no-pipeline-parallel | | --pp-degree 1 is a single stage
+force-ds-sequence-parallel | | set by --cp-degree
+disable-mem-efficient-ln | | norms save only their input
+mmap-warmup | | files are memory-mapped and prefetched
+ddp-impl | | sharding reduces gradients
+profile-steps | | set by --profile
 """
 
 _OTHER = """
-embedding-weights-in-fp32 | | the embedding has the compute dtype
-use-tutel | | the capacity of experts is by --moe-model-type deepspeed_moe, without Tutel's limits
+embedding-weights-in-fp32 | | the embedding uses the compute dtype
+use-tutel | | capacity is set with --moe-model-type deepspeed_moe, without Tutel's limits
 """
 
 _ANOTHER = """
-num-experts-switch | | the Switch transformer's own layer is not built; --num-experts with --moe-router-topk 1 is near
+num-experts-switch | | Switch Transformer layers are not supported; --num-experts with --moe-router-topk 1 is similar
 """
 
 _FEATURES = """
-other numbers | distillation is not built
+other numbers | distillation is not supported
     num-layers-teacher num-experts-teacher hidden-size-teacher num-attention-heads-teacher mos kd kd-alpha-ce
     kd-beta-ce kd-temp load-teacher
-other numbers | curriculum learning by length and random layer token drop are not built
+other numbers | curriculum learning by length and random layer token drop are not supported
     curriculum-learning-legacy curriculum-learning data-efficiency-curriculum-learning random-ltd
-other numbers | a run has --train-iters steps, and an epoch ends where it does
+other numbers | the run length is --train-iters; epochs do not end a run
     train-data-exact-num-epochs
-other numbers | a checkpoint goes on where it was saved; --finetune starts at step 0
+other numbers | a checkpoint resumes at its step; --finetune starts at step 0
     reset-iteration no-load-lr-state
-unsupported | generation is not training: export with --save-hf and serve the folder with an inference engine
+unsupported | megapar does not generate: export with --save-hf and use an inference engine
     ds-inference inference
-unsupported | sizes of ZeRO's buckets; here segments: --sharding-segment-strategy, --segment-broadcast-MB
+unsupported | bucket sizes are set by --sharding-segment-strategy and --segment-broadcast-MB
     zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size
-unsupported | nothing is kept on NVMe, and parameters not on the host; --optimizer-offload keeps optimizer state there
+unsupported | no offload to NVMe or of parameters; --optimizer-offload keeps optimizer state on the host
     remote-device use-pin-memory
-unsupported | linear layers are whole on a rank or cut over mp ranks, never tiled
+unsupported | linear layers are sharded over mp ranks or whole, never tiled
     memory-centric-tiled-linear tile-factor split-transformers scattered-embeddings
-unsupported | attention over a very long sequence is cut over cp ranks, not streamed from the host
+unsupported | long sequences are sharded over cp ranks, not streamed from the host
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
-unsupported | recomputed units keep their inputs each by itself, and the host never waits for a layer
+unsupported | recomputed units save their inputs separately, and the host never waits for a layer
     contigious-checkpointing synchronize-each-layer profile-backward
-unsupported | a checkpoint's files are written by a thread under the steps that follow (docs/checkpoints.md)
+unsupported | a thread writes checkpoints during the following steps (docs/checkpoints.md)
     checkpoint-io-buffer-size checkpoint-data-parallel aio-intra-op-parallelism checkpoint-writer-decoupled
-unsupported | DeepSpeed's checkpoints are not read; ours load on any layout, and there is megapar convert
+unsupported | DeepSpeed checkpoints cannot be read; megapar's load on any layout (megapar convert)
     universal-checkpoint
-unsupported | SIGTERM saves and stops a run; a file does not
+unsupported | SIGTERM saves a checkpoint and stops the run; a file does not
     kill-switch-file
-unsupported | samples are closed formulas of seed and number, without index files
+unsupported | the order of samples is a formula of the seed, without index files
     train-idx-path train-desc-path train-doc-idx-path train-sample-idx-path train-shuffle-idx-path use-dataset-only
     return-data-index repeated-dataloader
-unsupported | files are read by their paths; object stores are mounted
+unsupported | files are read by path; mount object stores
     aml-data-download-path
-unsupported | moments are not written to TensorBoard
+unsupported | optimizer moments are not written to TensorBoard
     log-optimizer-states-to-tensorboard
-unsupported | evaluations have the capacity of the training
+unsupported | evaluations use the capacity factor of the training
     moe-eval-capacity-factor
 """
 
@@ -109,7 +112,7 @@ ROWS: dict[str, Foreign] = {
     **rows(_IMPLIED, IMPLIED),
     **rows(_RENAMED, RENAMED),
 }
-# Where it differs from Megatron-LM. Source: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed (207b2d5a).
+# Defaults that differ from Megatron-LM's. Source: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed (207b2d5a).
 DEFAULTS: Mapping[str, Foreign] = defaults("""
 topk | @deepspeed_topk |
 expert-interval | @usual_expert_interval |

@@ -1,7 +1,7 @@
-"""What scripts of Megatron-LM mean where they say nothing, and trainers here do not.
+"""Defaults of Megatron-LM that differ from megapar's.
 
 Source: NVIDIA/Megatron-LM, megatron/training/arguments.py, megatron/training/config/training_config.py and
-megatron/core/optimizer/optimizer_config.py of 2026.
+megatron/core/optimizer/optimizer_config.py of 2026. Tested in ``tests/tools/translation/test_megatron_tables.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ swiglu activation squared-relu quick-geglu fused-swiglu geglu | --activation gel
 add-bias-linear disable-bias-linear no-add-bias-linear | --add-bias-linear |
 attention-dropout | --attention-dropout 0.1 |
 hidden-dropout | --hidden-dropout 0.1 |
-depth-scaled-init no-depth-scaled-init | --depth-scaled-init | output projections are drawn with std / sqrt(2 layers)
-moe-aux-loss-coeff moe-loss-coeff | @no_balance | no balance loss without its coefficient
+depth-scaled-init no-depth-scaled-init | --depth-scaled-init | output projections start with std / sqrt(2 x layers)
+moe-aux-loss-coeff moe-loss-coeff | @no_balance | no load balancing loss without its coefficient
 moe-router-load-balancing-type | @per_layer |
 mtp-loss-scaling-factor | @mtp_weight |
 calculate-per-token-loss | @per_token |
@@ -29,7 +29,7 @@ weight-decay start-weight-decay | --weight-decay 0.01 |
 lr-decay-style | --lr-decay-style linear |
 lr-wsd-decay-style | @wsd_style |
 bf16 fp16 dtype | --dtype fp32 | neither --bf16 nor --fp16
-initial-loss-scale loss-scale | @first_loss_scale | where the loss is scaled
+initial-loss-scale loss-scale | @first_loss_scale | applies if the loss is scaled
 micro-batch-size | | the framework has no default either
 seq-length encoder-seq-length | | the framework has no default either
 hidden-size | | the framework has no default either

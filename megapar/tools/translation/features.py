@@ -1,7 +1,8 @@
-"""Features of Megatron-LM that megapar has not: a verdict and a reason for each, then its arguments.
+"""Features of Megatron-LM that megapar does not have: a verdict and a reason for each, then its arguments.
 
-``another model``: a part of the network is missing. ``other numbers``: the same network, trained otherwise.
-``unsupported``: nothing that changes a number. ``unnecessary``: a detail of what is said elsewhere, or does not exist.
+``another model``: a part of the network is missing. ``other numbers``: the same network, trained differently.
+``unsupported``: does not change any number. ``unnecessary``: an option of another argument or of a missing feature.
+Tested in ``tests/tools/translation/test_megatron_tables.py``.
 """
 
 from __future__ import annotations
@@ -9,158 +10,158 @@ from __future__ import annotations
 from megapar.tools.translation.verdict import ANOTHER, OTHER, UNNECESSARY, UNSUPPORTED, Foreign
 
 _ATTENTION = """
-another model | latent attention (MLA) is not built
+another model | multi-latent attention (MLA) is not supported
     multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
     attention-latent-norm-epsilon original-max-position-embeddings
-another model | the output projection of attention is one whole matrix, not grouped or low-rank
+another model | the output projection of attention is a full matrix, not grouped or low-rank
     output-projection-groups output-projection-lora-rank
-another model | sparse attention behind an indexer (DSA) is not built
+another model | sparse attention with an indexer (DSA) is not supported
     experimental-attention-variant dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-topk-freq
     dsa-indexer-skip-topk-offset dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss dsa-indexer-rope-interleaved
     dsa-indexer-k-norm-fp32 dsa-indexer-k-norm-epsilon no-dsa-indexer-rotate-activation
     disable-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu disable-dsa-indexer-scoring-relu
-another model | compressed sparse attention (DeepSeek-V4) is not built
+another model | compressed sparse attention (DeepSeek-V4) is not supported
     csa-window-size csa-compress-ratios csa-compress-rotary-base csa-dense-mode
-another model | linear attention (gated delta net) is not built
+another model | linear attention (gated DeltaNet) is not supported
     linear-attention-type linear-attention-freq linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim
     linear-num-key-heads linear-num-value-heads gdn-conv-pad-alignment
-another model | every layer attends: state-space (Mamba) and hybrid stacks are not built
+another model | state-space (Mamba) and hybrid models are not supported
     hybrid-layer-pattern hybrid-override-pattern hybrid-attention-pattern mtp-hybrid-override-pattern is-hybrid-model
     mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads mamba-training-ssm-states-dtype
     hybrid-attention-ratio hybrid-mlp-ratio
-another model | attention sees everything before it: windows are not built
+another model | sliding-window attention is not supported
     window-size window-attn-skip-freq
-another model | output gates on attention heads are not built
+another model | output gates of attention heads are not supported
     attention-output-gate head-wise-attn-gate
-another model | --qk-norm is an RMSNorm with a weight; the L2 norm without one is not built
+another model | --qk-norm is an RMSNorm with a weight; the L2 norm without a weight is not supported
     qk-l2-norm
-another model | rope has one base for all layers, and positions as they are
+another model | RoPE has one base for all layers, without scaled positions
     rotary-base-per-layer no-rope-freq rotary-seq-len-interpolation-factor use-rope-scaling
     yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow mrope-section mrope-interleaved
     yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int
-another model | positions are rope or learned, not relative biases
+another model | position embeddings are RoPE or learned, not relative biases
     relative-attention-num-buckets relative-attention-max-distance
-other numbers | weights of queries and keys are not clipped
+other numbers | the weights of queries and keys are not clipped
     qk-clip qk-clip-alpha qk-clip-threshold
-unnecessary | a fused kernel or a cache of an attention that is not built
+unnecessary | a kernel or cache of an attention variant that is not supported
     cache-mla-latents mla-down-proj-fusion dsa-kernel-backend apply-dsa-kernel-fusion gdn-pre-gated-delta-rule-fusion
     disable-mamba-mem-eff-path linear-cp-mode cp-partition-mode
 """
 
 _LAYERS = """
-another model | activations are swiglu and gelu
+another model | activation functions are SwiGLU and GELU
     squared-relu quick-geglu glu-linear-offset activation-func-clamp-value
-other numbers | --activation gelu is the exact one, by erf; this is its approximation by tanh
+other numbers | --activation gelu is exact (erf); this is the tanh approximation
     openai-gelu
-another model | norms stand in front of attention and MLP
+another model | norms precede attention and MLP (pre-norm)
     apply-residual-connection-post-layernorm
-another model | hyper-connections (several residual streams) are not built
+another model | hyper-connections (several residual streams) are not supported
     enable-hyper-connections num-residual-streams mhc-sinkhorn-iterations mhc-init-gating-factor
-unnecessary | a kernel or the memory of hyper-connections, which are not built
+unnecessary | a kernel or memory option of hyper-connections, which are not supported
     use-fused-mhc mhc-recompute-layer-num
-another model | shared experts have no gate of their own
+another model | shared experts have no gate
     moe-shared-expert-gate
-another model | experts work on the hidden state itself, not on a projection of it
+another model | experts process the hidden state, not a projection of it
     moe-latent-size moe-use-norm-before-up-proj
-another model | an expert's output is weighted, not its input
+another model | router weights scale the outputs of experts, not their inputs
     moe-apply-probs-on-input
-another model | experts follow the attention of their own layer, without a shortcut around it
+another model | experts follow the attention of their layer, without a shortcut connection
     moe-shortcut-connection
-another model | experts are chosen by a router in every layer with experts, not by a hash of the token
+another model | a router selects the experts in every MoE layer, not a hash of the token
     moe-n-hash-layers actual-vocab-size
-another model | the multi-token prediction block is one of its own, trained with the rest
+another model | the multi-token prediction block is separate and trained with the model
     mtp-use-repeated-layer mtp-detach-heads
-another model | all layers are alike but for leading dense ones (--first-k-dense)
+another model | all layers are alike, except for leading dense layers (--first-k-dense)
     heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
-another model | BERT's objective; the encoder here is ERNIE's, by pretrain_ernie.py
+another model | BERT's objective; megapar's encoder is ERNIE (pretrain_ernie.py)
     bert-no-binary-head mask-prob short-seq-prob
-another model | encoder-decoder models (T5) are not built
+another model | encoder-decoder models (T5) are not supported
     decoder-seq-length pipeline-model-parallel-split-rank
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
-another model | vision models are not built
+another model | vision models are not supported
     num-classes img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding
     head-lr-mult
     vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor
     iter-per-epoch dino-local-img-size dino-local-crops-number dino-head-hidden-size dino-bottleneck-size
     dino-freeze-last-layer dino-norm-last-layer dino-warmup-teacher-temp dino-teacher-temp
     dino-warmup-teacher-temp-epochs
-another model | retrievers (ICT, REALM) are not built
+another model | retrievers (ICT, REALM) are not supported
     ict-head-size biencoder-projection-dim biencoder-shared-query-context-model ict-load bert-load titles-data-path
     query-in-block-prob use-one-sent-docs evidence-data-path retriever-report-topk-accuracies retriever-score-scaling
     retriever-seq-length block-data-path embedding-path indexer-batch-size indexer-log-interval
-another model | retrieval inside the decoder (Retro) is not built
+another model | retrieval inside the decoder (Retro) is not supported
     retro-workdir retro-add-retriever retro-cyclic-train-iters retro-encoder-layers retro-encoder-hidden-dropout
     retro-encoder-attention-dropout retro-num-neighbors retro-num-retrieved-chunks retro-return-doc-ids
     retro-project-dir retro-attention-gate retro-verify-neighbor-count retro-no-verify-neighbor-count
 """
 
 _TRAINING = """
-other numbers | routers see the hidden state as it is, without noise
+other numbers | the router input has no noise
     moe-input-jitter-eps
-other numbers | routing is never forced; measure with real routing
+other numbers | forced routing is not supported; measure with real routing
     moe-router-force-load-balancing moe-router-force-biased
-other numbers | an expert has a capacity, not a rank: --moe-capacity-factor
+other numbers | capacity is per expert, not per rank: --moe-capacity-factor
     moe-expert-rank-capacity-factor
-other numbers | choices are limited to groups of experts: --moe-router-num-groups, --moe-router-group-topk
+other numbers | routing is limited by groups of experts: --moe-router-num-groups, --moe-router-group-topk
     moe-router-topk-limited-devices
-other numbers | a dense checkpoint does not become one with experts
+other numbers | a dense checkpoint cannot be upcycled into experts
     moe-use-upcycling moe-upcycling-granularity
-other numbers | learning rates, multipliers and initial weights do not follow the width (muP)
+other numbers | learning rates, multipliers and initialization are not scaled by width (muP)
     use-mup mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim
     mup-attn-scale-power
-other numbers | initial weights are drawn normal with one --init-std
+other numbers | all weights are initialized from a normal distribution with one --init-std
     embedding-init-method-std init-method-xavier-uniform
-other numbers | embedding and head learn at --lr
+other numbers | embedding and output layer use --lr
     decoupled-lr decoupled-min-lr
-other numbers | norms and biases never decay
+other numbers | norms and biases have no weight decay
     apply-wd-to-qk-layernorm no-weight-decay-cond-type
-other numbers | every weight is trained
+other numbers | all weights are trained
     freeze-all-layers
-other numbers | the residual stream has the compute dtype
+other numbers | the residual stream uses the compute dtype
     fp32-residual-connection
-other numbers | logits leave the head in the compute dtype and the loss is made of them in fp32
+other numbers | logits have the compute dtype, and the loss is computed from them in fp32
     fp16-lm-cross-entropy output-logit-dtype
-other numbers | products of bf16 are summed as the library does by itself
+other numbers | bf16 GEMMs accumulate as the library does by default
     disable-bf16-reduced-precision-matmul
-other numbers | gradients are reduced in --grad-reduce-dtype and summed in it too
+other numbers | gradients are reduced and summed in --grad-reduce-dtype
     ddp-reduce-scatter-with-fp32-accumulation gtp-remat-reduce-scatter-with-fp32-accumulation
-other numbers | --fp8 (torchao, each tensor scaled as it is) is another arithmetic than Transformer Engine's
+other numbers | --fp8 (torchao, current scaling per tensor) computes differently from Transformer Engine
     fp8-format fp8-e4m3 fp8-hybrid te-precision-config-file kitchen-config-file kitchen-recipe-number
     use-kitchen-attention
-other numbers | fp4 is not built
+other numbers | fp4 is not supported
     fp4-format
-unnecessary | a detail of --fp8-format or --fp4-format, which are answered for by themselves
+unnecessary | an option of --fp8-format or --fp4-format, which have their own verdicts
     fp8-recipe fp8-quantizer-factory fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo no-fp8-wgrad
     disable-fp8-wgrad fp8-output-proj first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16
     fp4-recipe fp4-quantizer-factory fp4-param-gather fp8-param-gather reuse-grad-buf-for-mxfp8-param-ag
     keep-fp8-transpose-cache kitchen-attention-backend
-unnecessary | a number of an optimizer that --optimizer chooses; the one here is AdamW
+unnecessary | an option of an optimizer selected by --optimizer; megapar's optimizer is AdamW
     sgd-momentum muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec muon-use-syrk
     muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-extra-scale-factor muon-scalar-optimizer lion-beta1
     lion-beta2 sfplus-beta sfplus-beta-max sfplus-beta-anneal-steps sfplus-r sfplus-weight-lr-power sfplus-c-warmup
     sfplus-polyak-beta sfplus-muon-rms sfplus-muon-weight-decay
-other numbers | the batch grows by --rampup-batch-size only
+other numbers | the batch size grows only with --rampup-batch-size
     step-batch-size-schedule decrease-batch-size-if-needed phase-transition-iterations
-other numbers | steps are not skipped; --skip-samples steps over ranges of samples
+other numbers | steps are not skipped; --skip-samples skips ranges of samples
     iterations-to-skip
-other numbers | left to you: a run has --train-iters steps, and an epoch ends where it does
+other numbers | left to you: the run length is --train-iters; epochs do not end a run
     train-full-dataset
-other numbers | all samples are trained on
+other numbers | all samples are used
     sample-rate
-other numbers | fill-in-the-middle samples are not built
+other numbers | fill-in-the-middle samples are not supported
     fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token
     fim-suffix-token fim-pad-token fim-eod-token
 other numbers | left to you: the weights and paths of that file, as --data-path
     data-args-path per-split-data-args-path
-other numbers | fine-tuning on conversations is not built, only pre-training
+other numbers | fine-tuning on conversations is not supported, only pre-training
     sft sft-tokenizer-prompt-format sft-loss-log-mode sft-mock-dataset-config-json sft-cross-document-attention
     sft-pretrain-valid-data-path sft-pretrain-valid-samples use-varlen-dataset varlen-sbhd-validation
     varlen-mock-dataset-config-json chat-template
-other numbers | distillation is not built
+other numbers | distillation is not supported
     logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir logits-save-dtype logits-load-dir
     logits-load-decode-threads logits-load-prefetch-factor logits-load-msc-prefetch-depth logits-load-kd-loss-alpha
     logits-load-ignore-errors
-other numbers | reinforcement learning is not built, only pre-training
+other numbers | reinforcement learning is not supported, only pre-training
     perform-rl-step rl-prompts-per-eval grpo-prompts-per-step grpo-group-size rl-generation-lag
     rl-max-inflight-requests
     rl-submission-granularity rl-consumption-granularity rl-durable-rollout-bank rl-rollout-bank-dir
@@ -174,21 +175,21 @@ other numbers | reinforcement learning is not built, only pre-training
     rl-inference-expert-tensor-model-parallel-size rl-inference-model-unified-memory-level
     rl-offload-inference-model-weights-when-idle refit-method refit-execution-batch-bytes rl-verify-model-weights-swap
     rl-skip-bos-token rl-profile rl-profile-dir rl-inference-parsers
-other numbers | left to you: what that file or checkpoint says, written out as flags
+other numbers | left to you: write the contents of that file or checkpoint as flags
     yaml-cfg use-checkpoint-args use-mp-args-from-checkpoint-args
-other numbers | the schedule comes from the flags, or the checkpoint's is refused where they differ
+other numbers | the flags set the schedule; a checkpoint with a different schedule is refused
     use-checkpoint-opt-param-scheduler
-other numbers | a checkpoint goes on where it was saved; --finetune starts at step 0
+other numbers | a checkpoint resumes at its step; --finetune starts at step 0
     override-ckpt-iteration
-other numbers | nothing is only evaluated: a run trains
+other numbers | evaluation without training is not supported
     skip-train
-other numbers | a sample has --seq-length tokens: packs of other lengths are not balanced over ranks
+other numbers | every sample has --seq-length tokens; packs of different lengths are not balanced over ranks
     hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank sequence-packing-scheduler
     thd-max-packed-sequences
 """
 
 _INFERENCE = """
-unsupported | generation is not training: export with --save-hf and serve the folder with an inference engine
+unsupported | megapar does not generate: export with --save-hf and use an inference engine
     inference-batch-times-seqlen-threshold max-tokens-to-oom output-bert-embeddings bert-embedder-type
     use-legacy-static-engine inference-max-requests inference-max-seq-length inference-dynamic-batching
     inference-dynamic-batching-buffer-size-gb inference-dynamic-batching-paused-buffer-size-gb
@@ -218,122 +219,122 @@ unsupported | generation is not training: export with --save-hf and serve the fo
 """
 
 _SPEED = """
-unsupported | CUDA graphs are not built; --compile joins what stands between collectives
+unsupported | CUDA graphs are not supported; --compile fuses the operators between collectives
     cuda-graph-impl cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps enable-cuda-graph external-cuda-graph
     cuda-graph-dynamic-microbatches optimizer-cuda-graph
-unsupported | tokens travel by torch's all-to-all; fused dispatchers (DeepEP, HybridEP, NCCL EP) are not built
+unsupported | the token dispatcher uses torch's all-to-all; DeepEP, HybridEP and NCCL EP are not supported
     moe-enable-deepep moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms
     moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing
     moe-hybridep-pad-variable-tokens moe-permute-fusion-into-hybridep moe-ncclep-static-shape moe-ncclep-use-symm-mem
     high-priority-a2a-comm-stream
-unsupported | one kernel for dispatch, experts and return is not built
+unsupported | one fused kernel for dispatch, experts and combine is not supported
     use-mok-megakernel mok-fwd-num-comm-sms mok-bwd-num-comm-sms mok-minibatch-size mok-macrobatch-size
     mok-schedule-capacity-multiplier mok-all-gather-top-experts-chunk-bytes mok-source-mlp-glu-interleave-size
     no-mok-use-mxfp8-weights disable-mok-use-mxfp8-weights mok-scale-router-before-fc2
-unsupported | one micro-batch's forward never runs under another's backward; --ampipe-degree hides all-to-alls
+unsupported | the forward of one micro-batch never overlaps the backward of another; --ampipe-degree hides all-to-alls
     overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release
-unsupported | weight gradients run on their own in the zero-bubble schedule only: --pp-schedule zero_bubble
+unsupported | weight gradients are delayed only by the zero-bubble schedule: --pp-schedule zero_bubble
     delay-wgrad-compute overlap-dispatch-backward-with-experts-wgrad defer-embedding-wgrad-compute
     wgrad-deferral-limit
-unsupported | fused kernels of Transformer Engine; the device's own are taken where they are
+unsupported | fused kernels of Transformer Engine; the device's fused kernels are used if there are any
     use-transformer-engine-op-fuser fused-residual-rmsnorm use-fused-weighted-squared-relu use-te-activation-func
     use-grouped-gemm-for-shared-expert dense-grouped-gemm use-grouped-gemm-for-dense-mlp moe-router-fusion
     fallback-to-eager-attn
-unsupported | how weights are laid out for a kernel, or padded for quantised products
+unsupported | a weight layout for a kernel, or padding for quantized GEMMs
     moe-single-grouped-weight moe-single-grouped-bias moe-mlp-glu-interleave-size
     moe-shared-expert-glu-interleave-size
     moe-router-padding-for-quantization moe-router-padding-for-fp8
-unsupported | inputs of single modules do not go to the host; --recompute-offload keeps those of recomputed units there
+unsupported | inputs of single modules are not offloaded; --recompute-offload offloads those of recomputed units
     fine-grained-activation-offloading offload-modules min-offloaded-tensor-size delay-offload-until-cuda-graph
     delta-offload-bytes-across-pp-ranks activation-offload-fraction fine-grained-offloading-max-inflight-offloads
     cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
-unsupported | activations of experts are kept or recomputed with their layer, not paged
+unsupported | activations of experts are saved or recomputed with their layer, not paged
     moe-paged-stash moe-paged-stash-page-size moe-paged-stash-buffer-size-factor-cuda
     moe-paged-stash-buffer-size-factor-cpu
-unsupported | recomputed are layers, or with --recompute-granularity selective attention's core and activation functions
+unsupported | recompute covers layers, or with --recompute-granularity selective core attention and activations
     recompute-modules moe-layer-recompute
-unsupported | the whole sequence of a micro-batch passes the MLP at once
+unsupported | the MLP processes the whole sequence of a micro-batch at once
     mlp-chunks-for-training
-unsupported | weights are cut over mp ranks by --mp-degree and over data ranks by --sharding-stage 3
+unsupported | weights are sharded over mp ranks (--mp-degree) and over data ranks (--sharding-stage 3)
     tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards gtp-remat-nccl-ub
     gtp-expert-remat-nccl-ub
-unsupported | how products and mp collectives overlap is one switch: --tp-comm-overlap
+unsupported | the overlap of GEMMs and mp collectives has one switch: --tp-comm-overlap
     tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend no-tp-comm-bulk-wgrad
     disable-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad disable-tp-comm-bulk-dgrad no-tp-comm-overlap-ag
     disable-tp-comm-overlap-ag no-tp-comm-overlap-rs disable-tp-comm-overlap-rs no-tp-comm-split-ag
     disable-tp-comm-split-ag no-tp-comm-split-rs disable-tp-comm-split-rs
     tp-comm-bulk-wgrad tp-comm-bulk-dgrad tp-comm-overlap-ag tp-comm-overlap-rs tp-comm-split-ag tp-comm-split-rs
-unsupported | communicators are torch's, made once per axis
+unsupported | torch creates one communicator per axis
     pipeline-model-parallel-comm-backend use-ring-exchange-p2p nccl-communicator-config-path use-sharp
     sharp-enabled-group high-priority-stream-groups disable-gloo-process-groups create-all-gather-group use-nccl-ub
     disable-symmetric-registration distributed-timeout-seconds-after-init
-unsupported | two cp algorithms at once over groups of ranks are not built: --context-parallel-algo
+unsupported | hierarchical context parallelism is not supported: --context-parallel-algo selects one algorithm
     hierarchical-context-parallel-sizes
-unsupported | the interleaved schedule runs as many micro-batches at a time as there are stages
+unsupported | the interleaved schedule runs groups of as many micro-batches as stages
     microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush
-unsupported | the multi-token prediction block stands on the last stage
+unsupported | the multi-token prediction block is on the last stage
     mtp-standalone
-unsupported | left to you: --pp-seg-method takes the first layer of every stage
+unsupported | left to you: set --pp-seg-method to the first layer of every stage
     pipeline-model-parallel-layout
-unsupported | how Megatron-FSDP keeps its buffers; here segments: --sharding-segment-strategy, --segment-broadcast-MB
+unsupported | buffers of Megatron-FSDP; buckets are set by --sharding-segment-strategy and --segment-broadcast-MB
     megatron-fsdp-version fsdp-manual-registration fsdp-double-buffer suggested-communication-unit-size
     hfsdp-param-gather-overlap megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer
     fsdp-db-use-persist-buf-on-alloc-fail torch-fsdp2-no-reshard-after-forward init-model-with-meta-device
-unsupported | sharding has one level: --sharding-degree ranks, which --hybrid-dp repeats
+unsupported | sharding has one level: --sharding-degree ranks, replicated by --hybrid-dp
     outer-dp-sharding-strategy expert-outer-dp-sharding-strategy enable-full-sharding-in-hsdp
     num-distributed-optimizer-instances expert-data-parallel-sharding-strategy
-unsupported | how buckets of gradients are padded, averaged and launched; here segments in one planned order
+unsupported | an option of gradient buckets, which megapar launches in one planned order
     ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective no-gradient-reduce-div-fusion
     overlap-param-gather-with-optimizer-step no-use-layer-wise-param-layout no-align-param-gather no-align-grad-reduce
     disable-align-grad-reduce no-contiguous-buffers-in-local-ddp
-unsupported | optimizer state is on the host with --optimizer-offload or it is not
+unsupported | --optimizer-offload keeps all optimizer state on the host, without further options
     use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params
-unsupported | no layer is dropped from a stage for the embedding's sake
+unsupported | no stage is reserved for the embedding
     standalone-embedding-stage
 """
 
 _OPERATION = """
-unsupported | a rank that fails ends the run, which --load goes on from, on fewer ranks too (docs/reliability.md)
+unsupported | a failed rank ends the run; --load resumes it, also on fewer ranks (docs/reliability.md)
     inprocess-restart inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval
     inprocess-progress-watchdog-interval inprocess-heartbeat-interval inprocess-soft-timeout inprocess-hard-timeout
     inprocess-heartbeat-timeout inprocess-barrier-timeout inprocess-completion-timeout inprocess-last-call-wait
     inprocess-termination-grace-time inprocess-granularity inprocess-active-world-size inprocess-empty-cuda-cache
     enable-ft-package calc-ft-timeouts ft-num-warmup-iters adlr-autoresume adlr-autoresume-interval
-unsupported | hangs are named by --step-timeout-seconds and a flight recorder of collectives, not NCCL's
+unsupported | hangs are reported by --step-timeout-seconds and megapar's flight recorder, not NCCL's
     flight-recorder-dump-path flight-recorder-trace-buffer-size no-flight-recorder-dump-on-timeout
     disable-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace no-flight-recorder-include-only-active
     disable-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec
     disable-flight-recorder-extra-dump-on-exec
-unsupported | results are not computed twice; replicas are compared by --replica-check-interval
+unsupported | results are not recomputed; --replica-check-interval compares replicas
     rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename
-unsupported | slow ranks are named by --straggler-factor; devices are not measured between steps
+unsupported | --straggler-factor reports slow ranks; devices are not measured between steps
     gpu-sniff-test-interval run-workload-inspector-server straggler-ctrlr-port straggler-minmax-count
     disable-straggler-on-startup
-unsupported | faults are injected by the tests only
+unsupported | only the tests inject faults
     fault-injector-ranks fault-injector-num-ranks fault-injector-fault-types fault-injector-fault-probabilities
     fault-injector-fault-delay fault-injector-delay-start-iteration fault-injector-mtti-seconds
     fault-injector-offset-seconds fault-injector-seed
-unsupported | a service of NVIDIA's that is not public
+unsupported | a service of NVIDIA that is not public
     no-one-logger one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version
     enable-one-logger one-logger-entity
-unsupported | OpenTelemetry is not built; numbers of every step go to --metrics-jsonl and TensorBoard
+unsupported | OpenTelemetry is not supported; every step is logged to --metrics-jsonl and TensorBoard
     otel-enabled otel-service-name otel-span-groups
-unsupported | not written: logits, routing, tensors and energy of single steps
+unsupported | logits, routing, tensors and energy of single steps are not logged
     moe-routing-trace-path moe-routing-trace-max-training-iters moe-routing-trace-capture-logits
     moe-routing-trace-capture-hidden-states moe-routing-trace-dump-weights log-moe-overload-factor
     moe-per-layer-logging
     log-max-attention-logit log-energy log-progress log-memory-interval log-device-memory-used config-logger-dir
     save-params-interval save-activations-interval save-tokens-per-expert-interval
     save-wgrads-interval save-dgrads-interval dump-param-to-param-group-map moe-enable-routing-replay
-unsupported | --profile writes torch's trace of rank 0, with shapes and without memory history
+unsupported | --profile writes a torch trace of rank 0, with shapes and without memory history
     pytorch-profiler-collect-shapes pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
     record-memory-history memory-snapshot-path record-shapes nvtx-ranges
-unsupported | what is compiled is kept where torch keeps it (TORCHINDUCTOR_CACHE_DIR)
+unsupported | torch caches compiled code (TORCHINDUCTOR_CACHE_DIR)
     persistent-cache-read-dir persistent-cache-write-dir persistent-cache-scopes
     persistent-cache-writeback-every-n-saves persistent-cache-skip-validation disable-jit-fuser
-unsupported | files are read and written by paths; object stores are mounted
+unsupported | files are read and written by path; mount object stores
     enable-msc disable-msc object-storage-cache-path s3-cache-path
-unsupported | how a checkpoint's files are cut, written and checked is one way (docs/checkpoints.md)
+unsupported | checkpoints are sharded, written and verified in one way (docs/checkpoints.md)
     ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
     ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group
     ckpt-fully-parallel-load-process-group
@@ -345,31 +346,31 @@ unsupported | how a checkpoint's files are cut, written and checked is one way (
     use-persistent-ckpt-worker async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm
     non-persistent-local-ckpt-algo
     load-main-params-from-ckpt ckpt-convert-update-legacy-dist-opt-format no-save-optim no-save-rng
-unsupported | checkpoints of Megatron-LM are neither read nor written; megapar convert knows Hugging Face folders
+unsupported | Megatron-LM checkpoints are not supported; megapar convert reads and writes Hugging Face folders
     ckpt-convert-format ckpt-convert-save export-te-mcore-model
-unsupported | local checkpoints lie in a node's memory with a copy on the next node: --local-checkpoint-interval
+unsupported | local checkpoints are in the memory of a node, with a copy on the next node: --local-checkpoint-interval
     non-persistent-ckpt-type non-persistent-global-ckpt-dir replication replication-jump replication-factor
-unsupported | --keep holds the newest checkpoints, not every so many steps
+unsupported | --keep keeps the newest checkpoints, not one every N steps
     save-retain-interval
-unsupported | one held-out set, evaluated by --eval-iters batches of the training batch size from the first interval on
+unsupported | one validation set, evaluated with --eval-iters training-size batches from the first interval on
     start-eval-at-iter eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets
     validation-set-names
-unsupported | .bin files keep the tokens they were made with; text is tokenised as the tokenizer's own files say
+unsupported | .bin files contain tokens; text is tokenized as the files of the tokenizer specify
     tokenizer-metadata tokenizer-special-tokens tokenizer-sentencepiece-legacy
     no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces
     tokenizer-hf-no-include-special-tokens tiktoken-pattern tiktoken-num-special-tokens null-tokenizer-eod-id
     null-tokenizer-pad-id tiktoken-special-tokens legacy-tokenizer
-unsupported | remote code is never run
+unsupported | remote code is never executed
     trust-remote-code
-unsupported | signals are SIGTERM; a file does not stop a run
+unsupported | SIGTERM stops a run; files do not
     exit-signal
-unsupported | training data come in one process: no loaders of one's own and no index files of another run
+unsupported | one process loads the data, without custom loaders or index files of other runs
     dataloader-fast-cache-load dataloader-defer-npy-index-mmap
 """
 
 
 def features(*texts: str) -> dict[str, Foreign]:
-    """Paragraphs of ``verdict | reason`` and, indented, the names."""
+    """Parse paragraphs of ``verdict | reason`` followed by indented names."""
     found: dict[str, Foreign] = {}
     verdicts = {verdict: verdict for verdict in (ANOTHER, OTHER, UNNECESSARY, UNSUPPORTED)}
     for line in "".join(texts).splitlines():

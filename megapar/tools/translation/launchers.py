@@ -1,7 +1,7 @@
-"""Arguments of the programs that start a script's ranks, and what becomes of each: rows as in ``megatron``.
+"""Translation tables for the arguments of launchers, with rows as in ``megatron``.
 
 Sources: torch.distributed.run and torch.distributed.launch, DeepSpeed's runner, Slurm's srun, Open MPI's mpirun,
-paddle.distributed.launch.
+paddle.distributed.launch. Tested in ``tests/tools/test_translate.py``.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from megapar.tools.translation.verdict import IMPLIED, RENAMED, UNNECESSARY, UNS
 _TORCHRUN = {
     **rows(
         """
-nproc-per-node | @ranks_here | belongs to the launcher
-nnodes | megapar launch --nnodes {value} | belongs to the launcher
+nproc-per-node | @ranks_here | handled by the launcher
+nnodes | megapar launch --nnodes {value} | handled by the launcher
 node-rank | @node_rank |
-master-addr master-port | @rendezvous | the launcher's rendezvous, address and port in one
-rdzv-id rdzv-backend rdzv-endpoint rdzv-conf | megapar launch --{name} {value} | belongs to the launcher
-max-restarts local-addr log-dir | megapar launch --{name} {value} | belongs to the launcher
+master-addr master-port | @rendezvous | the launcher takes address and port as one flag
+rdzv-id rdzv-backend rdzv-endpoint rdzv-conf | megapar launch --{name} {value} | handled by the launcher
+max-restarts local-addr log-dir | megapar launch --{name} {value} | handled by the launcher
 """,
         RENAMED,
     ),
     **rows(
         """
-standalone | | one node meets nobody
-use-env | | ranks read the environment
+standalone | | a single node needs no rendezvous
+use-env | | ranks always read the environment
 """,
         IMPLIED,
     ),
     **rows(
         """
-monitor-interval start-method role run-path module no-python | | there is one way to start ranks
-local-ranks-filter numa-binding | | there is one way to start ranks
+monitor-interval start-method role run-path module no-python | | megapar launch starts ranks in one way only
+local-ranks-filter numa-binding | | megapar launch starts ranks in one way only
 """,
         UNNECESSARY,
     ),
     **rows(
         """
-redirects tee logs-specs | | --log-dir has every rank's output
+redirects tee logs-specs | | --log-dir contains the output of every rank
 """,
         UNSUPPORTED,
     ),
@@ -46,24 +46,26 @@ redirects tee logs-specs | | --log-dir has every rank's output
 _DEEPSPEED = {
     **rows(
         """
-num-gpus | @ranks_here | belongs to the launcher
-num-nodes | megapar launch --nnodes {value} | belongs to the launcher
+num-gpus | @ranks_here | handled by the launcher
+num-nodes | megapar launch --nnodes {value} | handled by the launcher
 node-rank | @node_rank |
-master-addr master-port | @rendezvous | the launcher's rendezvous, address and port in one
+master-addr master-port | @rendezvous | the launcher takes address and port as one flag
 """,
         RENAMED,
     ),
     **rows(
         """
-hostfile include exclude launcher launcher-args | | megapar launch is started on every node
-no-ssh no-ssh-check ssh-port force-multi | | megapar launch is started on every node
+hostfile include exclude launcher launcher-args | | start megapar launch on every node
+no-ssh no-ssh-check ssh-port force-multi | | start megapar launch on every node
 """,
         UNNECESSARY,
     ),
     **rows(
         """
-module no-python no-local-rank save-pid enable-each-rank-log bind-cores-to-rank | | there is one way to start ranks
-autotuning elastic-training max-elastic-nodes min-elastic-nodes bind-core-list | | there is one way to start ranks
+module no-python no-local-rank save-pid enable-each-rank-log |  | megapar launch starts ranks in one way only
+bind-cores-to-rank |  | megapar launch starts ranks in one way only
+autotuning elastic-training max-elastic-nodes min-elastic-nodes |  | megapar launch starts ranks in one way only
+bind-core-list |  | megapar launch starts ranks in one way only
 """,
         UNSUPPORTED,
     ),
@@ -71,18 +73,19 @@ autotuning elastic-training max-elastic-nodes min-elastic-nodes bind-core-list |
 _SRUN = {
     **rows(
         """
-nodes | megapar launch --nnodes {value} | belongs to the launcher
-ntasks-per-node gpus-per-node | @ranks_here | belongs to the launcher
+nodes | megapar launch --nnodes {value} | handled by the launcher
+ntasks-per-node gpus-per-node | @ranks_here | handled by the launcher
 """,
         RENAMED,
     ),
     **rows(
         """
-ntasks gpus gres gpus-per-task cpus-per-task mem partition account qos time job-name | | Slurm's own; keep srun
-container-image container-mounts container-workdir container-name export mpi | | Slurm's own; keep srun
-label output error kill-on-bad-exit cpu-bind gpu-bind distribution nodelist | | Slurm's own; keep srun
-exclusive exclude jobid overlap unbuffered wait chdir | | Slurm's own; keep srun
-no-container-mount-home container-env threads-per-core ntasks-per-gpu het-group constraint | | Slurm's own; keep srun
+ntasks gpus gres gpus-per-task cpus-per-task mem partition account qos time job-name | | an option of Slurm: keep srun
+container-image container-mounts container-workdir container-name export mpi | | an option of Slurm: keep srun
+label output error kill-on-bad-exit cpu-bind gpu-bind distribution nodelist | | an option of Slurm: keep srun
+exclusive exclude jobid overlap unbuffered wait chdir | | an option of Slurm: keep srun
+no-container-mount-home container-env threads-per-core ntasks-per-gpu het-group |  | an option of Slurm: keep srun
+constraint |  | an option of Slurm: keep srun
 """,
         UNNECESSARY,
     ),
@@ -90,13 +93,14 @@ no-container-mount-home container-env threads-per-core ntasks-per-gpu het-group 
 _MPIRUN = {
     **rows(
         """
-np n | @ranks_here | belongs to the launcher
+np n | @ranks_here | handled by the launcher
 """,
         RENAMED,
     ),
     **rows(
         """
-allow-run-as-root bind-to map-by mca hostfile host x report-bindings tag-output oversubscribe prefix | | mpirun's own
+allow-run-as-root bind-to map-by mca hostfile host x report-bindings tag-output oversubscribe |  | an option of mpirun
+prefix |  | an option of mpirun
 """,
         UNNECESSARY,
     ),
@@ -104,26 +108,26 @@ allow-run-as-root bind-to map-by mca hostfile host x report-bindings tag-output 
 _PADDLE = {
     **rows(
         """
-nnodes | megapar launch --nnodes {value} | belongs to the launcher
+nnodes | megapar launch --nnodes {value} | handled by the launcher
 rank | @node_rank |
-master | megapar launch --rdzv-endpoint {value} | belongs to the launcher
-nproc-per-node | @ranks_here | belongs to the launcher
-gpus devices npus xpus selected-gpus | @listed | one rank for each device that is listed
-log-dir | megapar launch --log-dir {value} | belongs to the launcher
-max-restart | megapar launch --max-restarts {value} | belongs to the launcher
+master | megapar launch --rdzv-endpoint {value} | handled by the launcher
+nproc-per-node | @ranks_here | handled by the launcher
+gpus devices npus xpus selected-gpus | @listed | one rank per listed device
+log-dir | megapar launch --log-dir {value} | handled by the launcher
+max-restart | megapar launch --max-restarts {value} | handled by the launcher
 """,
         RENAMED,
     ),
     **rows(
         """
-log-level log-overwrite | | every rank writes all it has
+log-level log-overwrite | | every rank logs everything
 """,
         UNSUPPORTED,
     ),
     **rows(
         """
-ips servers trainers run-mode job-id legacy sort-ip host | | megapar launch is started on every node
-enable-gpu-log elastic-level elastic-timeout | | megapar launch is started on every node
+ips servers trainers run-mode job-id legacy sort-ip host | | start megapar launch on every node
+enable-gpu-log elastic-level elastic-timeout | | start megapar launch on every node
 """,
         UNNECESSARY,
     ),

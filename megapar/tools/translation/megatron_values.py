@@ -1,7 +1,8 @@
-"""What becomes of Megatron's arguments by their values: the rows ``@name`` of models, experts and Megatron-DeepSpeed.
+"""Value-dependent translation of Megatron's arguments: rows ``@name`` of models, experts and Megatron-DeepSpeed.
 
 Sources: NVIDIA/Megatron-LM (megatron/training/arguments.py, megatron/core/transformer) and
-deepspeedai/Megatron-DeepSpeed (megatron/arguments.py), as in tests/tools/translation/tables.
+deepspeedai/Megatron-DeepSpeed (megatron/arguments.py), as in tests/tools/translation/tables. Tested in
+``tests/tools/translation/test_megatron_tables.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megapar.tools.translation.verdict import (
 Decided = tuple[str, str, str]
 Given = Mapping[str, str]
 WARMUPS = ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens")
-SAID_OTHERWISE = "another argument says the warm-up"
+SET_ELSEWHERE = "another argument sets the warmup"
 
 
 def _as_number(text: str, default: float = 0.0) -> float:
@@ -39,7 +40,7 @@ def _number(given: Given, name: str, default: float = 0.0) -> float:
 
 
 def mp_ranks(given: Given) -> float:
-    """The ranks that share a layer, by the option's old name and ours as well; 1 where nothing is said."""
+    """Return the tensor parallel degree, also by its old name and megapar's name; 1 if it is not set."""
     names = ("tensor-model-parallel-size", "model-parallel-size", "mp-degree")
     return next((_number(given, name, 1) for name in names if name in given), 1)
 
@@ -54,85 +55,85 @@ def _has_experts(given: Given) -> bool:
 
 def _query_groups(value: str, given: Given) -> Decided:
     if "group-query-attention" not in given:
-        return UNNECESSARY, "", "Megatron-LM reads it with --group-query-attention only"
+        return UNNECESSARY, "", "no effect in Megatron-LM without --group-query-attention"
     return SAME, f"--num-query-groups {value}", ""
 
 
 def _grouped(value: str, given: Given) -> Decided:
     if "num-query-groups" in given:
-        return IMPLIED, "", "--num-query-groups says it"
-    return RENAMED, "--num-query-groups 1", "one group where nothing is said"
+        return IMPLIED, "", "set by --num-query-groups"
+    return RENAMED, "--num-query-groups 1", "one group by default"
 
 
 def _position_type(value: str, given: Given) -> Decided:
     ours = {"learned_absolute": "learned", "learned": "learned", "rope": "rope"}.get(value)
     if ours is None:
-        return ANOTHER, "", "positions are rope or learned"
+        return ANOTHER, "", "position embeddings are RoPE or learned"
     return SAME if ours == value else RENAMED, f"--position-embedding-type {ours}", ""
 
 
 def _rope_type(value: str, given: Given) -> Decided:
     if value == "rope":
-        return IMPLIED, "", "rope is plain"
-    return ANOTHER, "", "rope is plain: no YaRN"
+        return IMPLIED, "", "RoPE is not scaled"
+    return ANOTHER, "", "RoPE is not scaled: YaRN is not supported"
 
 
 def _rope_factor(value: str, given: Given) -> Decided:
     if _as_number(value) in (0.0, 1.0):
-        return UNNECESSARY, "", "a factor of one"
+        return UNNECESSARY, "", "the factor is one"
     if "use-rope-scaling" not in given and "multi-latent-attention" not in given:
-        return UNNECESSARY, "", "Megatron-LM reads it with rope scaling only"
-    return ANOTHER, "", "rope is plain: positions are not scaled"
+        return UNNECESSARY, "", "no effect in Megatron-LM without RoPE scaling"
+    return ANOTHER, "", "RoPE is not scaled"
 
 
 def _rotary_share(value: str, given: Given) -> Decided:
     if _as_number(value) == 1:
-        return UNNECESSARY, "", "all features of a head are turned"
-    return ANOTHER, "", "all features of a head are turned here"
+        return UNNECESSARY, "", "RoPE rotates all features of a head"
+    return ANOTHER, "", "RoPE rotates all features of a head"
 
 
 def _sink(value: str, given: Given) -> Decided:
     if value == "vanilla":
         return IMPLIED, "", "a softmax without a sink"
-    return ANOTHER, "", "softmax has no sink (off-by-one, learnable)"
+    return ANOTHER, "", "attention sinks (off-by-one, learnable) are not supported"
 
 
 def _query_norm(value: str, given: Given) -> Decided:
     if given.get("normalization", "").lower() != "rmsnorm":
-        return ANOTHER, "", "--qk-norm is an RMSNorm, and --normalization makes it a layer norm there"
+        return ANOTHER, "", "--qk-norm is an RMSNorm, a LayerNorm in Megatron-LM with this --normalization"
     return RENAMED, "--qk-norm", "means --qk-norm"
 
 
 def _query_bias(value: str, given: Given) -> Decided:
     if not {"disable-bias-linear", "no-add-bias-linear"} & set(given):
         return IMPLIED, "", "all linear layers have biases"
-    return ANOTHER, "", "biases are in all linear layers or in none (--add-bias-linear)"
+    return ANOTHER, "", "all linear layers have biases, or none (--add-bias-linear)"
 
 
 def _gelu(value: str, given: Given) -> Decided:
-    return OTHER, "", "with biases and its fusion, gelu is its approximation by tanh there; by erf here"
+    return OTHER, "", "GELU is exact (erf); Megatron-LM's fusion with biases uses the tanh approximation"
 
 
 def _blocks_after(value: str, given: Given) -> Decided:
     if _as_number(value) < 1:
-        return UNNECESSARY, "", "no token after the next is predicted"
-    reason = "the block there is a layer like the last, with a norm of its own; here it is dense, before the final norm"
+        return UNNECESSARY, "", "there is no multi-token prediction"
+    reason = "the block is dense and before the final norm; Megatron-LM's is like the last layer, with a separate norm"
     return ANOTHER, f"--mtp-depth {value}", reason
 
 
 def _specification(value: str, given: Given) -> Decided:
     if value.strip("'\"") == "local":
         return IMPLIED, "", "there is one implementation"
-    return ANOTHER, "", "flags say what a layer is made of; a specification in code is not read"
+    return ANOTHER, "", "flags define the layers; a layer specification in code is not read"
 
 
 def _vocabulary(value: str, given: Given) -> Decided:
-    """Megatron's model has as many rows as the padded vocabulary, and its softmax goes over all of them."""
+    """Translate to the padded vocabulary size: Megatron's embedding and softmax include the padded rows."""
     size, multiple = int(_as_number(value)), int(_number(given, "make-vocab-size-divisible-by", 128))
-    counted = size + (given.get("tokenizer-type") == "NullTokenizer")  # which has an id for the end beside them
+    counted = size + (given.get("tokenizer-type") == "NullTokenizer")  # which adds an end-of-document id
     multiple *= int(mp_ranks(given))
     if "padded-vocab-size" in given:
-        return IMPLIED, "", "--padded-vocab-size says it"
+        return IMPLIED, "", "set by --padded-vocab-size"
     if size < 1 or multiple < 1 or {"no-pad-vocab-size", "disable-pad-vocab-size"} & set(given):
         multiple = 1
     if counted % multiple:
@@ -142,19 +143,19 @@ def _vocabulary(value: str, given: Given) -> Decided:
             f"padded to a multiple of {multiple}",
         )
     if counted != size and size > 0:
-        return RENAMED, f"--vocab-size {counted}", "with the id of a document's end"
+        return RENAMED, f"--vocab-size {counted}", "includes the end-of-document id"
     return SAME, f"--vocab-size {value}", ""
 
 
 def _padding(value: str, given: Given) -> Decided:
     if "vocab-size" in given or "padded-vocab-size" in given:
         return IMPLIED, "", "--vocab-size counts the padded rows"
-    reason = "--vocab-size: the tokenizer's size, padded to a multiple of this and of the mp ranks"
+    reason = "set --vocab-size to the tokenizer's size, padded to a multiple of this x mp ranks"
     return LEFT, "", reason
 
 
 def _zero_centred(value: str, given: Given) -> Decided:
-    return UNNECESSARY, "", "a norm's weight is w there and 1 + w here: the same steps, as norms do not decay"
+    return UNNECESSARY, "", "norm weights are 1 + w instead of w: the same steps, because norms have no weight decay"
 
 
 # Experts.
@@ -163,50 +164,50 @@ def _zero_centred(value: str, given: Given) -> Decided:
 def _bias_rate(value: str, given: Given) -> Decided:
     without_loss = given.get("moe-router-load-balancing-type") == "noaux_tc"
     if "moe-router-enable-expert-bias" not in given and not without_loss:
-        return UNNECESSARY, "", "Megatron-LM reads it with --moe-router-enable-expert-bias only"
+        return UNNECESSARY, "", "no effect in Megatron-LM without --moe-router-enable-expert-bias"
     return SAME, f"--moe-router-bias-update-rate {value}", ""
 
 
 def _bias(value: str, given: Given) -> Decided:
     if "moe-router-bias-update-rate" in given:
-        return IMPLIED, "", "--moe-router-bias-update-rate says it"
-    return RENAMED, "--moe-router-bias-update-rate 1e-3", "the rate where nothing is said"
+        return IMPLIED, "", "set by --moe-router-bias-update-rate"
+    return RENAMED, "--moe-router-bias-update-rate 1e-3", "the default rate"
 
 
 def _router_groups(value: str, given: Given) -> Decided:
     if _as_number(value, 2) <= 1:
-        return UNNECESSARY, "", "one group is no limit"
+        return UNNECESSARY, "", "a single group is not a limit"
     per_group = _number(given, "moe-router-topk", 2) / max(1.0, _number(given, "moe-router-group-topk", 1))
     scores = given.get("moe-router-score-function", "softmax")
     if scores != "softmax" or per_group <= 1 or "moe-router-pre-softmax" in given:
         return SAME, f"--moe-router-num-groups {value}", ""
-    reason = "groups are compared by sums of logits there, of probabilities here"
+    reason = "groups are compared by sums of probabilities, of logits in Megatron-LM"
     return OTHER, f"--moe-router-num-groups {value}", reason
 
 
 def _chosen_groups(value: str, given: Given) -> Decided:
     if _number(given, "moe-router-num-groups", 2) <= 1:
-        return UNNECESSARY, "", "one group is no limit"
+        return UNNECESSARY, "", "a single group is not a limit"
     return SAME, f"--moe-router-group-topk {value}", ""
 
 
 def _score_function(value: str, given: Given) -> Decided:
     if value in ("softmax", "sigmoid"):
         return SAME, f"--moe-router-score-function {value}", ""
-    return ANOTHER, "", "scores are softmax or sigmoid"
+    return ANOTHER, "", "router scores are softmax or sigmoid"
 
 
 def _shared_width(value: str, given: Given) -> Decided:
     names = ("moe-ffn-hidden-size", "moe-intermediate-size", "ffn-hidden-size")
     width, total = next((_number(given, name) for name in names if name in given), 0.0), _as_number(value)
     if width and total % width == 0:
-        return RENAMED, f"--moe-shared-experts {round(total / width)}", "counted in widths of one expert"
-    return ANOTHER, "", "shared experts are whole widths of one expert"
+        return RENAMED, f"--moe-shared-experts {round(total / width)}", "counted in widths of one routed expert"
+    return ANOTHER, "", "the width of shared experts is a multiple of a routed expert's"
 
 
 def _heads_sent(value: str, given: Given) -> Decided:
     if value == "1":
-        return UNNECESSARY, "", "one rank has the whole sequence"
+        return UNNECESSARY, "", "a single rank has the whole sequence"
     return RENAMED, f"--cp-degree {value} --context-parallel-algo ulysses_cp_algo", ""
 
 
@@ -220,14 +221,14 @@ def _layers_with_experts(value: str, given: Given) -> Decided:
     text = value.strip("'\"").replace(" ", "")
     pattern = _pattern(text)
     if text in ("1", "-1") or (pattern and all(pattern)):  # -1 is MindSpeed-LLM's
-        return IMPLIED, "", "every layer has experts"
+        return IMPLIED, "", "all layers have experts"
     if pattern and 1 in pattern and all(pattern[pattern.index(1) :]):
         return RENAMED, f"--first-k-dense {pattern.index(1)}", ""
     return ANOTHER, "", "only leading layers may be dense (--first-k-dense)"
 
 
 def _pattern(text: str) -> list[int]:
-    """What a sum of lists and products such as ([0]*3+[1]*58) comes to; empty where it is something else."""
+    """Evaluate a sum of lists and products such as ([0]*3+[1]*58); return [] for anything else."""
     found: list[int] = []
     for term in text.removeprefix("(").removesuffix(")").split("+"):
         listed, _, times = term.partition("*")
@@ -242,39 +243,43 @@ def _pattern(text: str) -> list[int]:
 
 def _balanced_by(value: str, given: Given) -> Decided:
     if value in ("", "aux_loss"):
-        return IMPLIED, "", "--moe-aux-loss-coeff says it"
+        return IMPLIED, "", "set by --moe-aux-loss-coeff"
     if value == "seq_aux_loss":
-        return IMPLIED, "", "--moe-seq-aux-loss-coeff says it"
+        return IMPLIED, "", "set by --moe-seq-aux-loss-coeff"
     if value == "none":
         return RENAMED, "--moe-aux-loss-coeff 0", ""
     if value == "noaux_tc" and "moe-router-bias-update-rate" in given:
-        return IMPLIED, "", "--moe-router-bias-update-rate says it"
+        return IMPLIED, "", "set by --moe-router-bias-update-rate"
     if value == "noaux_tc":
-        return RENAMED, "--moe-router-bias-update-rate 1e-3", "the correction bias moves where its rate is not 0"
-    return OTHER, "", "one loss per micro-batch or per sample, or the correction bias, balances the experts"
+        return RENAMED, "--moe-router-bias-update-rate 1e-3", "the expert bias is updated if its rate is not 0"
+    return OTHER, "", "experts are balanced by a loss per micro-batch or per sample, or by the expert bias"
 
 
 def _sharding(value: str, given: Given) -> Decided:
     if "use-megatron-fsdp" not in given and "use-custom-fsdp" not in given:
-        return UNNECESSARY, "", "Megatron-LM reads it with --use-megatron-fsdp only"
+        return UNNECESSARY, "", "no effect in Megatron-LM without --use-megatron-fsdp"
     stage = {"no_shard": "1", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"}.get(value)
     if stage is None:
-        return UNSUPPORTED, "", "stages are 1, 2 and 3"
+        return UNSUPPORTED, "", "sharding stages are 1, 2 and 3"
     return RENAMED, f"--sharding-stage {stage}", ""
 
 
 def _own_fsdp(value: str, given: Given) -> Decided:
     if "data-parallel-sharding-strategy" in given:
-        return IMPLIED, "", "--data-parallel-sharding-strategy says the stage"
+        return IMPLIED, "", "--data-parallel-sharding-strategy sets the stage"
     return RENAMED, "--sharding-stage 3", ""
 
 
 def _communication(value: str, given: Given) -> Decided:
     if _number(given, "context-parallel-size", 1) == 1:
-        return UNNECESSARY, "", "one cp rank has the whole sequence"
+        return UNNECESSARY, "", "a single cp rank has the whole sequence"
     ours = {"p2p": "megatron", "a2a": "ulysses", "allgather": "allgather", "all_gather": "allgather"}
     if value not in ours:
-        return UNSUPPORTED, "", "one algorithm for all layers: ring (p2p), heads (a2a) or keys and values (allgather)"
+        return (
+            UNSUPPORTED,
+            "",
+            "one algorithm for all layers: ring (p2p), Ulysses (a2a) or all-gather of keys and values (allgather)",
+        )
     return RENAMED, f"--context-parallel-algo {ours[value]}_cp_algo", ""
 
 
@@ -283,56 +288,56 @@ def _communication(value: str, given: Given) -> Decided:
 
 def _warmup_start(value: str, given: Given) -> Decided:
     if _as_number(value) == 0:
-        return UNNECESSARY, "", "warm-up starts at 0"
-    return OTHER, "", "warm-up starts at 0 here"
+        return UNNECESSARY, "", "warmup starts at 0"
+    return OTHER, "", "warmup always starts at 0"
 
 
 def warmed_otherwise(name: str, value: str, given: Given) -> bool:
-    """No warm-up by this name, and one by another."""
+    """Return True if this argument sets no warmup, but another one does."""
     others = [given[other] for other in WARMUPS if other != name and other in given]
     return _as_number(value, 1) == 0 and any(_as_number(other, 1) != 0 for other in others)
 
 
 def _warmup_steps(value: str, given: Given) -> Decided:
     if warmed_otherwise("lr-warmup-iters", value, given):
-        return UNNECESSARY, "", SAID_OTHERWISE
-    reason = "" if value == "0" else f"step i of it has (i + 1) / {value} of the rate here, i / {value} there"
+        return UNNECESSARY, "", SET_ELSEWHERE
+    reason = "" if value == "0" else f"warmup step i has (i + 1) / {value} of the rate, i / {value} in Megatron-LM"
     return SAME, f"--lr-warmup-iters {value}", reason
 
 
 def _kept_in(value: str, given: Given) -> Decided:
     if value == "fp32" or (value == "auto" and "bf16" not in given):
-        return IMPLIED, "", "masters, gradients and moments are fp32"
-    return OTHER, "", "masters, gradients and moments are fp32 here"
+        return IMPLIED, "", "master weights, gradients and moments are fp32"
+    return OTHER, "", "master weights, gradients and moments are always fp32"
 
 
 def _loader(value: str, given: Given) -> Decided:
     if value == "external":
-        return OTHER, "", "data are read from --data-path"
-    return IMPLIED, "", "samples are shuffled once per epoch, the same on every layout"
+        return OTHER, "", "data are only read from --data-path"
+    return IMPLIED, "", "samples are shuffled once per epoch, identically on every layout"
 
 
 def _document_masks(value: str, given: Given) -> Decided:
     if "reset-attention-mask" in given:
-        return IMPLIED, "", "--reset-attention-mask says it"
-    return RENAMED, "--reset-attention-mask", "attention stays inside a document"
+        return IMPLIED, "", "set by --reset-attention-mask"
+    return RENAMED, "--reset-attention-mask", "attention does not cross documents"
 
 
 def _extra_ids(value: str, given: Given) -> Decided:
     if _as_number(value) == 0:
-        return UNNECESSARY, "", "no further ids"
-    return OTHER, "", "the tokenizer's ids are all: further ones belong into it"
+        return UNNECESSARY, "", "no extra ids"
+    return OTHER, "", "extra ids are not supported: add them to the tokenizer"
 
 
 def _stages(value: str, given: Given) -> Decided:
-    """Layers of the first or the last stage, the rest shared out evenly."""
+    """Translate layer counts of the first or last stage; the other layers are distributed evenly."""
     layers, stages = int(_number(given, "num-layers")), int(_number(given, "pipeline-model-parallel-size", 1))
     first = int(_number(given, "decoder-first-pipeline-num-layers"))
     last = int(_number(given, "decoder-last-pipeline-num-layers"))
     inner, rest = stages - bool(first) - bool(last), layers - first - last
     virtual = any(name.startswith(("num-layers-per-virtual", "num-virtual-stages")) for name in given)
     if inner < 1 or rest < inner or rest % inner or virtual:
-        return LEFT, "", "--pp-seg-method takes the first layer of every stage, such as 0,3,7"
+        return LEFT, "", "set --pp-seg-method to the first layer of every stage, such as 0,3,7"
     lengths = [*([first] if first else []), *[rest // inner] * inner, *([last] if last else [])]
     starts = [sum(lengths[:stage]) for stage in range(len(lengths))]
     return RENAMED, f"--pp-seg-method {','.join(map(str, starts))}", ""
@@ -344,7 +349,7 @@ def _stages(value: str, given: Given) -> Decided:
 def _deepspeed_experts(value: str, given: Given) -> Decided:
     counts = set(value.split())
     if len(counts) != 1:
-        return ANOTHER, "", "every layer has the same number of experts"
+        return ANOTHER, "", "all layers have the same number of experts"
     count = counts.pop()
     if count == "1":
         return RENAMED, "--num-experts 0", "one expert is a dense layer"
@@ -352,27 +357,27 @@ def _deepspeed_experts(value: str, given: Given) -> Decided:
 
 
 def _experts_over_mp(value: str, given: Given) -> Decided:
-    return IMPLIED, "", "mp ranks split experts as they split the rest (--expert-mp-degree)"
+    return IMPLIED, "", "mp ranks shard experts like other layers (--expert-mp-degree)"
 
 
 def _expert_interval(value: str, given: Given) -> Decided:
     if not _has_experts(given):
         return UNNECESSARY, "", "there are no experts"
     if value == "1":
-        return IMPLIED, "", "every layer has experts"
-    return ANOTHER, "", f"every layer has experts here, each {value}. layer there"
+        return IMPLIED, "", "all layers have experts"
+    return ANOTHER, "", f"all layers have experts, every {value} layers in the script"
 
 
 def _usual_expert_interval(value: str, given: Given) -> Decided:
     if not _has_experts(given):
         return UNNECESSARY, "", "there are no experts"
-    return ANOTHER, "", "every second layer has experts where nothing is said; here every layer has"
+    return ANOTHER, "", "all layers have experts, every second layer by default in Megatron-DeepSpeed"
 
 
 def _mlp_type(value: str, given: Given) -> Decided:
     if value == "standard":
-        return IMPLIED, "", "experts in place of the MLP"
-    return ANOTHER, "", "residual experts (beside a dense MLP) are not built"
+        return IMPLIED, "", "experts replace the MLP"
+    return ANOTHER, "", "residual experts (in addition to a dense MLP) are not supported"
 
 
 def _deepspeed_topk(value: str, given: Given) -> Decided:
@@ -395,12 +400,16 @@ def _deepspeed_capacity(value: str, given: Given) -> Decided:
 
 def _sampling(value: str, given: Given) -> Decided:
     if not _has_experts(given) or given.get("topk") != "2":
-        return UNNECESSARY, "", "one choice is never sampled"
-    return OTHER, "", "the second expert is drawn with noise where nothing is said; here it is the second best"
+        return UNNECESSARY, "", "a single expert is never sampled"
+    return (
+        OTHER,
+        "",
+        "the second expert has the second-highest score; Megatron-DeepSpeed samples it with noise by default",
+    )
 
 
 def _no_sampling(value: str, given: Given) -> Decided:
-    return IMPLIED, "", "the second expert is the second best"
+    return IMPLIED, "", "the second expert has the second-highest score"
 
 
 def _one_layer(value: str, given: Given) -> Decided:
@@ -413,20 +422,20 @@ def _load_tag(value: str, given: Given) -> Decided:
     step = value.removeprefix("global_step")
     if step.isdigit():
         return RENAMED, f"--ckpt-step {step}", ""
-    return LEFT, "", "--ckpt-step is the number of a step"
+    return LEFT, "", "set --ckpt-step to the number of a step"
 
 
 def _from_tokens(ours: str, value: str, given: Given) -> Decided:
     per_step = _number(given, "global-batch-size") * _number(given, "seq-length")
     if not per_step:
         return OTHER, "", f"left to you: {ours} = tokens / (--global-batch-size x --seq-length)"
-    reason = "by tokens there: the same where every step has as many"
+    reason = "counts steps instead of tokens: equal if all steps have the same number of tokens"
     return RENAMED, f"{ours} {round(_as_number(value) / per_step)}", reason
 
 
 def _warmup_tokens(value: str, given: Given) -> Decided:
     if warmed_otherwise("lr-warmup-tokens", value, given):
-        return UNNECESSARY, "", SAID_OTHERWISE
+        return UNNECESSARY, "", SET_ELSEWHERE
     return _from_tokens("--lr-warmup-iters", value, given)
 
 
@@ -485,7 +494,7 @@ DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
     "warmup_tokens": _warmup_tokens,
     "decay_tokens": _decay_tokens,
 }
-# Those whose argument changes nothing of what is trained.
+# Functions whose argument does not affect the training.
 HARMLESS = (
     "heads_sent",
     "overridden",

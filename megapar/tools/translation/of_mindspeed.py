@@ -1,4 +1,7 @@
-"""What becomes of MindSpeed's arguments whose meaning hangs on their value or on others: ``@name`` in ``mindspeed``."""
+"""Value-dependent translation of MindSpeed's arguments: rows ``@name`` of ``mindspeed``.
+
+Tested in ``tests/tools/translation/test_mindspeed.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from megapar.tools.translation.verdict import (
     UNSUPPORTED,
 )
 
-_INERT = "MindSpeed parses it and does nothing since core_r0.12.1; here it works, with the same numbers"
+_INERT = "MindSpeed parses it but does nothing since core_r0.12.1; megapar supports it, with the same numbers"
 
 
 def _size(value: str) -> float:
@@ -31,8 +34,12 @@ def _size(value: str) -> float:
 
 def _adaptive(value: str, given: Mapping[str, str]) -> Decided:
     if _size(given.get("adaptive-recompute-device-size", "")) > 0:
-        return IMPLIED, "", "--adaptive-recompute-device-size says it"
-    return LEFT, "", "--adaptive-recompute-device-size is the memory it may use, in MB; there the whole device's"
+        return IMPLIED, "", "set by --adaptive-recompute-device-size"
+    return (
+        LEFT,
+        "",
+        "set --adaptive-recompute-device-size to the memory it may use, in MB; MindSpeed uses the whole device",
+    )
 
 
 def _adaptive_size(value: str, given: Mapping[str, str]) -> Decided:
@@ -49,35 +56,35 @@ def _slices(value: str, given: Mapping[str, str]) -> Decided:
 
 def _slices_overlap(value: str, given: Mapping[str, str]) -> Decided:
     if _size(given.get("ampipe-degree", "")) <= 1:
-        return UNNECESSARY, "", "means nothing without --ampipe-degree"
+        return UNNECESSARY, "", "no effect without --ampipe-degree"
     return SAME, "--ampipe-tp-sp-comm-overlap", _INERT
 
 
 def _kind(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-no-drop" in given:
-        return RENAMED, "--moe-model-type megatron_moe", "no token is dropped"
+        return RENAMED, "--moe-model-type megatron_moe", "no tokens are dropped"
     return SAME, f"--moe-model-type {value}", ""
 
 
 def _capacity(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-no-drop" in given:
-        return UNNECESSARY, "", "no token is dropped (--moe-no-drop)"
+        return UNNECESSARY, "", "no tokens are dropped (--moe-no-drop)"
     if given.get("moe-model-type") != "deepspeed_moe":
-        return UNNECESSARY, "", "a capacity of deepspeed_moe, which is not chosen"
+        return UNNECESSARY, "", "the capacity of deepspeed_moe, which is not selected"
     return RENAMED, f"--moe-capacity-factor {value}", ""
 
 
 def _undropped(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-model-type" in given:
-        return IMPLIED, "", "megatron_moe drops no token"
-    return RENAMED, "--moe-model-type megatron_moe", "drops no token"
+        return IMPLIED, "", "megatron_moe drops no tokens"
+    return RENAMED, "--moe-model-type megatron_moe", "drops no tokens"
 
 
 def _expert_ranks(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-tp-extend-ep" not in given:
         return RENAMED, f"--ep-degree {value}", ""
     ranks = round(_size(value) * max(1, _size(given.get("tensor-model-parallel-size", "1"))))
-    return RENAMED, f"--ep-degree {ranks}", "the mp ranks of --moe-tp-extend-ep are expert ranks"
+    return RENAMED, f"--ep-degree {ranks}", "with --moe-tp-extend-ep, mp ranks are expert ranks"
 
 
 _SHARED = {"megatron_cp_algo": "megatron_cp_algo", "ulysses_cp_algo": "ulysses_cp_algo"}
@@ -85,46 +92,46 @@ _SHARED = {"megatron_cp_algo": "megatron_cp_algo", "ulysses_cp_algo": "ulysses_c
 
 def _algorithm(value: str, given: Mapping[str, str]) -> Decided:
     if _size(given.get("context-parallel-size", given.get("cp-degree", "1"))) <= 1:
-        return UNNECESSARY, "", "one cp rank has the whole sequence"
+        return UNNECESSARY, "", "a single cp rank has the whole sequence"
     if value in _SHARED:
         return SAME, f"--context-parallel-algo {value}", ""
     if value == "kvallgather_cp_algo":
         return RENAMED, "--context-parallel-algo allgather_cp_algo", ""
-    return RENAMED, "--context-parallel-algo megatron_cp_algo", "rings only or heads only: the numbers are the same"
+    return RENAMED, "--context-parallel-algo megatron_cp_algo", "ring or Ulysses, not both: the numbers are the same"
 
 
 def _balancing(value: str, given: Mapping[str, str]) -> Decided:
     if value == "softmax_topk":
         if "norm-topk-prob" in given:
-            return RENAMED, "--moe-aux-loss-coeff 0", "no balance loss"
-        return OTHER, "", "the weights of the chosen experts sum to one here; there they keep their scores"
+            return RENAMED, "--moe-aux-loss-coeff 0", "no load balancing loss"
+        return OTHER, "", "the weights of the selected experts sum to one; in the script they keep their scores"
     if value in ("group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk", "sinkhorn"):
-        return OTHER, "", f"{value} chooses experts in a way of its own"
+        return OTHER, "", f"the routing {value} is not supported"
     return DECIDED["balancing"](value, given)
 
 
 def _biases(value: str, given: Mapping[str, str]) -> Decided:
     if not {"disable-bias-linear", "no-add-bias-linear"} & set(given):
-        return IMPLIED, "", "--add-bias-linear has them in every linear layer"
-    return ANOTHER, "", "biases are in all linear layers or in none"
+        return IMPLIED, "", "--add-bias-linear adds them to all linear layers"
+    return ANOTHER, "", "all linear layers have biases, or none"
 
 
 def _optimizer(value: str, given: Mapping[str, str]) -> Decided:
     if value == "fused_ema_adamw":
-        return UNSUPPORTED, "", "AdamW is the same; a mean of the weights over time is not kept beside them"
-    return IMPLIED, "", "AdamW, fused where the device has it"
+        return UNSUPPORTED, "", "AdamW is the same; an exponential moving average of the weights is not kept"
+    return IMPLIED, "", "AdamW, fused if the device supports it"
 
 
 def _mask(value: str, given: Mapping[str, str]) -> Decided:
-    return IMPLIED, "", "masks are causal, and end with a document where --reset-attention-mask says so"
+    return IMPLIED, "", "attention is causal, within documents with --reset-attention-mask"
 
 
 def _past(value: str, given: Mapping[str, str]) -> Decided:
     if _size(given.get("sparse-mode", "0")) == 2:
         return UNNECESSARY, "", "--sparse-mode 2 is the causal mask"
     if _size(value) >= _size(given.get("seq-length", "0")):
-        return UNNECESSARY, "", "as far back as a sample goes"
-    return ANOTHER, "", "attention sees everything before it"
+        return UNNECESSARY, "", "it covers the whole sample"
+    return ANOTHER, "", "attention covers all earlier tokens"
 
 
 def _starts(counts: list[int]) -> Decided:
@@ -135,9 +142,9 @@ def _starts(counts: list[int]) -> Decided:
 def _layers_of_stages(value: str, given: Mapping[str, str]) -> Decided:
     words = value.strip("'\"").split(",")
     if "noop-layers" in given:
-        return UNNECESSARY, "", "given up for --noop-layers there"
+        return UNNECESSARY, "", "MindSpeed ignores it with --noop-layers"
     if not all(word.strip().isdigit() for word in words):
-        return LEFT, "", "no list of numbers of layers: --pp-seg-method has the first layer of each stage"
+        return LEFT, "", "not a list of layer counts: set --pp-seg-method to the first layer of each stage"
     return _starts([int(word) for word in words])
 
 
@@ -146,9 +153,9 @@ def _layers_of_chunks(value: str, given: Mapping[str, str]) -> Decided:
         stages = ast.literal_eval(value.strip("'\""))
         counts = [[int(layers) for layers in stage] for stage in stages]
     except (ValueError, TypeError, SyntaxError):
-        return LEFT, "", "not written out: --pp-seg-method has the first layer of each stage"
+        return LEFT, "", "not a literal list: set --pp-seg-method to the first layer of each stage"
     if any(len(stage) != 1 for stage in counts):
-        return UNSUPPORTED, "", "chunks of a stage get layers by --pp-seg-method uniform or balanced"
+        return UNSUPPORTED, "", "--pp-seg-method uniform or balanced distributes layers over the chunks of a stage"
     return _starts([stage[0] for stage in counts])
 
 
@@ -170,7 +177,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "layers_of_stages": _layers_of_stages,
     "layers_of_chunks": _layers_of_chunks,
 }
-# Of layout, memory and speed: whatever their value, the numbers are the same.
+# Functions for layout, memory and speed: the numbers do not depend on their arguments.
 HARMLESS = frozenset(
     {
         "adaptive",

@@ -1,7 +1,8 @@
-"""What becomes of Paddle's arguments whose meaning hangs on their value or on others: ``@name`` in ``paddle``.
+"""Value-dependent translation of Paddle's arguments: rows ``@name`` of ``paddle``.
 
 Sources: paddlenlp/trainer/training_args.py and llm/run_pretrain.py of PaddleNLP, the trainer of PaddleFormers, the
-trainer and the schedules of ERNIE 4.5's examples/pre-training, Fleet's DistributedStrategy.
+trainer and the schedules of ERNIE 4.5's examples/pre-training, Fleet's DistributedStrategy. Tested in
+``tests/tools/translation/test_paddle.py``.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ def _degree(flag: str, value: str, alone: str) -> Decided:
 
 
 def _mp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--mp-degree", value, "one mp rank")
+    return _degree("--mp-degree", value, "a single mp rank")
 
 
 def _pp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--pp-degree", value, "one stage")
+    return _degree("--pp-degree", value, "a single stage")
 
 
 def _ep(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--ep-degree", value, "one ep rank")
+    return _degree("--ep-degree", value, "a single ep rank")
 
 
 def _expert_mp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--expert-mp-degree", value, "experts are whole")
+    return _degree("--expert-mp-degree", value, "experts are not sharded")
 
 
 def _cp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--cp-degree", value, "one cp rank has the whole sequence")
+    return _degree("--cp-degree", value, "a single cp rank has the whole sequence")
 
 
 def _sep(value: str, given: Mapping[str, str]) -> Decided:
-    verdict, ours, reason = _degree("--cp-degree", value, "one rank has the whole sequence")
+    verdict, ours, reason = _degree("--cp-degree", value, "a single rank has the whole sequence")
     return verdict, f"{ours} --context-parallel-algo ulysses_cp_algo" if ours else "", reason
 
 
 def _dp(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 1:
-        return UNNECESSARY, "", "replicas follow from the number of ranks"
-    return RENAMED, "--hybrid-dp", "how many replicas follows from the number of ranks"
+        return UNNECESSARY, "", "the number of replicas follows from the number of ranks"
+    return RENAMED, "--hybrid-dp", "the number of replicas follows from the number of ranks"
 
 
 def _hybrid_dp(value: str, given: Mapping[str, str]) -> Decided:
@@ -74,9 +75,9 @@ def _virtual(value: str, given: Mapping[str, str]) -> Decided:
 
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
     if off(value):
-        return UNNECESSARY, "", "it is off"
+        return UNNECESSARY, "", "switched off"
     if first(given, "tensor-parallel-degree", "tensor-model-parallel-size", "mp-degree", otherwise=1) <= 1:
-        return UNNECESSARY, "", "one mp rank has the whole sequence"
+        return UNNECESSARY, "", "a single mp rank has the whole sequence"
     return RENAMED, "--sequence-parallel", ""
 
 
@@ -84,73 +85,73 @@ _STAGES = ("stage1", "stage2", "stage3")
 
 
 def _words(value: str) -> list[str]:
-    """The words of a list, however they are put together."""
+    """Split a list, separated by spaces or commas, into words."""
     return [word for part in shlex.split(value) for word in part.replace(",", " ").split()]
 
 
 def _sharding(value: str, given: Mapping[str, str]) -> Decided:
     words = _words(value)
     if len(words) == 1 and words[0].lower() in ("true", "1"):
-        return RENAMED, "--sharding-stage 3", "Fleet's sharding optimizer shards parameters, too"
+        return RENAMED, "--sharding-stage 3", "Fleet's sharding optimizer also shards parameters"
     if not words or off(value):
         return _unsharded("", given)
     unknown = [word for word in words if word not in (*_STAGES, "offload")]
     if unknown:
-        return LEFT, "", f"stage1, stage2 or stage3, with offload or without it; not {' '.join(unknown)}"
+        return LEFT, "", f"stage1, stage2 or stage3, with or without offload; not {' '.join(unknown)}"
     flags = [f"--sharding-stage {stage[-1]}" for stage in _STAGES if stage in words]
     return RENAMED, " ".join([*flags, *(["--optimizer-offload"] if "offload" in words else [])]), ""
 
 
 def _unsharded(value: str, given: Mapping[str, str]) -> Decided:
     if any("sharding" in name for name in given):
-        return IMPLIED, "", "said by the other sharding arguments"
+        return IMPLIED, "", "set by the other sharding arguments"
     if first(given, "data-parallel-degree", "dp-degree") > 1:
         return RENAMED, "--sharding-degree 1 --hybrid-dp", "no sharding: every data rank is a replica"
-    return IMPLIED, "", "no replicas that keep all: optimizer state is cut over data ranks, with the same numbers"
+    return IMPLIED, "", "optimizer state is always sharded over data ranks, with the same numbers"
 
 
 def _sharding_degree(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) < 0:
-        return UNNECESSARY, "", "all data ranks, as here"
+        return UNNECESSARY, "", "all data ranks, the same default"
     if number(value) <= 1:
-        return UNNECESSARY, "", "one rank shards nothing"
-    return RENAMED, f"--sharding-degree {value}", "with more ranks than that, also --hybrid-dp"
+        return UNNECESSARY, "", "a single rank shards nothing"
+    return RENAMED, f"--sharding-degree {value}", "with more ranks, also set --hybrid-dp"
 
 
 def _usual_degree(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("sharding", "").lower() in ("true", "1"):
         return RENAMED, "--sharding-degree 8", "Fleet's sharding optimizer"
-    return UNNECESSARY, "", "all data ranks, as here"
+    return UNNECESSARY, "", "all data ranks, the same default"
 
 
 def _anchors(value: str, given: Mapping[str, str]) -> Decided:
     if value in ("", "[]"):
         return UNNECESSARY, "", "no anchors"
-    return LEFT, "", "anchors are names of a program's variables there, of modules here: --segment-anchors"
+    return LEFT, "", "anchors are names of modules, of program variables in Paddle: --segment-anchors"
 
 
 def _micro(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 0:
-        return UNNECESSARY, "", "said elsewhere"
+        return UNNECESSARY, "", "set elsewhere"
     return RENAMED, f"--micro-batch-size {value}", ""
 
 
 def _batch(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 0:
-        return UNNECESSARY, "", "micro-batches x accumulation x data ranks, as here"
+        return UNNECESSARY, "", "micro-batch size x accumulation steps x data ranks, the same default"
     return RENAMED, f"--global-batch-size {value}", ""
 
 
 def _steps(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 0:
-        return LEFT, "", "runs are counted in steps: --train-iters"
+        return LEFT, "", "run lengths are given in steps: --train-iters"
     return RENAMED, f"--train-iters {value}", ""
 
 
 def _epochs(value: str, given: Mapping[str, str]) -> Decided:
     if first(given, "max-steps") > 0:
-        return UNNECESSARY, "", "--max_steps counts"
-    return LEFT, "", "runs are counted in steps: --train-iters"
+        return UNNECESSARY, "", "--max_steps takes precedence"
+    return LEFT, "", "run lengths are given in steps: --train-iters"
 
 
 def _length(value: str, given: Mapping[str, str]) -> Decided:
@@ -159,12 +160,12 @@ def _length(value: str, given: Mapping[str, str]) -> Decided:
 
 def _base_length(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) == first(given, "max-seq-length", "max-seq-len", otherwise=number(value)):
-        return UNNECESSARY, "", "samples are that long"
-    return OTHER, "", "samples are cut to one length"
+        return UNNECESSARY, "", "samples have this length"
+    return OTHER, "", "all samples have the same length"
 
 
 def _stops(given: Mapping[str, str]) -> float:
-    """The step where ERNIE 4.5's steady phase ends; 0 where it does not say it."""
+    """Return the step at which ERNIE 4.5's stable phase ends; 0 if it is not set."""
     return number(given.get("lr-scheduler", "").partition(":")[2])
 
 
@@ -173,16 +174,20 @@ def _style(value: str, given: Mapping[str, str]) -> Decided:
     steps = first(given, "max-steps")
     if kind == "wsd":
         if not steps:
-            return LEFT, "", "wsd decays behind step N until --max_steps, which is not said"
+            return LEFT, "", "WSD decays from step N to --max_steps, which is not set"
         steady = number(stop) if stop else round(0.9 * steps)
         if steady >= steps:
-            return RENAMED, "--lr-decay-style constant", f"the rate stays until step {steady:g}, the run ends before"
+            return (
+                RENAMED,
+                "--lr-decay-style constant",
+                f"the rate is constant until step {steady:g}, after the end of the run",
+            )
         return RENAMED, f"--lr-decay-style wsd --lr-wsd-decay-iters {round(steps - steady)}", ""
     if kind in ("linear", "cosine", "constant"):
         return RENAMED, f"--lr-decay-style {kind}", ""
     if kind == "constant_with_warmup":
         return RENAMED, "--lr-decay-style constant", ""
-    return OTHER, "", "the learning rate is constant, or falls in a line, a cosine or at the end (wsd)"
+    return OTHER, "", "the learning rate schedule is constant, linear, cosine or WSD"
 
 
 def _usual_style(value: str, given: Mapping[str, str]) -> Decided:
@@ -190,58 +195,58 @@ def _usual_style(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _fall(value: str, given: Mapping[str, str]) -> Decided:
-    """The shape of wsd's decay."""
+    """Translate the shape of the WSD decay."""
     steps = first(given, "max-steps")
     if not given.get("lr-scheduler", "").startswith("wsd") or (steps and _stops(given) >= steps):
-        return UNNECESSARY, "", "nothing decays in this run"
+        return UNNECESSARY, "", "the learning rate does not decay in this run"
     if value == "1-sqrt":
         return RENAMED, "--lr-wsd-decay-style minus_sqrt", ""
-    return OTHER, "", f"{value or 'half_life'} is another curve than those here"
+    return OTHER, "", f"the curve {value or 'half_life'} is not supported"
 
 
 def _usual_fall(value: str, given: Mapping[str, str]) -> Decided:
     return _fall("half_life", given)
 
 
-_AHEAD = "its first step has a part of the rate here, none there: the ramp is one step ahead"
+_AHEAD = "the warmup is one step ahead: its first step has a part of the rate, 0 in Paddle"
 
 
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 0:
-        return UNNECESSARY, "", "no warm-up"
+        return UNNECESSARY, "", "there is no warmup"
     return RENAMED, f"--lr-warmup-iters {value}", _AHEAD
 
 
 def _warmup_share(value: str, given: Mapping[str, str]) -> Decided:
     if first(given, "warmup-steps") > 0:
-        return UNNECESSARY, "", "--warmup_steps counts"
+        return UNNECESSARY, "", "--warmup_steps takes precedence"
     if number(value) <= 0:
-        return UNNECESSARY, "", "no warm-up"
+        return UNNECESSARY, "", "there is no warmup"
     steps = first(given, "max-steps")
     if not steps:
-        return LEFT, "", "a share of --max_steps, which is not said: --lr-warmup-iters"
+        return LEFT, "", "a fraction of --max_steps, which is not set: --lr-warmup-iters"
     return RENAMED, f"--lr-warmup-iters {int(number(value) * steps)}", _AHEAD
 
 
 def _floor(value: str, given: Mapping[str, str]) -> Decided:
-    """PaddleNLP's pre-training has min_learning_rate, the others min_lr."""
+    """Translate the minimum learning rate: min_learning_rate in PaddleNLP's pre-training, min_lr elsewhere."""
     if number(value) <= 0:
-        return UNNECESSARY, "", "the rate falls to 0"
+        return UNNECESSARY, "", "the learning rate decays to 0"
     return RENAMED, f"--min-lr {value}", ""
 
 
 def _usual_floor(value: str, given: Mapping[str, str]) -> Decided:
     if by_ernie_4_5(given) or "constant" in given.get("lr-scheduler-type", ""):
-        return UNNECESSARY, "", "the rate falls to 0"
-    return RENAMED, "--min-lr 1e-05", "what PaddleNLP's run_pretrain.py ends at"
+        return UNNECESSARY, "", "the learning rate decays to 0"
+    return RENAMED, "--min-lr 1e-05", "the minimum in PaddleNLP's run_pretrain.py"
 
 
 def _level(value: str, given: Mapping[str, str]) -> Decided:
     if not is_on(given, "bf16", "fp16"):
         return UNNECESSARY, "", "fp32 throughout"
     if value.upper() == "O2":
-        return IMPLIED, "", "weights in 16 bits, with fp32 masters"
-    return OTHER, "", f"{value} keeps weights and norms in fp32; here all but masters is in 16 bits (O2)"
+        return IMPLIED, "", "16-bit weights with fp32 master weights"
+    return OTHER, "", f"{value} keeps weights and norms in fp32; megapar keeps only master weights in fp32 (O2)"
 
 
 def _usual_level(value: str, given: Mapping[str, str]) -> Decided:
@@ -250,7 +255,7 @@ def _usual_level(value: str, given: Mapping[str, str]) -> Decided:
 
 def _precision(kind: str, value: str) -> Decided:
     if off(value):
-        return UNNECESSARY, "", "it is off"
+        return UNNECESSARY, "", "switched off"
     return RENAMED, f"--dtype {kind}", ""
 
 
@@ -268,13 +273,13 @@ def _usual_precision(value: str, given: Mapping[str, str]) -> Decided:
 
 def _master_gradients(value: str, given: Mapping[str, str]) -> Decided:
     if off(value) and is_on(given, "bf16", "fp16"):
-        return OTHER, "", "gradients are summed in fp32 here, in 16 bits there"
-    return IMPLIED, "", "gradients are summed in fp32"
+        return OTHER, "", "gradients are accumulated in fp32, in 16 bits in Paddle"
+    return IMPLIED, "", "gradients are accumulated in fp32"
 
 
 def _loss_scale(value: str, given: Mapping[str, str]) -> Decided:
     if not is_on(given, "fp16", "amp", "use-pure-fp16"):
-        return UNNECESSARY, "", "the loss is scaled in fp16 only"
+        return UNNECESSARY, "", "the loss is scaled only with fp16"
     return RENAMED, f"--initial-loss-scale {value}", ""
 
 
@@ -284,32 +289,36 @@ def _usual_loss_scale(value: str, given: Mapping[str, str]) -> Decided:
 
 def _usual_window(value: str, given: Mapping[str, str]) -> Decided:
     if not is_on(given, "fp16"):
-        return UNNECESSARY, "", "the loss is scaled in fp16 only"
-    return RENAMED, "--loss-scale-window 2000 --hysteresis 1", "what paddle.amp.GradScaler does"
+        return UNNECESSARY, "", "the loss is scaled only with fp16"
+    return RENAMED, "--loss-scale-window 2000 --hysteresis 1", "the defaults of paddle.amp.GradScaler"
 
 
 def _shrink(value: str, given: Mapping[str, str]) -> Decided:
     grows = first(given, "incr-ratio", "amp-configs.incr-ratio", otherwise=2.0)
     if number(value) and math.isclose(1 / number(value), grows):
-        return IMPLIED, "", "the scale shrinks by the factor it grows by"
-    return OTHER, "", "the scale shrinks by the factor it grows by (--loss-scale-factor)"
+        return IMPLIED, "", "the loss scale shrinks by the same factor by which it grows"
+    return OTHER, "", "the loss scale shrinks by the same factor by which it grows (--loss-scale-factor)"
 
 
 def _recomputed(value: str, given: Mapping[str, str]) -> Decided:
     if off(value):
-        return UNNECESSARY, "", "it is off"
+        return UNNECESSARY, "", "switched off"
     kind = given.get("recompute-granularity", "full")
     if kind == "core_attn":
         return RENAMED, "--recompute-granularity selective --recompute-method uniform --recompute-num-layers 1", ""
-    return RENAMED, "--recompute-interval 1", "" if kind == "full" else f"whole layers for {kind}: more is recomputed"
+    return (
+        RENAMED,
+        "--recompute-interval 1",
+        "" if kind == "full" else f"whole layers instead of {kind}: recomputes more",
+    )
 
 
 def _granularity(value: str, given: Mapping[str, str]) -> Decided:
-    if "recompute-method" in given or value == "selective":  # PaddleFormers, in Megatron's words
+    if "recompute-method" in given or value == "selective":  # PaddleFormers, with Megatron's values
         return RENAMED, f"--recompute-granularity {value}", ""
     if not is_on(given, "recompute", "use-recompute"):
         return UNNECESSARY, "", "nothing is recomputed"
-    return IMPLIED, "", "said with recompute"
+    return IMPLIED, "", "set with recompute"
 
 
 def _flash(value: str, given: Mapping[str, str]) -> Decided:
@@ -321,14 +330,14 @@ def _flash(value: str, given: Mapping[str, str]) -> Decided:
 def _data(value: str, given: Mapping[str, str]) -> Decided:
     words = _words(value)
     if not words:
-        return LEFT, "", "no data are named: --data-path"
-    reason = "all its files, with the same weight" if len(words) == 1 else "weights and paths in turn"
+        return LEFT, "", "no data are set: --data-path"
+    reason = "all files of the folder, with equal weight" if len(words) == 1 else "alternating weights and paths"
     return RENAMED, f"--data-path {shlex.join(words)}", reason
 
 
 def _usual_split(value: str, given: Mapping[str, str]) -> Decided:
     if "input-dir" not in given:
-        return UNNECESSARY, "", "no data are named"
+        return UNNECESSARY, "", "no data are set"
     return RENAMED, "--split 949,50,1", ""
 
 
@@ -338,25 +347,25 @@ def _evaluates(given: Mapping[str, str]) -> bool:
 
 def _evaluated(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
-        return RENAMED, "--eval-interval 0", "nothing is evaluated without do_eval"
+        return RENAMED, "--eval-interval 0", "there is no evaluation without do_eval"
     return RENAMED, f"--eval-interval {value}", ""
 
 
 def _usual_evaluated(value: str, given: Mapping[str, str]) -> Decided:
     if _evaluates(given):
-        return LEFT, "", "how often is not said: --eval-interval"
-    return RENAMED, "--eval-interval 0", "nothing is evaluated without do_eval"
+        return LEFT, "", "the interval is not set: --eval-interval"
+    return RENAMED, "--eval-interval 0", "there is no evaluation without do_eval"
 
 
 def _evaluations(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
-        return UNNECESSARY, "", "nothing is evaluated without do_eval"
-    return RENAMED, "--eval-iters 10", "its trainers put 10 in the place of what is said"
+        return UNNECESSARY, "", "there is no evaluation without do_eval"
+    return RENAMED, "--eval-iters 10", "Paddle's trainers override it with 10"
 
 
 def _held_out(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
-        return UNNECESSARY, "", "nothing is evaluated without do_eval"
+        return UNNECESSARY, "", "there is no evaluation without do_eval"
     return RENAMED, f"--eval-data-path {value}", ""
 
 
@@ -372,65 +381,69 @@ def _usual_saved(value: str, given: Mapping[str, str]) -> Decided:
 
 def _rhythm(value: str, given: Mapping[str, str]) -> Decided:
     if value == "epoch":
-        return LEFT, "", "an epoch is no unit here: steps"
+        return LEFT, "", "intervals are given in steps, not epochs"
     if value == "no":
-        return UNNECESSARY, "", "it is off"
-    return IMPLIED, "", "by steps"
+        return UNNECESSARY, "", "switched off"
+    return IMPLIED, "", "in steps"
 
 
 def _resumed(value: str, given: Mapping[str, str]) -> Decided:
     if value.lower() in ("", "true", "false", "0"):
-        return UNNECESSARY, "", "--load is the folder of checkpoints to go on from"
-    return LEFT, "", "a checkpoint of Paddle's is not read: export it to Hugging Face's form for --load-hf"
+        return UNNECESSARY, "", "set --load to the folder of checkpoints to resume from"
+    return LEFT, "", "Paddle checkpoints are not supported: export to Hugging Face format for --load-hf"
 
 
 def _model(value: str, given: Mapping[str, str]) -> Decided:
     if "hidden-size" in given or "hidden-size" in {name.rpartition(".")[2] for name in given}:
-        return IMPLIED, "", "its sizes are given"
-    dropout = "; of GPT also --hidden-dropout 0.1 --attention-dropout 0.1" if "gpt" in value.lower() else ""
-    return LEFT, "", f"its configuration has the sizes: translate that file, too, or --load-hf its folder{dropout}"
+        return IMPLIED, "", "the sizes are given"
+    dropout = "; for GPT, also --hidden-dropout 0.1 --attention-dropout 0.1" if "gpt" in value.lower() else ""
+    return (
+        LEFT,
+        "",
+        f"its configuration contains the sizes: also translate that file, or set --load-hf to its folder{dropout}",
+    )
 
 
 def _continued(value: str, given: Mapping[str, str]) -> Decided:
     if off(value):
-        return UNNECESSARY, "", "weights are drawn"
-    return LEFT, "", "weights to start from: --load-hf is their folder, in Hugging Face's form"
+        return UNNECESSARY, "", "weights are initialized randomly"
+    return LEFT, "", "initial weights: set --load-hf to their folder in Hugging Face format"
 
 
 def _optimizer(value: str, given: Mapping[str, str]) -> Decided:
     if value in ("adamw", "adamw_mini", "adamw_apex", "adamw_custom"):
-        return (OTHER, "", "AdamW with whole moments") if value == "adamw_mini" else (IMPLIED, "", "AdamW")
-    return OTHER, "", "the optimizer here is AdamW"
+        return (OTHER, "", "AdamW with full moments") if value == "adamw_mini" else (IMPLIED, "", "AdamW")
+    return OTHER, "", "the optimizer is AdamW"
 
 
 def _muon(value: str, given: Mapping[str, str]) -> Decided:
     if "muon" in given.get("optim", ""):
-        return OTHER, "", "the optimizer here is AdamW"
-    return UNNECESSARY, "", "of Muon, which is not chosen"
+        return OTHER, "", "the optimizer is AdamW"
+    return UNNECESSARY, "", "an option of Muon, which is not selected"
 
 
 def _preferred(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("stage", "").upper() in ("DPO", "KTO", "VL-DPO"):
-        return OTHER, "", "trainers here pre-train, without pairs"
-    return UNNECESSARY, "", "of training on preferences, which is not chosen"
+        return OTHER, "", "megapar only pre-trains, without preference pairs"
+    return UNNECESSARY, "", "an option of preference training, which is not selected"
 
 
 def _logged(value: str, given: Mapping[str, str]) -> Decided:
     if value in ("none", "[]", "") or off(value):
-        return UNNECESSARY, "", "it is off"
-    return UNSUPPORTED, "", "--tensorboard-dir and --metrics-jsonl have the numbers"
+        return UNNECESSARY, "", "switched off"
+    return UNSUPPORTED, "", "--tensorboard-dir and --metrics-jsonl log the numbers"
 
 
 def _worded(known: tuple[str, ...], reason: str) -> Function:
-    """A list of words, each of which changes how fast something is done."""
+    """Return the function for a list of words of which each only affects speed."""
 
     def decide(value: str, given: Mapping[str, str]) -> Decided:
         words = _words(value)
         if not words:
-            return UNNECESSARY, "", "nothing is set"
+            return UNNECESSARY, "", "it is not set"
         other = [word for word in words if word not in known]
         if other:
-            return OTHER, "", f"nothing is known of {' '.join(other)}"
+            return OTHER, "", f"unknown words: {' '.join(other)}"
         return IMPLIED, "", reason
 
     return decide
@@ -544,12 +557,16 @@ FUNCTIONS: Mapping[str, Function] = {
     "paddle_muon": _muon,
     "paddle_preferred": _preferred,
     "paddle_logged": _logged,
-    "paddle_sharding_words": _worded(_SHARDING_WORDS, "what travels does so under computation; nothing else is meant"),
-    "paddle_pipeline_words": _worded(_PIPELINE_WORDS, "sends never block here; the order of a stage is --pp-schedule"),
-    "paddle_tensor_words": _worded(_TENSOR_WORDS, "mp ranks have the same values; --tp-comm-overlap hides messages"),
-    "paddle_replica_words": _worded(_REPLICA_WORDS, "gradients are sums over all tokens, reduced once a step"),
+    "paddle_sharding_words": _worded(
+        _SHARDING_WORDS, "communication always overlaps computation; there is no other effect"
+    ),
+    "paddle_pipeline_words": _worded(_PIPELINE_WORDS, "sends never block; --pp-schedule sets the order of a stage"),
+    "paddle_tensor_words": _worded(
+        _TENSOR_WORDS, "mp ranks always have the same values; --tp-comm-overlap hides communication"
+    ),
+    "paddle_replica_words": _worded(_REPLICA_WORDS, "gradients are sums over all tokens, reduced once per step"),
 }
-# Of layout, memory, speed and files: whatever their value, the numbers are the same.
+# Functions for layout, memory, speed and files: the numbers do not depend on their arguments.
 HARMLESS = frozenset(
     {
         "paddle_mp",

@@ -1,7 +1,7 @@
-"""What becomes of arguments of Paddle Fleet, PaddleNLP, PaddleFormers and ERNIE 4.5: rows as in ``megatron``.
+"""Translation table for arguments of Paddle Fleet, PaddleNLP, PaddleFormers and ERNIE 4.5; rows as in ``megatron``.
 
-Keys of nested configurations are joined by dots; where a row has no dot, it stands for the last part of any of them.
-``_UNLESS_*`` are rows of ``neutral``: names, values that change nothing, what they mean nothing without, reason.
+Keys of nested configurations are joined with dots. A row without a dot matches the last part of any key.
+``_UNLESS_*`` are rows of ``neutral``: names, values without effect, arguments that they require, reason.
 """
 
 from __future__ import annotations
@@ -119,11 +119,12 @@ scaling-factor routed-scaling-factor | --moe-router-topk-scaling-factor {value} 
 multi-token-pred-depth num-nextn-predict-layers mtp-num-layers | @paddle_ahead |
 multi-token-pred-lambda mtp-loss-scaling-factor | @paddle_ahead_weight |
 optim | @paddle_optimizer |
-muon-exclude-patterns muon-qkv-update-mode muon-ffn-split muon-extra-scale-factor | @paddle_muon | belongs to Muon
-muon-momentum muon-version muon-ns-steps muon-ns-coeff-type muon-ns-coeffs | @paddle_muon | belongs to Muon
-normalize-logps label-smoothing ignore-eos-token | @paddle_preferred | of preferences
-ref-model-update-steps reference-free | @paddle_preferred | of preferences
-loss-type pref-loss-ratio sft-loss-ratio beta offset-alpha simpo-gamma dpop-lambda | @paddle_preferred | of preferences
+muon-exclude-patterns muon-qkv-update-mode muon-ffn-split muon-extra-scale-factor | @paddle_muon | an option of Muon
+muon-momentum muon-version muon-ns-steps muon-ns-coeff-type muon-ns-coeffs | @paddle_muon | an option of Muon
+normalize-logps label-smoothing ignore-eos-token | @paddle_preferred | an option of preference training
+ref-model-update-steps reference-free | @paddle_preferred | an option of preference training
+loss-type pref-loss-ratio sft-loss-ratio beta offset-alpha | @paddle_preferred | an option of preference training
+simpo-gamma dpop-lambda | @paddle_preferred | an option of preference training
 report-to | @paddle_logged |
 sharding-parallel-config | @paddle_sharding_words |
 pipeline-parallel-config | @paddle_pipeline_words |
@@ -132,110 +133,125 @@ data-parallel-config sequence-parallel-config | @paddle_replica_words |
 """
 
 _IMPLIED = """
-do-train use-moe use-expert-parallel | | trainers train; experts are --num-experts
-use-intermediate-api from-scratch | | weights are drawn
-use-ortho-loss-callback | | --moe-orthogonal-loss-coeff says it
-use-fused-rms-norm use-fused-rope use-fused-linear use-fused-dropout-add use-fast-ln | | the device's fused kernels
-fuse-rms-norm fuse-ln fuse-swiglu fuse-linear | | the device's fused kernels
-fuse-rope apply-rope-fusion use-fast-layer-norm | | the device's fused kernels
-fuse-attn-ffn fuse-attention-qkv fuse-attention-ffn | | the device's fused kernels
-fuse-gate-detach-matmul fuse-softmax-mask | | the device's fused kernels
-use-fused-linear-cross-entropy use-fused-head-and-loss-fn use-fused-head-loss-fn | | logits are made in chunks
-loss-subbatch-seqlen loss-subbatch-sequence-length use-sparse-head-and-loss-fn | | logits are made in chunks
-moe-use-fusion-node moe-router-fusion moe-expert-fusion using-sonic-moe use-unified-moe | | experts are grouped products
-moe-shared-expert-overlap | | shared experts run while tokens travel
-use-mem-eff-attn use-flash-attn-with-mask use-sparse-flash-attn fa-version | | the device's fused kernels
-use-attn-mask-startend-row-indices attn-implementation | | masks are causal, and never built
-gradient-merge fuse-grad-merge gradient-merge-configs.avg | | micro-batches are summed, over all their tokens
-scale-strategy scale-gradient use-dynamic-loss-scaling | | losses have their denominator over the global batch
-custom-white-list custom-black-list custom-black-varnames | | norms, softmax and losses compute in fp32
-amp-custom-black-list amp-custom-white-list | | norms, softmax and losses compute in fp32
-use-fp16-guard use-optimizer-fp16 optimize-cast | | 16-bit copies are made once a step
+do-train use-moe use-expert-parallel | | trainers always train; experts are --num-experts
+use-intermediate-api from-scratch | | weights are initialized randomly
+use-ortho-loss-callback | | set by --moe-orthogonal-loss-coeff
+use-fused-rms-norm use-fused-rope use-fused-linear use-fused-dropout-add |  | fused kernels are used if available
+use-fast-ln |  | fused kernels are used if available
+fuse-rms-norm fuse-ln fuse-swiglu fuse-linear | | fused kernels are used if available
+fuse-rope apply-rope-fusion use-fast-layer-norm | | fused kernels are used if available
+fuse-attn-ffn fuse-attention-qkv fuse-attention-ffn | | fused kernels are used if available
+fuse-gate-detach-matmul fuse-softmax-mask | | fused kernels are used if available
+use-fused-linear-cross-entropy use-fused-head-and-loss-fn use-fused-head-loss-fn | | logits are computed in chunks
+loss-subbatch-seqlen loss-subbatch-sequence-length use-sparse-head-and-loss-fn | | logits are computed in chunks
+moe-use-fusion-node moe-router-fusion moe-expert-fusion using-sonic-moe |  | experts run as a grouped GEMM
+use-unified-moe |  | experts run as a grouped GEMM
+moe-shared-expert-overlap | | shared experts overlap with the token dispatch
+use-mem-eff-attn use-flash-attn-with-mask use-sparse-flash-attn fa-version | | fused kernels are used if available
+use-attn-mask-startend-row-indices attn-implementation | | attention is causal, without a mask
+gradient-merge fuse-grad-merge gradient-merge-configs.avg | | gradients accumulate over the tokens of all micro-batches
+scale-strategy scale-gradient use-dynamic-loss-scaling | | losses are averaged over the global batch
+custom-white-list custom-black-list custom-black-varnames | | norms, softmax and losses are computed in fp32
+amp-custom-black-list amp-custom-white-list | | norms, softmax and losses are computed in fp32
+use-fp16-guard use-optimizer-fp16 optimize-cast | | 16-bit copies are made once per step
 unified-checkpoint unified-checkpoint-config | | one format, which loads on any layout
 save-sharded-model load-sharded-model | | one format, which loads on any layout
 save-checkpoint-format load-checkpoint-format | | one format, which loads on any layout
 flex-ckpt-comm-method save-rng-states | | one format, which loads on any layout
 load-sharded-model-remap-parameter-name force-reshard-pp | | one format, for any layout
 auto-parallel-resume-form-hybrid-parallel | | one format, for any layout
-log-global-grad-norm | | the norm is always logged
-use-sp-callback sp-allreduce-avg-in-gradinent-scale | | gradients are sums over all axes
-dp-allreduce-avg-in-gradinent-scale | | gradients are sums over all axes, reduced once a step
-gradient-sync-after-accumulate | | gradients are sums over all axes, reduced once a step
-sync-param sync-grad sync-moment pp-sync-param | | ranks have the same values
-tp-sync-param tp-sync-moment pp-sync-moment | | ranks have the same values
-use-reduce-avg stage1-reduce-avg auto-parallel-sync-shared-params | | gradients are sums; shared weights are summed once
-delay-scale-loss pp-delay-scale-loss enable-delay-scale-loss | | losses have their denominator over the global batch
-replace-with-parallel-cross-entropy replace-with-c-embedding tensor-parallel-output | | logits stay cut over mp
-moe-with-send-router-loss enable-mtp-magic-send | | losses count where they arise
-use-calc-stream | | messages have streams of their own
-pipeline tensor-parallel tensor-parallel-configs.tensor-parallel-degree | | said by the degrees
-distributed-dataloader split-inputs-sequence-dim pp-need-data pp-need-data-degree | | every rank reads what it needs
-packing | | samples of pre-training are full
-use-global-causal-attn | | attention goes over documents without --reset-attention-mask
+log-global-grad-norm | | the gradient norm is always logged
+use-sp-callback sp-allreduce-avg-in-gradinent-scale | | gradients are summed over all axes
+dp-allreduce-avg-in-gradinent-scale | | gradients are summed over all axes, once per step
+gradient-sync-after-accumulate | | gradients are summed over all axes, once per step
+sync-param sync-grad sync-moment pp-sync-param | | ranks always have the same values
+tp-sync-param tp-sync-moment pp-sync-moment | | ranks always have the same values
+use-reduce-avg stage1-reduce-avg auto-parallel-sync-shared-params | | gradients are sums, once for shared weights
+delay-scale-loss pp-delay-scale-loss enable-delay-scale-loss | | losses are averaged over the global batch
+replace-with-parallel-cross-entropy replace-with-c-embedding tensor-parallel-output | | logits stay sharded over mp
+moe-with-send-router-loss enable-mtp-magic-send | | losses are added where they are computed
+use-calc-stream | | messages have separate streams
+pipeline tensor-parallel tensor-parallel-configs.tensor-parallel-degree | | set by the parallel degrees
+distributed-dataloader split-inputs-sequence-dim pp-need-data pp-need-data-degree | | every rank reads the data it needs
+packing | | pre-training samples are always full
+use-global-causal-attn | | the default without --reset-attention-mask
 """
 
 _UNNECESSARY = """
-do-eval do-predict do-export prediction-loss-only | | --eval-interval says when
-overwrite-output-dir disable-tqdm remove-unused-columns label-names past-index run-name | | of its trainer
-per-device-eval-batch-size eval-accumulation-steps | | evaluation is by global batches
-device no-cuda local-rank mode | | follows the machine: --device
-log-on-each-node save-on-each-node logging-first-step | | one rank logs, every rank saves its part
-load-best-model-at-end metric-for-best-model greater-is-better minimum-eval-times | | the last step is what is trained
-ignore-save-lr-and-optim save-tokenizer save-last-step | | a checkpoint holds all that a resumed run needs
-dataloader-num-workers prefetch-factor lazy-data-processing data-load-process-num buffer-size | | one thread reads ahead
-dataloader-shuffle dataloader-drop-last | | samples are shuffled once per epoch, and packed
-num-consecutive shuffle-consecutive | | the order of samples is one of --seed, as it is of Paddle's
-global-shuffle-num-examples | | the order of samples is one of --seed, as it is of Paddle's
-same-data | | a resumed run goes on with the next sample, whatever its layout
-data-impl skip-warmup warmup-only-rank0 | | files are mapped, nothing is cached
-data-cache share-folder packed-idx-cache-dir | | files are mapped, nothing is cached
-seqlen max-position-embeddings using-dynamic-sequence-length | | samples have one length
-pad-token-id bos-token-id eos-token-id ignored-index | | ids are the tokenizer's
-use-cache architectures torch-dtype transformers-version copy-custom-file-list download-hub | | of its model files
-tensor-parallel-rank rope-reorder weight-share-add-bias | | how tensors lie there
-recompute-use-reentrant | | recompute is without reentrance
-skip-profile-timer enable-timer timer enable-optimizer-timer skip-memory-metrics | | waits are always metered
+do-eval do-predict do-export prediction-loss-only | | set by --eval-interval
+overwrite-output-dir disable-tqdm remove-unused-columns label-names past-index |  | an option of Paddle's trainer
+run-name |  | an option of Paddle's trainer
+per-device-eval-batch-size eval-accumulation-steps | | evaluation uses global batches
+device no-cuda local-rank mode | | chosen by --device
+log-on-each-node save-on-each-node logging-first-step | | one rank logs; every rank saves its part
+load-best-model-at-end metric-for-best-model greater-is-better |  | the result of a run is its last step
+minimum-eval-times |  | the result of a run is its last step
+ignore-save-lr-and-optim save-tokenizer save-last-step | | a checkpoint contains everything needed to resume
+dataloader-num-workers prefetch-factor lazy-data-processing data-load-process-num buffer-size | | one thread prefetches
+dataloader-shuffle dataloader-drop-last | | samples are shuffled once per epoch and packed
+num-consecutive shuffle-consecutive | | the order of samples depends on --seed, as in Paddle
+global-shuffle-num-examples | | the order of samples depends on --seed, as in Paddle
+same-data | | a resumed run continues with the next sample on any layout
+data-impl skip-warmup warmup-only-rank0 | | files are memory-mapped; nothing is cached
+data-cache share-folder packed-idx-cache-dir | | files are memory-mapped; nothing is cached
+seqlen max-position-embeddings using-dynamic-sequence-length | | all samples have the same length
+pad-token-id bos-token-id eos-token-id ignored-index | | the tokenizer defines these ids
+use-cache architectures torch-dtype transformers-version copy-custom-file-list |  | an option of Paddle's model files
+download-hub |  | an option of Paddle's model files
+tensor-parallel-rank rope-reorder weight-share-add-bias | | memory layout of Paddle's tensors
+recompute-use-reentrant | | recompute is never reentrant
+skip-profile-timer enable-timer timer enable-optimizer-timer skip-memory-metrics | | wait times are always measured
 moe-logging using-precision-check enable-global-training-logs metrics-output-path | | logged with --log-interval
 count-trained-tokens global-logging-interval | | logged with --log-interval
-pre-alloc-memory use-train-part-sharding | | memory is the allocator's
-gc-interval | | --manual-gc keeps ranks together
-hybrid-parallel-topo-order order reorder-pipeline-priority | | numbers do not depend on it: --rank-order
-sharding-parallel-mesh-dimension sharding-comm-group-call-opt nccl-comm-group-config | | groups are made in one order
-nccl-comm-num use-hierarchical-allreduce hierarchical-allreduce-inter-nranks heter-ccl-mode | | NCCL's environment
-fuse-all-reduce-ops fuse-grad-size-in-mb | | segments: --segment-broadcast-MB
-fuse-grad-size-in-tflops fuse-grad-size-in-num | | segments: --segment-broadcast-MB
-last-comm-group-size-mb sync-nccl-allreduce calc-comm-same-stream | | segments: --segment-broadcast-MB
-pp-allreduce-in-optimize -dp-as-optimizer-sharding | | gradients are reduced once a step
-cudnn-exhaustive-search conv-workspace-size-limit cudnn-batchnorm-spatial-persistent | | no convolutions
-sync-batch-norm without-graph-optimization find-unused-parameters | | no static program
-tensor-init-seed | | --seed: the same weights on every layout
-enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops fuse-relu-depthwise-conv | | no static program
-fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace enable-backward-optimizer-op-deps | | no static program
-cache-runtime-context fuse-bn-add-act-ops enable-auto-fusion enable-addto fix-op-run-order | | no static program
-allow-cuda-graph-capture reduce-strategy | | no static program
-num-threads num-iteration-per-drop-scope num-iteration-per-run use-thread-barrier | | no static program
-max-merge-var-num send-queue-size independent-recv-thread min-send-grad-num-before-recv | | no parameter servers
-thread-pool-size send-wait-times runtime-split-send-recv launch-barrier | | no parameter servers
-heter-worker-device-guard use-ps-gpu a-sync-configs.k-steps a-sync-configs.lr-decay-steps | | no parameter servers
+pre-alloc-memory use-train-part-sharding | | the allocator manages memory
+gc-interval | | --manual-gc synchronizes the ranks' collections
+hybrid-parallel-topo-order order reorder-pipeline-priority | | numbers do not depend on --rank-order
+sharding-parallel-mesh-dimension sharding-comm-group-call-opt |  | process groups are created in one order
+nccl-comm-group-config |  | process groups are created in one order
+nccl-comm-num use-hierarchical-allreduce hierarchical-allreduce-inter-nranks |  | set by NCCL's environment variables
+heter-ccl-mode |  | set by NCCL's environment variables
+fuse-all-reduce-ops fuse-grad-size-in-mb | | bucket sizes: --segment-broadcast-MB
+fuse-grad-size-in-tflops fuse-grad-size-in-num | | bucket sizes: --segment-broadcast-MB
+last-comm-group-size-mb sync-nccl-allreduce calc-comm-same-stream | | bucket sizes: --segment-broadcast-MB
+pp-allreduce-in-optimize -dp-as-optimizer-sharding | | gradients are reduced once per step
+cudnn-exhaustive-search conv-workspace-size-limit cudnn-batchnorm-spatial-persistent | | there are no convolutions
+sync-batch-norm without-graph-optimization find-unused-parameters | | there is no static program
+tensor-init-seed | | set by --seed; weights are the same on every layout
+enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops |  | there is no static program
+fuse-relu-depthwise-conv |  | there is no static program
+fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace |  | there is no static program
+enable-backward-optimizer-op-deps |  | there is no static program
+cache-runtime-context fuse-bn-add-act-ops enable-auto-fusion enable-addto |  | there is no static program
+fix-op-run-order |  | there is no static program
+allow-cuda-graph-capture reduce-strategy | | there is no static program
+num-threads num-iteration-per-drop-scope num-iteration-per-run use-thread-barrier | | there is no static program
+max-merge-var-num send-queue-size independent-recv-thread |  | there are no parameter servers
+min-send-grad-num-before-recv |  | there are no parameter servers
+thread-pool-size send-wait-times runtime-split-send-recv launch-barrier | | there are no parameter servers
+heter-worker-device-guard use-ps-gpu a-sync-configs.k-steps |  | there are no parameter servers
+a-sync-configs.lr-decay-steps |  | there are no parameter servers
 a-sync | | there are no parameter servers
-p2p-cache-shape checkpoint-shape | | stages send one tensor, of one shape
+p2p-cache-shape checkpoint-shape | | stages send one tensor of one shape
 enable-auto-parallel to-static semi-auto auto auto-search enable-tuning | | megapar plan chooses layouts
-model-with-dpo-criterion sharding-configs.stage | | of its automatic layouts
-vocab-path fine-tuning dataset-type train-dataset-type eval-dataset-type | | of fine-tuning
-eval-dataset-prob train-dataset-prob random-shuffle num-samples-each-epoch greedy-intokens | | of fine-tuning
-template template-backend use-template encode-one-turn split-multi-turn eval-with-do-generation | | of fine-tuning
-max-prompt-len truncation-strategy truncate-packing binpacking packing-interval padding-free | | of fine-tuning
-dataset-output-dir make-offline-data new-special-tokens-path custom-register-path | | of fine-tuning
-processor-use-fast mix-strategy max-estimate-samples estimation-output-file dataset-num-proc | | of fine-tuning
-dataset-batch-size dataset-kwargs dataset-text-field num-of-gpus autotuner-benchmark | | of fine-tuning
-vision-config ernie-model-config compute-type | | of its command line
-moe-multimodal-dispatch-use-allgather moe-dense-experts-token-type-id | | of pictures
-balanced-image-preprocess factor rope-3d freq-allocation | | of pictures
-resampler-fuse-rms-norm use-recompute-resampler use-recompute-dnd | | of pictures
-moe-layer-feed-fake-token compression-ratio moe-gate-detach | | of its model's past
-moe-deepep-num-sms moe-ep-barrier moe-deep-gemm | | kernels of experts are torch's
-env.home | | of its environment
-bf16-full-eval fp16-full-eval | | evaluations compute as training does
+model-with-dpo-criterion sharding-configs.stage | | an option of automatic layouts
+vocab-path fine-tuning dataset-type train-dataset-type eval-dataset-type | | an option of fine-tuning
+eval-dataset-prob train-dataset-prob random-shuffle num-samples-each-epoch greedy-intokens | | an option of fine-tuning
+template template-backend use-template encode-one-turn split-multi-turn |  | an option of fine-tuning
+eval-with-do-generation |  | an option of fine-tuning
+max-prompt-len truncation-strategy truncate-packing binpacking packing-interval |  | an option of fine-tuning
+padding-free |  | an option of fine-tuning
+dataset-output-dir make-offline-data new-special-tokens-path custom-register-path | | an option of fine-tuning
+processor-use-fast mix-strategy max-estimate-samples estimation-output-file |  | an option of fine-tuning
+dataset-num-proc |  | an option of fine-tuning
+dataset-batch-size dataset-kwargs dataset-text-field num-of-gpus autotuner-benchmark | | an option of fine-tuning
+vision-config ernie-model-config compute-type | | an option of Paddle's command line
+moe-multimodal-dispatch-use-allgather moe-dense-experts-token-type-id | | an option of image models
+balanced-image-preprocess factor rope-3d freq-allocation | | an option of image models
+resampler-fuse-rms-norm use-recompute-resampler use-recompute-dnd | | an option of image models
+moe-layer-feed-fake-token compression-ratio moe-gate-detach | | an option of older models
+moe-deepep-num-sms moe-ep-barrier moe-deep-gemm | | experts use torch's kernels
+env.home | | an option of Paddle's environment
+bf16-full-eval fp16-full-eval | | evaluations use the precision of training
 """
 
 _UNSUPPORTED = """
@@ -247,13 +263,13 @@ output-signal-dir logging-dir | | files: --async-save, --save, --tensorboard-dir
 enable-zero-cost-checkpoint zcc-workers-num | | files: --local-checkpoint-dir, --async-save
 zcc-pipeline-hooks-capacity-usage | | files: --local-checkpoint-dir, --async-save
 save-sharding-stage1-model-include-freeze-params optim-shard-num replicate-saved-into-local | | files: one format
-pdc-download-ckpt pdc-download-timeout skip-load-data-seq-cache | | files: of a platform
+pdc-download-ckpt pdc-download-timeout skip-load-data-seq-cache | | files: an option of a platform
 wandb-api-key wandb-http-proxy | | logging: --metrics-jsonl
 internal-medicine-monitors internal-medicine-monitor-interval | | logging: --metrics-jsonl
-profile profile-step-start profile-step-end | | logging: --profile START:END, both in one
-zcc-save-ema-coef zcc-ema-interval zcc-ema-loss-threshold | | no mean of weights is kept
-online-merge-ema sharded-model-from-ema | | no mean of weights is kept
-recompute-method recompute-num-layers | | memory: with --recompute-granularity, in the same words
+profile profile-step-start profile-step-end | | logging: --profile START:END
+zcc-save-ema-coef zcc-ema-interval zcc-ema-loss-threshold | | no moving average of weights is kept
+online-merge-ema sharded-model-from-ema | | no moving average of weights is kept
+recompute-method recompute-num-layers | | memory: use --recompute-granularity
 recompute-modules recompute-mtp-modules | | memory: units are whole layers
 recompute-mtp-granularity recompute-mtp-method | | memory: units are whole layers
 use-recompute-attn use-recompute-lm-head use-recompute-loss-fn | | memory: units are whole layers
@@ -264,97 +280,97 @@ refined-recompute use-rms-qkv-recompute | | memory: units are whole layers
 use-linear-residual-norm-recompute recompute-allgather | | memory: units are whole layers
 checkpoints | | memory: units are whole layers
 decoderlayer-act-offload-settings offload-pp-data-chunk-size offload-queue | | memory: --recompute-offload
-release-grads pp-release-grads sd-release-grads | | memory: gradients lie in segments
-release-gradients free-grads-in-comm | | memory: gradients lie in segments
+release-grads pp-release-grads sd-release-grads | | memory: gradients are in buckets
+release-gradients free-grads-in-comm | | memory: gradients are in buckets
 sharding-comm-buffer-size-mb comm-buffer-size-mb sharding-offload-opt-buffersize-gb | | memory: --segment-broadcast-MB
 clear-every-step-cache use-mp-gathered-weight | | memory: nothing is cached between steps
 offload-fp8-expert-master-weight | | memory: nothing is cached between steps
-moe-subbatch-token-num-before-dispatch moe-subbatch-token-num-after-dispatch | | memory: --use-pipe-experts cuts rows
-moe-dequant-input dequant-input recompute-fwd-gate-up | | memory: experts keep what they read
-shared-expert offline-quant-expert-weight clear-origin-weight-when-offline-quant | | memory: of experts in fp8
-stack-quant swiglu-probs-bwd split-group-gemm spaq transpose-split-quant | | speed: of experts in fp8
-use-fp8-fuse-node fp8-wgrad | | speed: of experts in fp8
+moe-subbatch-token-num-before-dispatch moe-subbatch-token-num-after-dispatch | | memory: --use-pipe-experts splits rows
+moe-dequant-input dequant-input recompute-fwd-gate-up | | memory: experts save their inputs
+shared-expert offline-quant-expert-weight clear-origin-weight-when-offline-quant | | memory: an option of fp8 experts
+stack-quant swiglu-probs-bwd split-group-gemm spaq transpose-split-quant | | speed: an option of fp8 experts
+use-fp8-fuse-node fp8-wgrad | | speed: an option of fp8 experts
 use-ep-comm-overlap use-async-a2a build-skip-comm-buffer | | speed: --ampipe-degree 2 hides all-to-alls
-use-combine-before-a2a | | rounding: rows are weighted when they are back
-moe-token-dispatcher-type | | speed: tokens travel by all-to-all
+use-combine-before-a2a | | rounding: router weights are applied after the combine
+moe-token-dispatcher-type | | speed: the token dispatcher uses all-to-all
 use-tpsp-comm-overlap mp-async-allreduce tp-async-allreduce sp-async-reduce-scatter | | speed: --tp-comm-overlap
-mp-skip-c-identity mp-fused-linear-param-grad-add enable-linear-fused-grad-add | | speed: gradients lie in fp32 segments
-fuse-sequence-parallel-allreduce | | speed: gradients of norms are reduced with all others
+mp-skip-c-identity mp-fused-linear-param-grad-add enable-linear-fused-grad-add | | speed: gradients are in fp32 buckets
+fuse-sequence-parallel-allreduce | | speed: gradients of norms are reduced with the others
 dp-comm-overlap sharding-comm-overlap comm-overlap pp-sharding-comm-overlap overlap | | speed: --overlap-grad-reduce
 stage1-overlap stage2-overlap stage1-broadcast-overlap stage1-allgather-overlap | | speed: --overlap-param-gather
 sd-sharding-comm-overlap sd-shardingv1-comm-overlap | | speed: --overlap-grad-reduce
-tensor-fusion stage1-tensor-fusion fuse-optimizer | | speed: segments
-fuse-optimizer-states split-param flatten-param-grads | | speed: segments
-overlap-p2p-comm use-batch-p2p-comm batch-p2p-comm | | speed: sends never block here
-non-batch-p2p-comm partial-send-recv | | speed: sends never block here
-send-recv-overlap variable-seq-lengths | | speed: sends never block here
+tensor-fusion stage1-tensor-fusion fuse-optimizer | | speed: buckets are always contiguous
+fuse-optimizer-states split-param flatten-param-grads | | speed: buckets are always contiguous
+overlap-p2p-comm use-batch-p2p-comm batch-p2p-comm | | speed: sends never block
+non-batch-p2p-comm partial-send-recv | | speed: sends never block
+send-recv-overlap variable-seq-lengths | | speed: sends never block
 best-unbalanced-scheduler forward-backward-overlap-scheduler use-dualpipev split-backward | | speed: --pp-schedule
 pipeline-schedule-mode schedule-mode | | speed: --pp-schedule is 1f1b, gpipe, interleaved or zero_bubble
-pp-seg-method | | layout: --pp-seg-method uniform, layer:REGEX, balanced or starts
+pp-seg-method | | layout: --pp-seg-method uniform, layer:REGEX, balanced or first layers
 num-empty-layers-add-in-head num-empty-layers-add-in-tail insert-empty-layer | | layout: --pp-seg-method balanced
 cp-balance-mode cp-comm-type | | layout: --context-parallel-algo
-split-norm-comm ddp-find-unused-parameters elastic | | of its process groups
-experimental-dataflow | | of its program
+split-norm-comm ddp-find-unused-parameters elastic | | an option of Paddle's process groups
+experimental-dataflow | | an option of Paddle's program
 """
 
 _LEFT = """
-skip-data-intervals ignore-data-skip | | --skip-samples are the samples to leave out
+skip-data-intervals ignore-data-skip | | --skip-samples skips ranges of samples
 """
 
 _UNLESS_OTHER = """
-lr-end power num-cycles | 1e-7 1 0.5 | | curves are as --lr-decay-style says
-moe-dropout-prob moe-all-to-all-dropout | 0 | | experts and messages have no dropout
-use-fp8-mlp | | | experts' products are in fp8 there, in 16 bits here
-use-fp8 fp8 | | | --fp8 scales each tensor as it is
-fp8-configs fp8-mem-configs fp8-fused-ops-configs | | use-fp8 use-fp8-mlp | experts are never in fp8
-use-quant-before-a2a | | use-fp8-mlp use-fp8 | rows travel in 16 bits
-global-aux-loss | | | balance is over the micro-batch of all data ranks
-aux-loss-type | default switch_aux_loss aux_loss seq_aux_loss | | balance is per micro-batch or per sample
-moe-router-load-balancing-type | default switch_aux_loss aux_loss seq_aux_loss | | balance is by auxiliary losses
-moe-expert-capacity-factor | 0 | | only deepspeed_moe drops tokens here
-moe-token-drop-policy | probs | moe-expert-capacity-factor | only deepspeed_moe drops tokens here
-moe-pad-expert-input-to-capacity | | moe-expert-capacity-factor | only deepspeed_moe drops tokens here
-moe-reverse-token-drop | | moe-capacity | only deepspeed_moe drops tokens here
-moe-router-force-load-balancing | | | routing is never forced
+lr-end power num-cycles | 1e-7 1 0.5 | | --lr-decay-style defines the curve
+moe-dropout-prob moe-all-to-all-dropout | 0 | | there is no dropout in experts or messages
+use-fp8-mlp | | | expert GEMMs use fp8 in Paddle, 16 bits in megapar
+use-fp8 fp8 | | | --fp8 uses current scaling per tensor
+fp8-configs fp8-mem-configs fp8-fused-ops-configs | | use-fp8 use-fp8-mlp | experts never use fp8
+use-quant-before-a2a | | use-fp8-mlp use-fp8 | rows are sent in 16 bits
+global-aux-loss | | | experts are balanced over the micro-batch of all data ranks
+aux-loss-type | default switch_aux_loss aux_loss seq_aux_loss | | experts are balanced per micro-batch or per sample
+moe-router-load-balancing-type | default switch_aux_loss aux_loss seq_aux_loss | | auxiliary losses balance the experts
+moe-expert-capacity-factor | 0 | | only deepspeed_moe drops tokens in megapar
+moe-token-drop-policy | probs | moe-expert-capacity-factor | only deepspeed_moe drops tokens in megapar
+moe-pad-expert-input-to-capacity | | moe-expert-capacity-factor | only deepspeed_moe drops tokens in megapar
+moe-reverse-token-drop | | moe-capacity | only deepspeed_moe drops tokens in megapar
+moe-router-force-load-balancing | | | forced routing is not supported
 train-moe-only train-mtp-only freeze-training freeze-config | | | all weights are trained
-mtp-distillation-loss | | | the token after the next is learnt from the data
-use-lowprecision-moment ckpt-quant-stage | o0 | | moments are fp32
+mtp-distillation-loss | | | multi-token prediction learns from the data
+use-lowprecision-moment ckpt-quant-stage | o0 | | optimizer moments are fp32
 hybrid-parallel-expert-grad-scale | | | gradients are sums over all tokens
-token-balance-loss token-balance-seqlen use-filtered-label-loss | | | every token counts the same
-ignore-load-lr-and-optim | | | --no-load-optim leaves the optimizer's state out
-neftune neftune-noise-alpha | 5 | neftune | embeddings get no noise
-lora rslora lora-plus-scale rslora-plus | 1 | lora | all weights are trained, no adapters
-lora-rank lora-path lora-alpha | | lora | all weights are trained, no adapters
-weight-quantize-algo merge-with-qdq-base-model | | | weights are not quantised
-stage | pt | | trainers here pre-train
-localsgd adaptive-localsgd dgc lars lamb asp fp16-allreduce | | | every step is AdamW on the whole batch's gradient
-localsgd-configs.k-steps localsgd-configs.begin-step | | localsgd | ranks step together
-init-k-steps adaptive-localsgd-configs.begin-step | | adaptive-localsgd | ranks step together
-rampup-begin-step rampup-step sparsity | | dgc | gradients are whole
-lars-coeff lars-weight-decay lars-configs.epsilon exclude-from-weight-decay | | lars lamb | the optimizer here is AdamW
-lamb-weight-decay | | lamb | the optimizer here is AdamW
-mtp-attention-flexible | | | the block for the token after the next attends as the others
-dataset | | | data are files: --data-path
-init-method output-layer-init-method embedding-init-method | | | weights are drawn normal: --init-std
-embedding-init-method-std | 0.02 | | all weights are drawn with --init-std
-high-precision-rope fp32-residual-connection | | | angles and residuals are as --dtype
-adam-d2sum | | | the optimizer here is AdamW
+token-balance-loss token-balance-seqlen use-filtered-label-loss | | | all tokens have the same weight
+ignore-load-lr-and-optim | | | --no-load-optim skips the optimizer state
+neftune neftune-noise-alpha | 5 | neftune | embeddings have no noise
+lora rslora lora-plus-scale rslora-plus | 1 | lora | all weights are trained; adapters are not supported
+lora-rank lora-path lora-alpha | | lora | all weights are trained; adapters are not supported
+weight-quantize-algo merge-with-qdq-base-model | | | weights are not quantized
+stage | pt | | megapar only pre-trains
+localsgd adaptive-localsgd dgc lars lamb asp fp16-allreduce | | | every step is AdamW on the gradient of the whole batch
+localsgd-configs.k-steps localsgd-configs.begin-step | | localsgd | all ranks step together
+init-k-steps adaptive-localsgd-configs.begin-step | | adaptive-localsgd | all ranks step together
+rampup-begin-step rampup-step sparsity | | dgc | gradients are not compressed
+lars-coeff lars-weight-decay lars-configs.epsilon exclude-from-weight-decay | | lars lamb | the optimizer is AdamW
+lamb-weight-decay | | lamb | the optimizer is AdamW
+mtp-attention-flexible | | | the multi-token prediction block has the same attention as the layers
+dataset | | | data are read from files: --data-path
+init-method output-layer-init-method embedding-init-method | | | weights are normally distributed: --init-std
+embedding-init-method-std | 0.02 | | all weights are initialized with --init-std
+high-precision-rope fp32-residual-connection | | | rotary angles and residuals use --dtype
+adam-d2sum | | | the optimizer is AdamW
 """
 
 _UNLESS_ANOTHER = """
 dsa-indexer-loss-coeff | 0.01 | | attention is dense
-moe-layer-interval | 1 | | experts are in all layers behind --first-k-dense
-moe-layer-end-index | -1 | | experts are in all layers behind --first-k-dense
-moe-group-experts moe-num-dense-experts moe-use-hard-gate moe-gate-scale | | | one router for all experts of a layer
-expert-mlp-use-bias | | | biases are in all linear layers or in none
-multi-latent-attention | | | latent attention is not built
-no-rope-freq | | | every layer turns its keys
-position-embedding-type | rope | | positions are rope or learned
-gated-linear-unit | true | | --activation gelu is the other one
+moe-layer-interval | 1 | | all layers after --first-k-dense have experts
+moe-layer-end-index | -1 | | all layers after --first-k-dense have experts
+moe-group-experts moe-num-dense-experts moe-use-hard-gate moe-gate-scale | | | a layer has one router for all experts
+expert-mlp-use-bias | | | all linear layers have biases, or none
+multi-latent-attention | | | multi-latent attention is not supported
+no-rope-freq | | | RoPE is applied in every layer
+position-embedding-type | rope | | position embeddings are RoPE or learned
+gated-linear-unit | true | | the alternative is --activation gelu
 normalization | rmsnorm layernorm | | norms are RMSNorm or LayerNorm
-softmax-scale | | | scores are over sqrt(head)
-softmax-type | vanilla | | attention's softmax is the plain one
-moe-group-orthogonal-loss | true | | routers' rows are orthogonal all together
+softmax-scale | | | attention scores are divided by sqrt(head size)
+softmax-type | vanilla | | attention uses a plain softmax
+moe-group-orthogonal-loss | true | | the orthogonal loss covers all rows of a router together
 """
 
 _OTHER, _OTHER_FUNCTIONS = unless(_UNLESS_OTHER, OTHER)
@@ -371,7 +387,7 @@ ROWS: dict[str, Foreign] = {
 }
 FUNCTIONS: dict[str, Function] = {**_OTHER_FUNCTIONS, **_ANOTHER_FUNCTIONS}
 
-# Where a script says nothing and Paddle means something else than trainers here: `defaults`.
+# Defaults of Paddle that differ from megapar's.
 DEFAULTS: dict[str, Foreign] = defaults("""
 adam-beta2 | --adam-beta2 0.999 |
 weight-decay | --weight-decay 0.0 |
@@ -387,9 +403,9 @@ per-device-train-batch-size micro-batch-size global-batch-size | --micro-batch-s
 sharding | @paddle_unsharded |
 sharding-degree sharding-group-size sharding-parallel-degree sharding-parallel-size | @paddle_usual_degree |
 seed | --seed 42 |
-max-steps num-train-epochs | | the run's length is not said: --train-iters
-max-seq-length max-seq-len max-sequence-length | | the length of a sample is not said: --seq-length
-input-dir train-dataset-path | | data are not named: --data-path
+max-steps num-train-epochs | | the run length is not set: --train-iters
+max-seq-length max-seq-len max-sequence-length | | the sample length is not set: --seq-length
+input-dir train-dataset-path | | no data are set: --data-path
 split | @paddle_usual_split |
 eval-steps evaluation-strategy | @paddle_usual_evaluated |
 save-steps save-strategy | @paddle_usual_saved |
@@ -402,12 +418,12 @@ tie-word-embeddings | @paddle_usual_tie |
 """)
 
 
-# Parts of names of models that no trainer here is for.
+# Parts of the names of models for which megapar has no trainer.
 _OTHERS = ("bert", "t5", "bart", "-vl", "vit", "mamba", "rwkv", "chatglm")
 
 
 def model_of(given: Mapping[str, str]) -> str:
-    """Which of our trainers is for a script with these arguments, moe or ernie; empty where none is."""
+    """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
     plain = {name.rpartition(".")[2]: value for name, value in given.items()}
     if any(name in plain for name in ("moe-num-experts", "moe-group", "moe-k", "use-moe")):
         return "moe"

@@ -34,7 +34,7 @@ from megapar.tools.translation.verdict import (
 LAUNCH = "megapar launch "
 _HARMLESS = ("data", "checkpoint", "logging", "runtime")  # groups of flags that do not change the training
 _PLACEHOLDER = re.compile(r"\byour\b|<[^<>]+>|\bpath/to\b|\bxxx+\b", re.IGNORECASE)
-_OFF, _UNSET = "it is off", "nothing is set"
+_OFF, _UNSET = "switched off", "it is not set"
 _NOTHING = ("null", "none", "~")
 _NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a regular choice
 _FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatron-LM's YAML
@@ -274,7 +274,7 @@ def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") 
     if row.verdict == RENAMED and not row.ours:
         return UNSUPPORTED, "", row.reason
     if "{value}" in row.ours and not value:
-        return LEFT, "", "no value is given"
+        return LEFT, "", "it has no value"
     return row.verdict, row.ours.format(name=key, value=value).strip(), row.reason
 
 
@@ -290,7 +290,7 @@ def _known(written: str, value: str, spelling: Spelling) -> Translated:
     if spelling.value is not None or not flag.takes_value:
         return _switched(written, value, spelling)
     if not value:
-        return Translated(written, value, LEFT, "", "no value is given")
+        return Translated(written, value, LEFT, "", "it has no value")
     value_here = _WORDS.get((flag.name, value.lower()), value)
     try:
         converted = convert(flag, shlex.split(value_here) if flag.takes_list else value_here)
