@@ -182,7 +182,7 @@ def _sequence(value: str, given: Mapping[str, str]) -> Decided:
 
 def _coefficient(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("moe-router-load-balancing-type") == "none":
-        return UNNECESSARY, "", "there is no load balancing loss"
+        return UNNECESSARY, "", "the model has no load balancing loss"
     if _per_sample(given):
         return RENAMED, f"--moe-seq-aux-loss-coeff {value} --moe-aux-loss-coeff 0", "load balancing loss per sample"
     return SAME, f"--moe-aux-loss-coeff {value}", ""
@@ -307,7 +307,7 @@ def _dense(given: Mapping[str, str]) -> bool:
 
 def _no_balance(value: str, given: Mapping[str, str]) -> Decided:
     if _dense(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     return RENAMED, "--moe-aux-loss-coeff 0", ""
 
 
@@ -317,7 +317,7 @@ def _per_layer(value: str, given: Mapping[str, str]) -> Decided:
 
 def _mtp_weight(value: str, given: Mapping[str, str]) -> Decided:
     if not _number(given, "mtp-num-layers", 0):
-        return UNNECESSARY, "", "there is no multi-token prediction"
+        return UNNECESSARY, "", "multi-token prediction is off"
     return RENAMED, "--mtp-loss-weight 0.1", ""
 
 

@@ -47,7 +47,7 @@ torch-adam ds-fused-adam | | AdamW, fused if the device supports it
 
 _UNNECESSARY = """
 deepspeed-config deepscale-config | | its settings are flags: ZeRO stage, fp16 or bf16, batch sizes, offload
-deepspeed deepscale deepspeed-mpi | | there is no separate engine
+deepspeed deepscale deepspeed-mpi | | megapar has no separate engine
 no-pipeline-parallel | | --pp-degree 1 is a single stage
 force-ds-sequence-parallel | | set by --cp-degree
 disable-mem-efficient-ln | | norms save only their input

@@ -85,7 +85,7 @@ class Line:
 
     @property
     def starters(self) -> tuple[str, ...]:
-        """Launchers, outermost first; python if there is no other."""
+        """Launchers, outermost first; python if it is the only one."""
         tools = tuple(dict.fromkeys(tool for tool, _ in self.launcher))
         return tuple(tool for tool in tools if tool != "python") or tools
 

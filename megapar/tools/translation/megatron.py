@@ -218,8 +218,8 @@ num-dataset-builder-threads per-dataset-sequences-path |  | the order of samples
 mid-level-dataset-surplus |  | the order of samples is computed by formula
 allow-ambiguous-pad-tokens | | samples are packed, without padding
 no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding | | no view keeps the full tensor alive
-enable-experimental test-mode |  | there are no hidden features; megapar plan --trace runs on fake process groups
-fake-process-group |  | there are no hidden features; megapar plan --trace runs on fake process groups
+enable-experimental test-mode |  | megapar has no hidden features; megapar plan --trace runs on fake process groups
+fake-process-group |  | megapar has no hidden features; megapar plan --trace runs on fake process groups
 tokenizer-hf-no-use-fast | | the fast tokenizer is used if there is one
 log-params-norm log-num-zeros-in-grad log-validation-ppl-to-tensorboard | | losses and the gradient norm are logged
 no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard | | logged if the loss is scaled

@@ -116,7 +116,7 @@ def _gelu(value: str, given: Given) -> Decided:
 
 def _blocks_after(value: str, given: Given) -> Decided:
     if _as_number(value) < 1:
-        return UNNECESSARY, "", "there is no multi-token prediction"
+        return UNNECESSARY, "", "multi-token prediction is off"
     reason = "the block is dense and before the final norm; Megatron-LM's is like the last layer, with a separate norm"
     return ANOTHER, f"--mtp-depth {value}", reason
 
@@ -362,7 +362,7 @@ def _experts_over_mp(value: str, given: Given) -> Decided:
 
 def _expert_interval(value: str, given: Given) -> Decided:
     if not _has_experts(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     if value == "1":
         return IMPLIED, "", "all layers have experts"
     return ANOTHER, "", f"all layers have experts, every {value} layers in the script"
@@ -370,7 +370,7 @@ def _expert_interval(value: str, given: Given) -> Decided:
 
 def _usual_expert_interval(value: str, given: Given) -> Decided:
     if not _has_experts(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     return ANOTHER, "", "all layers have experts, every second layer by default in Megatron-DeepSpeed"
 
 
@@ -382,19 +382,19 @@ def _mlp_type(value: str, given: Given) -> Decided:
 
 def _deepspeed_topk(value: str, given: Given) -> Decided:
     if not _has_experts(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     return RENAMED, "--moe-router-topk 1", ""
 
 
 def _deepspeed_balance(value: str, given: Given) -> Decided:
     if not _has_experts(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     return RENAMED, "--moe-aux-loss-coeff 0.1", ""
 
 
 def _deepspeed_capacity(value: str, given: Given) -> Decided:
     if not _has_experts(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     return RENAMED, "--moe-model-type deepspeed_moe --moe-capacity-factor 1", ""
 
 

@@ -213,7 +213,7 @@ _AHEAD = "the warmup is one step ahead: its first step has a part of the rate, 0
 
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 0:
-        return UNNECESSARY, "", "there is no warmup"
+        return UNNECESSARY, "", "warmup is off"
     return RENAMED, f"--lr-warmup-iters {value}", _AHEAD
 
 
@@ -221,7 +221,7 @@ def _warmup_share(value: str, given: Mapping[str, str]) -> Decided:
     if first(given, "warmup-steps") > 0:
         return UNNECESSARY, "", "--warmup_steps takes precedence"
     if number(value) <= 0:
-        return UNNECESSARY, "", "there is no warmup"
+        return UNNECESSARY, "", "warmup is off"
     steps = first(given, "max-steps")
     if not steps:
         return LEFT, "", "a fraction of --max_steps, which is not set: --lr-warmup-iters"
@@ -347,25 +347,25 @@ def _evaluates(given: Mapping[str, str]) -> bool:
 
 def _evaluated(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
-        return RENAMED, "--eval-interval 0", "there is no evaluation without do_eval"
+        return RENAMED, "--eval-interval 0", "evaluation is off without do_eval"
     return RENAMED, f"--eval-interval {value}", ""
 
 
 def _usual_evaluated(value: str, given: Mapping[str, str]) -> Decided:
     if _evaluates(given):
         return LEFT, "", "the interval is not set: --eval-interval"
-    return RENAMED, "--eval-interval 0", "there is no evaluation without do_eval"
+    return RENAMED, "--eval-interval 0", "evaluation is off without do_eval"
 
 
 def _evaluations(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
-        return UNNECESSARY, "", "there is no evaluation without do_eval"
+        return UNNECESSARY, "", "evaluation is off without do_eval"
     return RENAMED, "--eval-iters 10", "Paddle's trainers override it with 10"
 
 
 def _held_out(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
-        return UNNECESSARY, "", "there is no evaluation without do_eval"
+        return UNNECESSARY, "", "evaluation is off without do_eval"
     return RENAMED, f"--eval-data-path {value}", ""
 
 
@@ -558,7 +558,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "paddle_preferred": _preferred,
     "paddle_logged": _logged,
     "paddle_sharding_words": _worded(
-        _SHARDING_WORDS, "communication always overlaps computation; there is no other effect"
+        _SHARDING_WORDS, "communication always overlaps computation; these words have no other effect"
     ),
     "paddle_pipeline_words": _worded(_PIPELINE_WORDS, "sends never block; --pp-schedule sets the order of a stage"),
     "paddle_tensor_words": _worded(

@@ -112,7 +112,7 @@ def _capacity(value: str, given: Mapping[str, str]) -> Decided:
     choices = first(given, "moe-k", "num-experts-per-tok")
     factor = number(value.split()[0]) if value else 0.0
     if not factor:
-        return UNNECESSARY, "", "there is no capacity"
+        return UNNECESSARY, "", "the capacity is unlimited"
     share = f"{factor / choices:g} of a balanced load" if choices else "the capacity divided by the number of choices"
     reason = f"{share} per expert in Paddle; megapar drops tokens only with --moe-model-type deepspeed_moe"
     return OTHER, "", reason
@@ -120,7 +120,7 @@ def _capacity(value: str, given: Mapping[str, str]) -> Decided:
 
 def _bias_rate(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-use-aux-free" in given and not is_on(given, "moe-use-aux-free"):
-        return UNNECESSARY, "", "there is no expert bias"
+        return UNNECESSARY, "", "the model has no expert bias"
     if number(value) <= 0:
         return UNNECESSARY, "", "the expert bias is constant"
     reason = "" if "moe-use-aux-free" in given else "applies if moe_use_aux_free of the model is on"
@@ -129,7 +129,7 @@ def _bias_rate(value: str, given: Mapping[str, str]) -> Decided:
 
 def _bias(value: str, given: Mapping[str, str]) -> Decided:
     if off(value):
-        return UNNECESSARY, "", "there is no expert bias"
+        return UNNECESSARY, "", "the model has no expert bias"
     if "moe-use-aux-free-update-coef" in given or "moe-router-bias-update-rate" in given:
         return IMPLIED, "", "set with its rate"
     return RENAMED, "--moe-router-bias-update-rate 0.001", ""
@@ -163,7 +163,7 @@ def _aux_of_all_choices(value: str, given: Mapping[str, str]) -> Decided:
 
 def _usual_aux(value: str, given: Mapping[str, str]) -> Decided:
     if not _has_experts(given):
-        return UNNECESSARY, "", "there are no experts"
+        return UNNECESSARY, "", "the model has no experts"
     if _is_ernie(given):
         return _aux_of_all_choices("0.01", given)
     return RENAMED, "--moe-aux-loss-coeff 0.01", ""
@@ -201,7 +201,7 @@ def _weights(value: str, given: Mapping[str, str]) -> Decided:
 
 def _groups(flag: str, value: str) -> Decided:
     if number(value) <= 1:
-        return UNNECESSARY, "", "there are no groups"
+        return UNNECESSARY, "", "experts have no groups"
     return RENAMED, f"{flag} {value}", ""
 
 
@@ -211,13 +211,13 @@ def _expert_groups(value: str, given: Mapping[str, str]) -> Decided:
 
 def _chosen_groups(value: str, given: Mapping[str, str]) -> Decided:
     if first(given, "n-group", "moe-router-num-groups") <= 1:
-        return UNNECESSARY, "", "there are no groups"
+        return UNNECESSARY, "", "experts have no groups"
     return RENAMED, f"--moe-router-group-topk {value}", ""
 
 
 def _ahead(value: str, given: Mapping[str, str]) -> Decided:
     if number(value) <= 0:
-        return UNNECESSARY, "", "there is no multi-token prediction"
+        return UNNECESSARY, "", "multi-token prediction is off"
     if number(value) > 1:
         return ANOTHER, "", "multi-token prediction has a single block"
     return RENAMED, f"--mtp-depth {value}", ""
@@ -225,7 +225,7 @@ def _ahead(value: str, given: Mapping[str, str]) -> Decided:
 
 def _ahead_weight(value: str, given: Mapping[str, str]) -> Decided:
     if first(given, "multi-token-pred-depth", "num-nextn-predict-layers", "mtp-num-layers") <= 0:
-        return UNNECESSARY, "", "there is no multi-token prediction"
+        return UNNECESSARY, "", "multi-token prediction is off"
     return RENAMED, f"--mtp-loss-weight {value}", ""
 
 

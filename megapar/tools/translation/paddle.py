@@ -214,23 +214,23 @@ fuse-all-reduce-ops fuse-grad-size-in-mb | | bucket sizes: --segment-broadcast-M
 fuse-grad-size-in-tflops fuse-grad-size-in-num | | bucket sizes: --segment-broadcast-MB
 last-comm-group-size-mb sync-nccl-allreduce calc-comm-same-stream | | bucket sizes: --segment-broadcast-MB
 pp-allreduce-in-optimize -dp-as-optimizer-sharding | | gradients are reduced once per step
-cudnn-exhaustive-search conv-workspace-size-limit cudnn-batchnorm-spatial-persistent | | there are no convolutions
-sync-batch-norm without-graph-optimization find-unused-parameters | | there is no static program
+cudnn-exhaustive-search conv-workspace-size-limit cudnn-batchnorm-spatial-persistent | | the models have no convolutions
+sync-batch-norm without-graph-optimization find-unused-parameters | | megapar has no static program
 tensor-init-seed | | set by --seed; weights are the same on every layout
-enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops |  | there is no static program
-fuse-relu-depthwise-conv |  | there is no static program
-fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace |  | there is no static program
-enable-backward-optimizer-op-deps |  | there is no static program
-cache-runtime-context fuse-bn-add-act-ops enable-auto-fusion enable-addto |  | there is no static program
-fix-op-run-order |  | there is no static program
-allow-cuda-graph-capture reduce-strategy | | there is no static program
-num-threads num-iteration-per-drop-scope num-iteration-per-run use-thread-barrier | | there is no static program
-max-merge-var-num send-queue-size independent-recv-thread |  | there are no parameter servers
-min-send-grad-num-before-recv |  | there are no parameter servers
-thread-pool-size send-wait-times runtime-split-send-recv launch-barrier | | there are no parameter servers
-heter-worker-device-guard use-ps-gpu a-sync-configs.k-steps |  | there are no parameter servers
-a-sync-configs.lr-decay-steps |  | there are no parameter servers
-a-sync | | there are no parameter servers
+enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops |  | megapar has no static program
+fuse-relu-depthwise-conv |  | megapar has no static program
+fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace |  | megapar has no static program
+enable-backward-optimizer-op-deps |  | megapar has no static program
+cache-runtime-context fuse-bn-add-act-ops enable-auto-fusion enable-addto |  | megapar has no static program
+fix-op-run-order |  | megapar has no static program
+allow-cuda-graph-capture reduce-strategy | | megapar has no static program
+num-threads num-iteration-per-drop-scope num-iteration-per-run use-thread-barrier | | megapar has no static program
+max-merge-var-num send-queue-size independent-recv-thread |  | megapar has no parameter servers
+min-send-grad-num-before-recv |  | megapar has no parameter servers
+thread-pool-size send-wait-times runtime-split-send-recv launch-barrier | | megapar has no parameter servers
+heter-worker-device-guard use-ps-gpu a-sync-configs.k-steps |  | megapar has no parameter servers
+a-sync-configs.lr-decay-steps |  | megapar has no parameter servers
+a-sync | | megapar has no parameter servers
 p2p-cache-shape checkpoint-shape | | stages send one tensor of one shape
 enable-auto-parallel to-static semi-auto auto auto-search enable-tuning | | megapar plan chooses layouts
 model-with-dpo-criterion sharding-configs.stage | | an option of automatic layouts
@@ -319,7 +319,7 @@ skip-data-intervals ignore-data-skip | | --skip-samples skips ranges of samples
 
 _UNLESS_OTHER = """
 lr-end power num-cycles | 1e-7 1 0.5 | | --lr-decay-style defines the curve
-moe-dropout-prob moe-all-to-all-dropout | 0 | | there is no dropout in experts or messages
+moe-dropout-prob moe-all-to-all-dropout | 0 | | experts and messages have no dropout
 use-fp8-mlp | | | expert GEMMs use fp8 in Paddle, 16 bits in megapar
 use-fp8 fp8 | | | --fp8 uses current scaling per tensor
 fp8-configs fp8-mem-configs fp8-fused-ops-configs | | use-fp8 use-fp8-mlp | experts never use fp8
