@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The arguments that a framework's files declare, as a table for tests/tools/translation/tables: facts, no source.
+"""Extract the arguments that a framework declares into a table for tests/tools/translation/tables: facts, not source.
 
     python scripts/argument_tables.py --repository NVIDIA/Megatron-LM --commit HASH --date YYYY-MM-DD \
         CHECKOUT/megatron/training/arguments.py CHECKOUT/megatron/training/config/*.py > table.tsv
 
 Files are parsed, never imported: calls of ``add_argument``, and the fields of dataclasses that a file turns into
-arguments (``ArgumentGroupFactory(CLASS, exclude=[...])``, or --fields CLASS). A line is name, default, choices and kind
-with tabs between them; kind is ``value``, ``on`` or ``off`` (a switch, and what giving it does) or ``both`` (--x and
---no-x). The default of a switch is how things stand without it. A default that is no constant is ``?``.
+arguments (``ArgumentGroupFactory(CLASS, exclude=[...])``, or --fields CLASS). A line contains name, default, choices
+and kind, separated by tabs. The kind is ``value``, ``on`` or ``off`` (the effect of a switch), or ``both`` (--x and
+--no-x). The default of a switch is the state without it. A default that is not a constant is ``?``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    """One line of a table; kind is value, on, off or both."""
+    """One line of a table; ``kind`` is value, on, off or both."""
 
     name: str
     default: str
@@ -33,7 +33,7 @@ UNKNOWN = "?"
 
 
 def constant(node: ast.expr | None) -> str:
-    """A constant as text: numbers (also products and powers), words, lists of them; None is empty."""
+    """Return a constant as text: numbers (also products and powers), words, or lists of them; "" for None."""
     if node is None:
         return ""
     try:
@@ -59,7 +59,7 @@ def _computed(node: ast.expr) -> str:
 
 
 def _added(call: ast.Call) -> Iterator[Argument]:
-    """The names of one ``add_argument``."""
+    """Yield the arguments of one ``add_argument`` call."""
     given = {word.arg: word.value for word in call.keywords if word.arg is not None}
     action = constant(given.get("action")) if "action" in given else ""
     kind = {"store_true": "on", "store_false": "off"}.get(action, "value")
@@ -79,7 +79,7 @@ def _is_field(statement: ast.stmt) -> bool:
 
 
 def _field(statement: ast.AnnAssign) -> Iterator[Argument]:
-    """What a dataclass's field becomes: true ones are switched off by --no-x and --disable-x."""
+    """Yield the arguments of a dataclass field; fields that are true become --no-x and --disable-x."""
     assert isinstance(statement.target, ast.Name)
     value, given = statement.value, {}
     if isinstance(value, ast.Call):
@@ -103,7 +103,7 @@ def _field(statement: ast.AnnAssign) -> Iterator[Argument]:
 
 
 def _meta(node: ast.expr | None) -> Mapping[str, ast.expr]:
-    """``metadata={"argparse_meta": {...}}``"""
+    """Return the names and default of ``metadata={"argparse_meta": {...}}``."""
     found = _pairs(_pairs(node).get("argparse_meta"))
     return {name: value for name, value in found.items() if name in ("arg_names", "default")}
 
@@ -122,7 +122,7 @@ def _words(node: ast.expr | None) -> list[str]:
 
 
 def _literals(annotation: ast.expr) -> str:
-    """The words of a Literal, wherever it stands."""
+    """Return the values of a Literal anywhere in the annotation."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
             items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -131,7 +131,7 @@ def _literals(annotation: ast.expr) -> str:
 
 
 def _turned(trees: Iterable[ast.Module]) -> dict[str, set[str]]:
-    """Which classes become arguments, and which of their fields do not."""
+    """Return the classes that become arguments, with the fields that are excluded."""
     found: dict[str, set[str]] = {}
     for tree in trees:
         lists = {
@@ -150,7 +150,7 @@ def _turned(trees: Iterable[ast.Module]) -> dict[str, set[str]]:
 
 
 def arguments(sources: Sequence[str], fields: Sequence[str] = ()) -> list[Argument]:
-    """Every argument of these files' texts, by name; of a name that stands twice the first. Fields of bases count."""
+    """Return all arguments in these sources, sorted by name, the first of each name, with fields of base classes."""
     trees = [ast.parse(source) for source in sources]
     found = [
         item
@@ -180,7 +180,7 @@ def _bases(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]
 
 
 def table(found: Iterable[Argument], heads: Iterable[str]) -> str:
-    """The file's text: where it is from, then a line an argument."""
+    """Return the text of a table: its origin, then a line per argument."""
     lines = [f"# {head}" for head in heads]
     return "\n".join([*lines, "# name\tdefault\tchoices\tkind", *("\t".join(item) for item in found)]) + "\n"
 
@@ -194,10 +194,10 @@ def main() -> None:
     parser.add_argument(
         "--fields", nargs="*", default=[], metavar="CLASS", help="dataclasses whose fields are arguments"
     )
-    asked = parser.parse_args()
-    found = arguments([path.read_text(encoding="utf-8") for path in asked.files], asked.fields)
-    read = f"extracted by scripts/argument_tables.py from {', '.join(path.name for path in asked.files)}"
-    sys.stdout.write(table(found, [f"{asked.repository}, {asked.commit}, {asked.date}, {read}"]))
+    options = parser.parse_args()
+    found = arguments([path.read_text(encoding="utf-8") for path in options.files], options.fields)
+    read = f"extracted by scripts/argument_tables.py from {', '.join(path.name for path in options.files)}"
+    sys.stdout.write(table(found, [f"{options.repository}, {options.commit}, {options.date}, {read}"]))
 
 
 if __name__ == "__main__":

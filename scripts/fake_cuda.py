@@ -1,8 +1,8 @@
-"""torch without CUDA as a build with it: which operators have a kernel there, and entries for them in the dispatcher.
+"""Make torch without CUDA dispatch like a build with CUDA, with entries for the operators that have a CUDA kernel.
 
-torch's own list of operators (native_functions.yaml, in every wheel) says which of them have a kernel on CUDA. Those
-get an entry here, so that torch differentiates and dispatches as a build with CUDA does and does not take them apart;
-what they return is their Meta form's answer.
+torch's list of operators (native_functions.yaml, in every wheel) defines which operators have a CUDA kernel. They get
+an entry here, so that torch differentiates and dispatches like a build with CUDA instead of decomposing them. Their
+meta kernels compute the results.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 import torchgen
 import yaml
 
-# Keys of torch's list under which a kernel runs on CUDA: its own, and those that are put together from other operators.
+# Keys of torch's list for operators that run on CUDA because they are composed of other operators.
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 
 
 def stand_in() -> None:
-    """Let torch take tensors of cuda:0. Only where the library that scripts/trace_cuda.sh builds is preloaded."""
+    """Let torch accept tensors on cuda:0. Requires that the library built by scripts/trace_cuda.sh is preloaded."""
     ctypes.CDLL(os.environ["MEGAPAR_CUDA_GUARD"]).stand_in()
 
 
 class Kernels:
-    """What torch's list says of an operator: whether it has a kernel on CUDA."""
+    """Operators with a CUDA kernel, from torch's list."""
 
     def __init__(self) -> None:
         path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
@@ -38,7 +38,7 @@ class Kernels:
         for entry in listed:
             name = entry["func"].partition("(")[0]
             keys = {key.strip(): to for keys, to in entry.get("dispatch", {}).items() for key in keys.split(",")}
-            if "ufunc_inner_loop" in entry:  # its kernels are made from this for CPU and CUDA
+            if "ufunc_inner_loop" in entry:  # kernels for CPU and CUDA are generated from it
                 keys["CUDA"] = name
             delegates[name] = entry.get("structured_delegate", name)
             self._dispatch[name] = (
@@ -48,12 +48,12 @@ class Kernels:
             self._dispatch[name] = {**self._dispatch[to], **self._dispatch[name]}
 
     def lacks(self, func: Any) -> bool:
-        """Whether a build with CUDA could not run it there. Operators that are not in the list are not judged."""
+        """Return True if a build with CUDA has no kernel for an operator; False if the operator is not in the list."""
         keys = self._dispatch.get(_listed(func))
         return func.namespace == "aten" and keys is not None and not any(key in keys for key in ("CUDA", *_COMPOSITE))
 
     def own(self) -> list[str]:
-        """Operators with a kernel of CUDA's own beside a form that is put together from others."""
+        """Return the operators with both a CUDA kernel and a composite implementation."""
         listed = self._dispatch.items()
         return [name for name, keys in listed if "CUDA" in keys and any(key in keys for key in _COMPOSITE)]
 
@@ -64,13 +64,13 @@ def _listed(func: Any) -> str:
 
 @contextmanager
 def as_a_build_with_cuda(kernels: Kernels) -> Iterator[None]:
-    """Give operators their entries of a build with CUDA."""
+    """Register the dispatcher entries of a build with CUDA."""
     library = torch.library.Library("aten", "IMPL", "CUDA")
     try:
         for name in kernels.own():
             try:
                 library.impl(name, _never)
-            except RuntimeError:  # another release of torch has another list
+            except RuntimeError:  # the lists of torch releases differ
                 continue
         yield
     finally:

@@ -1,12 +1,12 @@
-"""Write tests/moe/golden/deepspeed_gates.json: what DeepSpeed's own gates answer on small seeded inputs.
+"""Write tests/moe/golden/deepspeed_gates.json: results of DeepSpeed's gates on small seeded inputs.
 
-Run in an environment of its own, for DeepSpeed is no dependency of megapar (0.19.8 made the file in the tree):
+Run it in a separate environment, because DeepSpeed is not a dependency of megapar (the file was made with 0.19.8):
 
     pip install torch==2.13.0
     DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
     DS_ACCELERATOR=cpu python scripts/golden_deepspeed_gates.py
 
-The logits are written out, so that the file does not lean on a random generator staying what it is.
+The file contains the logits, so that it does not depend on the random number generator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "moe" / "golden" / "deepspeed_gates.json"
 
-# gate, drop policy in megapar's words, tokens, experts, k, capacity factor, minimal capacity
+# gate, drop policy (megapar's name), tokens, experts, k, capacity factor, minimum capacity
 CASES = (
     ("top1", "token", 24, 4, 1, 1.0, 2),
     ("top1", "token", 40, 5, 1, 4.0, 4),
@@ -39,7 +39,7 @@ CASES = (
 
 
 def gate(kind: str, policy: str, logits: torch.Tensor, k: int, factor: float, least: int) -> Any:
-    """(l_aux, combine weights [T, E, C], dispatch mask [T, E, C], counts [E]) of one of DeepSpeed's gates."""
+    """Return (l_aux, combine weights [T, E, C], dispatch mask [T, E, C], counts [E]) of a DeepSpeed gate."""
     if kind == "top1":
         return top1gating(logits, factor, least, use_rts=False)
     if kind == "top2":
@@ -48,14 +48,14 @@ def gate(kind: str, policy: str, logits: torch.Tensor, k: int, factor: float, le
 
 
 def rounded(x: torch.Tensor, digits: int) -> list[list[float]]:
-    """A matrix as short numbers for the file."""
+    """Return a matrix as rounded numbers for the file."""
     return [[round(value, digits) for value in row] for row in x.tolist()]
 
 
 def answer(index: int, case: tuple[str, str, int, int, int, float, int]) -> dict[str, Any]:
-    """One row of the golden file."""
+    """Return one row of the golden file."""
     kind, policy, tokens, experts, k, factor, least = case
-    drift = torch.linspace(0, 2, experts)  # some experts are liked more, so that capacity bites
+    drift = torch.linspace(0, 2, experts)  # some experts are more likely, so that tokens are dropped
     drawn = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(index)) + drift
     written = rounded(drawn, 3)
     logits = torch.tensor(written)

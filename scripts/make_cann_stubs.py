@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Stand-ins for the libraries of Ascend's driver (CANN), so that the real torch_npu imports where there is none.
+"""Build stubs for the libraries of Ascend's driver (CANN), so that the real torch_npu can be imported without it.
 
-torch_npu's wheel has its operators' schemas and shape functions, and links against the driver. What is built here
-defines every driver symbol that the wheel needs or looks up by name; a call does nothing and reports success. Nothing
-computes: it is for tracing under torch's FakeTensorMode, where operators see shapes, dtypes and the device.
+The wheel of torch_npu contains the schemas and shape functions of its operators, and links against the driver. The
+stubs define every driver symbol that the wheel links or looks up by name; a call does nothing and reports success.
+Nothing is computed: the stubs are for traces under torch's FakeTensorMode, where operators only see shapes, dtypes and
+the device.
 
     python scripts/make_cann_stubs.py FOLDER      # needs cc and nm, and torch and torch_npu installed
     TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=FOLDER python -c "import torch, torch_npu"
@@ -21,7 +22,7 @@ from pathlib import Path
 LIBRARIES = (
     *("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi", "msprofiler", "runtime"),
 )
-# What must hand something back: a count, a name, a size, an object that is not null.
+# Functions that must return something: a count, a name, a size, an object that is not null.
 ANSWERS = {
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
     "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
@@ -37,19 +38,19 @@ OBJECTS = (
     *("aclrtCreateEvent", "aclrtCreateEventWithFlag", "aclrtCreateEventExWithFlag"),
     *("aclrtGetCurrentContext", "aclrtCreateContext"),
 )
-# Names of the driver's functions as they stand in a library that looks them up when it runs.
+# Names of driver functions in a library that looks them up at run time.
 BY_NAME = re.compile(rb"(?<![A-Za-z0-9_])(?:acl|[Hh]ccl|Msprof)[A-Za-z0-9_]{3,}(?=\0)")
 NOT_THE_DRIVERS = ("Py", "_Py", "_ITM", "__gmon", "_ZTH")
 
 
 def symbols(libraries: Iterable[Path], which: str) -> set[str]:
-    """Dynamic symbols of libraries by ``nm``; those that name a version belong to the system."""
+    """Return the dynamic symbols of libraries from ``nm``; symbols with a version belong to the system."""
     found = subprocess.run(["nm", "-D", which, *map(str, libraries)], capture_output=True, text=True, check=False)
     return {line.split()[-1] for line in found.stdout.splitlines() if len(line.split()) > 1}
 
 
 def folder_of(package: str) -> Path:
-    """Where a package is installed; it is not imported."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         sys.exit(f"make_cann_stubs: {package} is not installed")
@@ -57,7 +58,7 @@ def folder_of(package: str) -> Path:
 
 
 def missing() -> set[str]:
-    """Functions that torch_npu calls and neither it nor torch has."""
+    """Return the functions that torch_npu calls and that neither torch_npu nor torch defines."""
     npu = folder_of("torch_npu")
     own = [*npu.glob("*.so"), *npu.glob("lib/*.so")]
     known = {name.split("@")[0] for name in symbols([*own, *folder_of("torch").glob("lib/*.so*")], "--defined-only")}
@@ -67,14 +68,14 @@ def missing() -> set[str]:
 
 
 def source(names: Iterable[str]) -> str:
-    """C that defines all of them."""
+    """Return C code that defines all names."""
     answers = {
         **ANSWERS,
         **{name: f"int {name}(void **p, size_t n) {{ *p = malloc(n ? n : 1); return 0; }}" for name in ALLOCATE},
         **{name: f"static int of_{name}; int {name}(void **p) {{ *p = &of_{name}; return 0; }}" for name in OBJECTS},
     }
     plain = sorted(set(names) - answers.keys())
-    # Names of C++ functions are no C identifiers: each plain one is a label in front of "return 0".
+    # Names of C++ functions are not C identifiers, so each becomes an assembler label in front of "return 0".
     labels = "".join(f'".globl {name}\\n.type {name},%function\\n{name}:\\n"\n' for name in plain)
     header = "#include <stdlib.h>\n" + "\n".join(answers.values())
     return f'{header}\n__asm__(".text\\n"\n{labels}"{_return_zero()}\\n");\n'
@@ -87,7 +88,7 @@ def _return_zero() -> str:
 
 
 def main(folder: Path) -> None:
-    """One library, under all the names that the driver has."""
+    """Build one library under all names of the driver's libraries."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stubs.c").write_text(source(missing()))
     for name in LIBRARIES:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes docs/moved.md: where each file and public name of an earlier revision is now.
+"""Write docs/moved.md: the new location of each file and public name of an earlier revision.
 
     scripts/moved.py REV [--check]
 
-Files are followed by git's own detection of renames. A class or function that is no longer defined under its old name
-is matched with the new one of the most similar syntax tree; below ``ALIKE`` it counts as removed.
+git detects renamed files. A class or function that is no longer defined under its old name is matched with the new
+definition whose syntax tree is most similar; below ``ALIKE`` it counts as removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ moved, and each public class or function with another name. ARCHITECTURE.md says
 
 
 class Definition(NamedTuple):
-    """A public class or function at the top of a module. body: its syntax tree as lines, without docstrings."""
+    """A public class or function at the top level of a module; ``body`` is its code as lines, without docstrings."""
 
     path: str
     name: str
@@ -40,12 +40,12 @@ class Definition(NamedTuple):
 
 
 def git(*words: str) -> str:
-    """The output of a git command in the repository."""
+    """Return the output of a git command in the repository."""
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def moved_files(revision: str) -> dict[str, str | None]:
-    """Old path to new path of each moved module of the package; None for one that was removed."""
+    """Return old path -> new path of each moved module of the package; None if it was removed."""
     out = git("diff", "--name-status", "-M40%", "-l0", revision, "HEAD", "--", "megapar")
     found: dict[str, str | None] = {}
     for line in out.splitlines():
@@ -58,7 +58,7 @@ def moved_files(revision: str) -> dict[str, str | None]:
 
 
 def definitions(path: str, source: str) -> Iterator[Definition]:
-    """The public classes and functions of a module."""
+    """Yield the public classes and functions of a module."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             for inner in ast.walk(node):
@@ -68,13 +68,13 @@ def definitions(path: str, source: str) -> Iterator[Definition]:
 
 
 def all_definitions(revision: str) -> list[Definition]:
-    """Those of all modules of the package at a revision."""
+    """Return the definitions of all modules of the package at a revision."""
     paths = [path for path in git("ls-tree", "-r", "--name-only", revision, "megapar").split() if path.endswith(".py")]
     return [found for path in paths for found in definitions(path, git("show", f"{revision}:{path}"))]
 
 
 def renamed(revision: str, files: dict[str, str | None]) -> list[tuple[Definition, Definition | None]]:
-    """Each old definition that the new package does not have under its name, with the new one that it became."""
+    """Return each old definition whose name no longer exists, with the new definition or None."""
     old, new = all_definitions(revision), all_definitions("HEAD")
     names = {(found.path, found.name) for found in new}
     before = {(files.get(found.path) or found.path, found.name) for found in old}
@@ -91,7 +91,7 @@ def renamed(revision: str, files: dict[str, str | None]) -> list[tuple[Definitio
 
 
 def followed(files: dict[str, str | None], rows: list[tuple[Definition, Definition | None]]) -> dict[str, str | None]:
-    """The files, where git lost a rename: to the module that took most of the definitions."""
+    """Map files that git considers removed to the module that received most of their definitions."""
     for old in [old for old, new in files.items() if new is None]:
         taken = Counter(became.path for was, became in rows if was.path == old and became is not None)
         if taken:
@@ -100,7 +100,7 @@ def followed(files: dict[str, str | None], rows: list[tuple[Definition, Definiti
 
 
 def likeness(was: Definition, now: Definition, files: dict[str, str | None]) -> float:
-    """How similar two definitions are, 0 to 1; the same name or the same file raises it."""
+    """Return the similarity of two definitions, 0 to 1, plus a bonus for the same name or file."""
     bonus = 0.25 * (was.name == now.name) + 0.15 * ((files.get(was.path) or was.path) == now.path)
     matcher = SequenceMatcher(None, was.body, now.body, autojunk=False)
     if matcher.real_quick_ratio() + bonus < ALIKE or matcher.quick_ratio() + bonus < ALIKE:
@@ -109,7 +109,7 @@ def likeness(was: Definition, now: Definition, files: dict[str, str | None]) -> 
 
 
 def page(revision: str) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     files = moved_files(revision)
     files = followed(files, renamed(revision, files))
     lines = [HEAD.format(revision=revision), "## Modules\n\n| before | now |\n|---|---|\n"]
@@ -122,20 +122,20 @@ def page(revision: str) -> str:
 
 
 def short(path: str) -> str:
-    """A module's path inside the package."""
+    """Return a path relative to the package."""
     return path.removeprefix("megapar/")
 
 
 def now(path: str | None) -> str:
-    """A cell of the table of modules."""
+    """Return a cell of the table of modules."""
     return "removed, or divided" if path is None else f"`{short(path)}`"
 
 
 def main() -> int:
-    """Write the page, or with --check say whether it would change."""
+    """Write the page. With --check, return 1 if it is stale instead."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("revision")
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where the page is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if the page is stale")
     options = parser.parse_args()
     text = page(options.revision)
     if options.check:

@@ -1,9 +1,9 @@
-"""Trains both models for 300 steps on the built-in text and compares their held-out losses with the unigram entropy.
+"""Train both models for 300 steps on the built-in text and compare their validation losses with the unigram entropy.
 
     .venv/bin/python scripts/prove_learning.py            # both, about 15 minutes on 2 cores
     .venv/bin/python scripts/prove_learning.py moe
 
-Exits with 1 where a model does not learn what it must: 1.5 nats below the entropy for the decoder, 0.3 nats for ERNIE.
+Exit with status 1 if a model does not learn enough: 1.5 nats below the entropy for the decoder, 0.3 nats for ERNIE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG = {"moe": "configs/moe-10m.yaml", "ernie": "configs/ernie-quickstart.yaml
 
 
 def unigram_nats(kind: str) -> float:
-    """Cross-entropy of the held-out tokens under the training tokens' frequencies, nats per token."""
+    """Return the cross-entropy of validation tokens under the frequencies of training tokens, nats per token."""
     from megapar.arguments import parse
     from megapar.training.building.build import make_corpus
 
@@ -32,7 +32,7 @@ def unigram_nats(kind: str) -> float:
 
 
 def train(kind: str, metrics: Path) -> tuple[float, float]:
-    """The last held-out loss over predicted tokens, and the seconds of the run; two processes."""
+    """Train with two processes. Return the last validation loss per predicted token and the duration in seconds."""
     start = time.perf_counter()
     launcher = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2"]
     flags = ["--config", CONFIG[kind], "--metrics-jsonl", str(metrics)]
@@ -42,7 +42,7 @@ def train(kind: str, metrics: Path) -> tuple[float, float]:
 
 
 def main(kinds: list[str]) -> int:
-    """One line per model; 1 where a margin is missed."""
+    """Print one line per model. Return 1 if a margin is missed."""
     missed = 0
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def main(kinds: list[str]) -> int:
         missed += not ok
         print(
             f"{kind}: held-out loss {loss:.3f}, unigram entropy {entropy:.3f} nats, {entropy - loss:.3f} below "
-            f"(wanted {MARGIN_NATS[kind]}), {seconds:.0f} s: {'ok' if ok else 'MISSED'}"
+            f"(required {MARGIN_NATS[kind]}), {seconds:.0f} s: {'ok' if ok else 'MISSED'}"
         )
     return 1 if missed else 0
 

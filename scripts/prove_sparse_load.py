@@ -1,9 +1,9 @@
-"""Show that a rank opens only the shard files that overlap its own boxes, on a checkpoint of very many files.
+"""Show that a rank opens only the shard files that overlap its boxes, on a checkpoint with many files.
 
     python scripts/prove_sparse_load.py [--files 10240] [--rank 17]
 
-Writes a checkpoint as a run of sharding FILES/8 x mp 8 would have (one small file per rank), then loads it as one rank
-of three other runs and counts the files that the process opens. Ends with one JSON line.
+Writes a checkpoint like a run of sharding FILES/8 x mp 8 (one small file per rank), then loads it as one rank of three
+other runs and counts the files that the process opens. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from megapar.core.checkpoint.shard_file import TensorPlan, file_order, write_byt
 from megapar.core.checkpoint.storage import SCALARS_NAME, WrittenPiece, make_layout, shard_name
 
 MP = 8
-# name -> (rows per file, columns per file, dim that mp cuts); sharding cuts dim 0 (of the local piece)
+# name -> (rows per file, columns per file, dim sharded by mp); sharding splits dim 0 of the local part
 TENSORS = {"qkv": (2, 4, 0), "proj": (2, 3, 1), "up": (1, 8, 0), "down": (1, 5, 1)}
 
 
 def shape_of(name: str, ranks: int) -> tuple[int, int]:
-    """The global shape of a tensor on a run of this many ranks."""
+    """Return the global shape of a tensor in a run with this many ranks."""
     rows, columns, dim = TENSORS[name]
     sharding = ranks // MP
     return (rows * ranks, columns) if dim == 0 else (rows * sharding, columns * MP)
 
 
 def box_of(name: str, shape: tuple[int, int], rank: int, sharding: int, mp: int) -> Box:
-    """The box of a rank where mp cuts first, and sharding cuts the rows of what is left."""
+    """Return the box of a rank: mp splits the tensor, then sharding splits the rows of the part."""
     dim = TENSORS[name][2]
     return Box.whole(shape).cut(dim, mp, rank % mp).cut(0, sharding, rank // mp % sharding)
 
 
 def true_values(box: Box, shape: tuple[int, int]) -> torch.Tensor:
-    """Every element's own number, so that a wrong place is a wrong value."""
+    """Return the global index of every element, so that a wrong position is a wrong value."""
     rows, columns = (torch.arange(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
     return (rows[:, None] * shape[1] + columns).to(torch.int32)
 
 
 def write(folder: Path, files: int) -> None:
-    """A checkpoint of ``files`` ranks, without the ranks."""
+    """Write the checkpoint of ``files`` ranks from one process."""
     folder.mkdir()
     shapes = {name: shape_of(name, files) for name in TENSORS}
     results = []
@@ -76,7 +76,7 @@ def write(folder: Path, files: int) -> None:
 
 @contextmanager
 def opened_files(suffix: str) -> Iterator[list[str]]:
-    """Collects the files with this suffix that the process opens."""
+    """Collect the files with this suffix that the process opens."""
     opened: list[str] = []
     watching = True
 
@@ -92,7 +92,7 @@ def opened_files(suffix: str) -> Iterator[list[str]]:
 
 
 def load(folder: Path, files: int, rank: int, sharding: int, mp: int) -> dict[str, float]:
-    """Load as one rank of another run; which files it opened, which it had to, and how long it took."""
+    """Load as one rank of another run. Return the numbers of opened and of overlapping files, and the duration."""
     layout = store.read_layout(folder)
     targets, needed = {}, set()
     for name in TENSORS:
@@ -108,7 +108,7 @@ def load(folder: Path, files: int, rank: int, sharding: int, mp: int) -> dict[st
     seconds = time.monotonic() - start
     for name, shard in targets.items():
         if not torch.equal(shard.tensor, true_values(shard.box, shape_of(name, files))):
-            raise SystemExit(f"{name} was loaded wrongly")
+            raise SystemExit(f"{name} was loaded incorrectly")
     names = {Path(path).name for path in opened}
     return {
         "sharding": sharding,
@@ -121,9 +121,9 @@ def load(folder: Path, files: int, rank: int, sharding: int, mp: int) -> dict[st
 
 
 def main() -> None:
-    """Write, load, print."""
+    """Write the checkpoint, load it and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=10240, help="ranks of the run that wrote (a multiple of 64)")
+    parser.add_argument("--files", type=int, default=10240, help="ranks of the writing run (a multiple of 64)")
     parser.add_argument("--rank", type=int, default=17, help="the rank that loads")
     options = parser.parse_args()
     files, rank = options.files, options.rank

@@ -1,4 +1,4 @@
-"""Says what the quickstart did, and generates a sentence with transformers from the model it exported."""
+"""Summarize the quickstart, and generate a sentence with transformers from the exported model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from statistics import median
 
-FLUENT_TOKENS = 10**8  # fewer make no sentences, whatever the model
+FLUENT_TOKENS = 10**8  # with fewer tokens, no model generates sentences
 
 
 def main(run: Path) -> None:
-    """Print losses, speed and where everything is; generate from ``run``/huggingface."""
+    """Print losses, speed and the paths of the results; generate from ``run``/huggingface."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -39,7 +39,7 @@ def main(run: Path) -> None:
     steps, tokens = records[-1]["iteration"], records[-1]["consumed_tokens"]
     if tokens < FLUENT_TOKENS:
         print(
-            f"(It is gibberish after {steps:,} steps and {tokens:,} tokens: sentences take thousands of times as many.)"
+            f"(Expect gibberish after {steps:,} steps and {tokens:,} tokens: sentences take thousands of times more.)"
         )
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs the commands of the README and of docs/ as they are printed; one that fails is named with its page and line.
+"""Run the commands of the README and of docs/ as printed, and report a failed command with its page and line.
 
     scripts/run_docs.py                     every page
-    scripts/run_docs.py --page data.md      one of them (may be repeated)
+    scripts/run_docs.py --page data.md      one page (may be repeated)
 
-What runs are blocks fenced ```bash and ```python. ```bash no-run is for machines, files or hours that are not here, and
-```bash status=2 for commands that end with this status. The commands of a page share one shell, in a new folder that
-looks like a checkout; pages share nothing but the cache of tokenizers. Every page of docs/ has a command that runs.
+Blocks fenced with ```bash and ```python run. ```bash no-run marks commands that need other machines, files or hours,
+and ```bash status=2 marks commands that exit with this status. The commands of a page share one shell, in a new folder
+that looks like a checkout. Pages share only the cache of tokenizers. Every page of docs/ has a command that runs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@@ line "
 LIMIT_SECONDS = 300
-"""Of one page."""
+"""Time limit of a page."""
 
 
 class PageError(Exception):
-    """A page that cannot be read as commands, or one of whose commands failed."""
+    """A page cannot be parsed into commands, or one of its commands failed."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Text for a shell, the line of its page where it begins, and the exit status that the page says it has."""
+    """A shell command, its first line on the page, and its expected exit status."""
 
     line: int
     text: str
@@ -43,7 +43,7 @@ class Command:
 
 
 def commands(page: str) -> list[Command]:
-    """The commands of a page that run, in order. Raises PageError."""
+    """Return the commands of a page that run, in order. Raises PageError if the page cannot be parsed."""
     found = []
     for line, language, words, text in _blocks(page):
         if "no-run" in words:
@@ -57,7 +57,7 @@ def commands(page: str) -> list[Command]:
 
 
 def _blocks(page: str) -> Iterator[tuple[int, str, list[str], str]]:
-    """(line of the fence, language, further words, text) of every fenced block."""
+    """Yield (line of the fence, language, further words, text) of every fenced block."""
     lines = page.splitlines()
     at = 0
     while at < len(lines):
@@ -73,7 +73,7 @@ def _blocks(page: str) -> Iterator[tuple[int, str, list[str], str]]:
 
 
 def _split(first: int, text: str) -> Iterator[tuple[int, str]]:
-    """A block's commands with their lines: continued lines and here-documents stay in one piece."""
+    """Yield the commands of a block with their lines; continued lines and here-documents stay together."""
     held: list[str] = []
     for number, line in enumerate(text.splitlines(), first):
         if not held and (not line.strip() or line.lstrip().startswith("#")):
@@ -93,7 +93,7 @@ def _is_whole(command: str) -> bool:
 
 
 def script(wanted: Sequence[Command]) -> str:
-    """A shell script of the commands that marks each in its output and stops at the first that fails."""
+    """Return a shell script that marks each command in its output and stops at the first failure."""
     parts = ["set -o pipefail"]
     for command in wanted:
         parts += [f'echo "{MARK}{command.line}, at $SECONDS s"', command.text]
@@ -102,11 +102,11 @@ def script(wanted: Sequence[Command]) -> str:
 
 
 def run_page(path: Path, work: Path, *, limit: float = LIMIT_SECONDS) -> tuple[int, float]:
-    """(commands, seconds) of a page that ran through in ``work``. Raises PageError with line, command and output."""
+    """Run a page in ``work``. Return (number of commands, seconds). Raises PageError with line, command and output."""
     wanted = commands(path.read_text(encoding="utf-8"))
     folder = work / path.stem
     folder.mkdir(parents=True)
-    for entry in ROOT.iterdir():  # what a checkout has; what the commands write stays out of it
+    for entry in ROOT.iterdir():  # link the checkout; outputs of the commands stay in the folder
         if entry.name not in (".git", "runs", "tokens"):
             (folder / entry.name).symlink_to(entry)
     if not (folder / ".venv").exists():
@@ -128,35 +128,35 @@ def run_page(path: Path, work: Path, *, limit: float = LIMIT_SECONDS) -> tuple[i
             status = shell.wait(limit)
         except subprocess.TimeoutExpired:
             status = -1
-        finally:  # nothing goes on behind our back, not when this script is stopped either
+        finally:  # no process survives, even if this script is stopped
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
                 shell.wait()
     if status:
-        said = output.read_text(encoding="utf-8", errors="replace")
-        raise PageError(_failure(wanted, said, "" if status > 0 else f"cut off after {limit:g} s"))
+        printed = output.read_text(encoding="utf-8", errors="replace")
+        raise PageError(_failure(wanted, printed, "" if status > 0 else f"cut off after {limit:g} s"))
     return len(wanted), time.monotonic() - start
 
 
 def _environment(work: Path) -> dict[str, str]:
-    """Of a reader: the environment is active, the cache is empty at first, nothing is downloaded."""
+    """Return a reader's environment: activated, with an empty cache and without downloads."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     cache = {"XDG_CACHE_HOME": str(work / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **cache, "PATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def _failure(wanted: Sequence[Command], output: str, reason: str) -> str:
-    """The last command that was begun, and what it said."""
+    """Return the last command that was started, with its output."""
     _, _, last = output.rpartition(MARK)
-    mark, _, said = last.partition("\n")
+    mark, _, printed = last.partition("\n")
     number = mark.partition(",")[0]
     command = next((one.text for one in wanted if str(one.line) == number), "")
-    tail = "\n".join(f"    {line}" for line in said.strip().splitlines()[-30:])
+    tail = "\n".join(f"    {line}" for line in printed.strip().splitlines()[-30:])
     return "\n".join([f"line {number}: {command}", *([f"    {reason}"] if reason else []), tail])
 
 
 def pages(names: Sequence[str]) -> list[Path]:
-    """The pages by name, or all of them. Raises PageError."""
+    """Return the pages with these names, or all pages. Raises PageError if a page does not exist."""
     every = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     known = {path.name: path for path in every}
     known |= {path.stem: path for path in every}
@@ -167,10 +167,10 @@ def pages(names: Sequence[str]) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Status 0 where every page ran through."""
+    """Run the pages. Return 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page", action="append", default=[], metavar="NAME", help="only this page")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work there, and leave everything for a look")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this folder and keep it")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     failed = 0

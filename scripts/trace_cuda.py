@@ -1,12 +1,12 @@
-"""What ``scripts/trace_cuda.sh`` runs: training steps as one rank with GPUs, on fake tensors, every operator looked at.
+"""Trace for ``scripts/trace_cuda.sh``: training steps as one rank with GPUs, on fake tensors, checking every operator.
 
-A run fails where
-* an operator that touches a tensor of the device has no kernel there by torch's own list, or runs in fp64 where no row
-  of ``FP64`` says why;
-* the host waits for the device, or something is copied between them, and no row of the budgets allows it;
-* a message of more than 64 KiB for a peer has a part that does not begin at a multiple of 16 bytes;
-* a figure is above its budget (``trace_cuda_budgets.py``).
-At the end every entry of the operator table's column of the GPU must have been called.
+A run fails if
+* an operator on a tensor of the device has no CUDA kernel according to torch's list, or runs in fp64 without a row in
+  ``FP64``;
+* the host waits for the device, or data are copied between them, without a row in the budgets;
+* a message of more than 64 KiB for a peer has a part that is not aligned to 16 bytes;
+* a figure exceeds its budget (``trace_cuda_budgets.py``).
+After all runs, every GPU entry of the operator table must have been called.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READ = "TokenDispatcher.read"
 
 
 class Watch(Tally):
-    """A tally that also looks for what the device cannot run. problems: what was wrong, and how often."""
+    """Tally that also detects operators that the device cannot run; ``problems`` counts them by description."""
 
     def __init__(self, kernels: Kernels, device: FakeGpu) -> None:
         super().__init__("cuda", device.locked)
@@ -48,7 +48,7 @@ class Watch(Tally):
         self._kernels = kernels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run it, then look at what went in and came out."""
+        """Run the operator, then check its inputs and outputs."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor) and x.device.type == "cuda"]
         if tensors and func.namespace != "prim":
@@ -62,7 +62,12 @@ class Watch(Tally):
 
 
 class Tracer:
-    """Traces runs on one device. calls: of the operator table's forms. operators: that touched the device."""
+    """Traces runs on one device.
+
+    Attributes:
+        calls: Calls per entry of the operator table.
+        operators: Operators that ran on the device.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -71,7 +76,7 @@ class Tracer:
         self._device = FakeGpu(torch.device("cuda", 0))
 
     def trace(self, run: Run, more: str = "") -> Watch:
-        """A second step as the last rank; the first makes what later ones find. more: flags."""
+        """Trace the second step of the last rank, because the first one allocates buffers. ``more`` contains flags."""
         config = parse(run.model, [*run.flags.split(), *more.split()], {"WORLD_SIZE": str(run.world), "RANK": "0"})
         watch = Watch(self._kernels, self._device)
         with ExitStack() as stack:
@@ -89,14 +94,14 @@ class Tracer:
         return watch
 
     def run(self, run: Run) -> tuple[str, list[str]]:
-        """(what is said of a run, what is wrong with it)."""
+        """Return (summary of a run, its problems)."""
         watch = self.trace(run)
         wrong = [*complaints(run, watch.sums), *(f"{what} ({times} times)" for what, times in watch.problems.items())]
         waits, copies = watch.sums.waits.total(), watch.sums.copies.total()
         return f"{watch.sums.launches} kernels, {waits} waits of the host, {copies} copies", wrong
 
     def layer(self, run: Run) -> tuple[str, list[str]]:
-        """(the figures of a layer beside its budgets, those that are above)."""
+        """Return (figures of a layer next to its budgets, the figures that exceed them)."""
         one, two = (self.trace(run, f"--num-layers {layers}").sums for layers in (1, 2))
         layer = two.without(one)
         beside = one.without(layer)
@@ -104,15 +109,15 @@ class Tracer:
         for row in BUDGETS:
             sums = {run.name: layer, f"{run.name}, beside": beside}.get(row.layer)
             if sums is not None:
-                said, ok = compare(row, sums)
-                lines.append(said)
-                wrong += [] if ok else [said]
+                text, ok = compare(row, sums)
+                lines.append(text)
+                wrong += [] if ok else [text]
         wrong += [f"{what}: a part is not aligned to 16 bytes ({times} times)" for what, times in two.crooked.items()]
         return "\n  ".join(["layer", *lines]), wrong
 
 
 def figure(row: Row, sums: Sums) -> float:
-    """What the row bounds, in these sums."""
+    """Return the figure of these sums that the row bounds."""
 
     def fits(operator: str, label: str) -> bool:
         return fnmatchcase(operator, row.operator) and fnmatchcase(label, row.label)
@@ -131,19 +136,19 @@ def figure(row: Row, sums: Sums) -> float:
 
 
 def compare(row: Row, sums: Sums) -> tuple[str, bool]:
-    """(figure and budget side by side, whether it holds)."""
+    """Return (figure next to its budget, True if it is within the budget)."""
     found = figure(row, sums)
     ok = found >= row.bound if row.figure == "rows" else found <= row.bound
     what = " ".join(name for name in (row.operator, row.label) if name != "*")
-    least = "at least" if row.figure == "rows" else "at most"
-    said = (
-        f"{row.layer}: {what + ': ' if what else ''}{found:,.0f} {row.figure}, {least} {row.bound:,.0f} ({row.reason})"
+    limit = "at least" if row.figure == "rows" else "at most"
+    text = (
+        f"{row.layer}: {what + ': ' if what else ''}{found:,.0f} {row.figure}, {limit} {row.bound:,.0f} ({row.reason})"
     )
-    return said + ("" if ok else " EXCEEDED"), ok
+    return text + ("" if ok else " EXCEEDED"), ok
 
 
 def complaints(run: Run, sums: Sums) -> Iterator[str]:
-    """What of a run no row allows."""
+    """Yield the waits, copies and messages of a run that no row allows."""
     for label, times in sums.waits.items():
         allowed = run.counts if label == READ else WAITS.get(label, (0, ""))[0]
         if times > allowed:
@@ -156,20 +161,20 @@ def complaints(run: Run, sums: Sums) -> Iterator[str]:
 
 
 def main(names: Sequence[str]) -> int:
-    """0 traced, 1 where something is wrong."""
+    """Trace the runs whose names start with one of ``names``, by default all. Return 1 if there are problems."""
     stand_in()
     tracer, problems = Tracer(), []
     for kind, runs in (("", RUNS), ("layer: ", LAYERS)):
         for run in runs:
             name, start = kind + run.name, time.perf_counter()
-            if names and not any(name.startswith(asked_for) for asked_for in names):
+            if names and not any(name.startswith(prefix) for prefix in names):
                 continue
             try:
-                said, wrong = (tracer.layer if kind else tracer.run)(run)
+                summary, wrong = (tracer.layer if kind else tracer.run)(run)
             except Exception as error:
-                said, wrong = "stopped", [f"{_place(error)}: {type(error).__name__}: {str(error)[:300]}"]
+                summary, wrong = "stopped", [f"{_place(error)}: {type(error).__name__}: {str(error)[:300]}"]
             problems += [f"{name}: {what}" for what in wrong]
-            print(f"trace_cuda: {name}: {said}; {time.perf_counter() - start:.1f} s", flush=True)
+            print(f"trace_cuda: {name}: {summary}; {time.perf_counter() - start:.1f} s", flush=True)
     if not names:
         columns = [name for name, forms in ops.OPS.items() if "cuda" in forms]
         problems += [f"{name} of the operator table was never called" for name in columns if not tracer.calls[name]]

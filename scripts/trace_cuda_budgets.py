@@ -1,8 +1,8 @@
-"""Runs of scripts/trace_cuda.py, and what they may ask of a GPU: a row each, with its reason.
+"""Runs of scripts/trace_cuda.py and their budgets of GPU work: a row per figure, with its reason.
 
-A figure above its row fails ("rows" of a product: below it). Rows are keyed by operator and call label, the name of the
-function that calls it, and not by files, which move. Where a change takes work away, tighten its row: it is one number.
-Kernels are counted by megapar/tools/tracing/kernels.py.
+A figure above its bound fails ("rows" of a product: below it). Rows are keyed by operator and call label, the name of
+the calling function, not by file, because files move. If a change reduces the work, tighten the bound of its row.
+megapar/tools/tracing/kernels.py defines the kernels per operator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIPED = f"{DENSE} --num-layers 8 --gradient-merge-acc-step 8 --pp-degree"
 
 
 class Run(NamedTuple):
-    """Traced as the last rank. counts: waits for the counts of the experts' rows that a step may have."""
+    """A run, traced as its last rank; ``counts`` is the allowed number of waits per step for rows per expert."""
 
     name: str
     model: str
@@ -103,7 +103,7 @@ RUNS = (
     Run("recipe of ERNIE 4.5 21B, three layers", "moe", 8, RECIPE, counts=4),
 )
 
-# Layers of real sizes, as one GPU of the layout has them: a layer is the difference between two depths.
+# Layers of real sizes on one GPU of the layout. The cost of a layer is the difference between two depths.
 BATCH = "--micro-batch-size 1 --global-batch-size 1 --vocab-size 103424 --seq-length 8192"
 DENSE_4096 = f"{COMMON} {BATCH} --num-experts 0 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8"
 DENSE_4096 += " --ffn-hidden-size 14336"
@@ -125,9 +125,16 @@ LAYERS = (
 
 
 class Row(NamedTuple):
-    """A bound. layer: the name of one of ``LAYERS``; "NAME, beside": everything but the layers of that run. operator,
-    label: patterns of the operator and of the function that calls it. figure: kernels; products; rows of the smallest
-    product, all its batches together, of which this is the least; megabytes outside products; waits of the host.
+    """Bound of a figure.
+
+    Attributes:
+        layer: Name of one of ``LAYERS``; "NAME, beside" for the rest of that run without its layers.
+        operator: Pattern of the operator.
+        label: Pattern of the function that calls it.
+        figure: kernels; products; rows of the smallest product, summed over its batches (a minimum); megabytes outside
+            products; waits of the host.
+        bound: Maximum of the figure, minimum of rows.
+        reason: Explanation of the bound.
     """
 
     layer: str
@@ -271,33 +278,33 @@ BUDGETS: tuple[Row, ...] = (
     Row("encoder", "*", "*", "megabytes", 4400, "4,260"),
 )
 
-# Where the host may wait in a step, how often, and why. The counts of the experts' rows are ``Run.counts``.
+# Function that may wait for the device -> (waits per step, reason). For rows per expert see ``Run.counts``.
 WAITS: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {"Stepper._apply_votes": (1, "the norm and the log's sums of the step before, which is over by then")}
+    {"Stepper._apply_votes": (1, "gradient norm and log sums of the previous step, which is complete by then")}
 )
 
-# Where a step may copy between host and device without a wait, and why.
+# Function that may copy between host and device without a wait -> reason.
 COPIES: Mapping[str, str] = MappingProxyType(
     {
-        "MicroBatch.to": "the micro-batch, out of page-locked memory",
-        "arranged": "the same, put in the order of slices",
-        "PackedDocuments.of": "where documents begin, a few numbers",
-        "_reorder": "the order of a message's pieces, which the host makes of the counts",
-        "Accelerator.host_copy": "counts and the log's sums, into page-locked memory behind an event",
-        "Bucket.publish": "offloaded masters, to where they are used",
-        "OffloadedOptimizer._load": "masters and moments that lie on the host",
+        "MicroBatch.to": "the micro-batch, from page-locked memory",
+        "arranged": "the same, in the order of slices",
+        "PackedDocuments.of": "starts of documents, a few numbers",
+        "_reorder": "order of the parts of a message, which the host computes from the counts",
+        "Accelerator.host_copy": "counts and log sums, to page-locked memory with an event",
+        "Bucket.publish": "offloaded master weights, to the device",
+        "OffloadedOptimizer._load": "master weights and moments from the host",
         "OffloadedOptimizer._store": "the same, back",
-        "SavedTensor._send": "what offloaded units keep",
+        "SavedTensor._send": "saved tensors of offloaded units",
         "SavedTensor._fetch": "the same, back",
     }
 )
 
-# Where fp64 is meant; a GPU has little of it.
+# Functions that use fp64 on purpose -> reason. GPUs have little fp64 throughput.
 FP64: Mapping[str, str] = MappingProxyType(
     {
-        "global_norm": "squares are added so that the order of ranks does not show; a few numbers",
-        "all_reduce": "the norm's",
-        "Summed.told": "sums of the log's numbers; a few numbers",
-        "Accelerator.host_copy": "of those",
+        "global_norm": "sum of squares, independent of the order of ranks; a few numbers",
+        "all_reduce": "for the gradient norm",
+        "Summed.told": "sums for the log; a few numbers",
+        "Accelerator.host_copy": "for the log sums",
     }
 )

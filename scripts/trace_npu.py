@@ -1,10 +1,10 @@
-"""What ``scripts/trace_npu.sh`` runs: training steps as one rank with NPUs, on fake tensors, every operator looked at.
+"""Trace for ``scripts/trace_npu.sh``: training steps as one rank with NPUs, on fake tensors, checking every operator.
 
-A run fails where an operator that touches a tensor of the device
-* has no kernel there: torch_npu would copy its arguments to the host and compute there;
-* takes or gives fp64, which the hardware does not have;
-* brings a tensor to the host, but for the few that the host reads once in a step.
-At the end every entry of the operator table must have been called.
+A run fails if an operator on a tensor of the device
+* has no NPU kernel: torch_npu would copy its arguments to the host and compute there;
+* uses fp64, which the hardware does not support;
+* copies a tensor to the host, except for the few that the host reads once per step.
+After all runs, every entry of the operator table must have been called.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ RUNS = (
 
 
 class Watch(TorchDispatchMode):
-    """Looks at every operator; ``problems``: what was wrong, and how often. host: tensors brought to the host."""
+    """Mode that checks every operator.
+
+    Attributes:
+        problems: Number of problems by description.
+        host: Number of tensors copied to the host, by location.
+        operators: Operators that ran on the device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +67,7 @@ class Watch(TorchDispatchMode):
         self._kernels: dict[Any, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run it, then look at what went in and came out."""
+        """Run the operator, then check its inputs and outputs."""
         result = func(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -79,7 +85,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _kernel(self, func: Any) -> str:
-        """The line of the dispatcher's table that says what runs on the device."""
+        """Return the line of the dispatcher's table for the device."""
         if func not in self._kernels:
             table = torch._C._dispatch_dump_table(f"{func._schema.name}.{func._schema.overload_name}".rstrip("."))
             lines = [line for line in table.splitlines() if line.startswith("PrivateUse1:")]
@@ -88,7 +94,7 @@ class Watch(TorchDispatchMode):
 
 
 def _where() -> str:
-    """The innermost line of megapar on the stack."""
+    """Return the innermost line of megapar on the stack."""
     for frame in inspect.stack(0)[2:]:
         if f"{os.sep}megapar{os.sep}" in frame.filename:
             return f"at {frame.filename[frame.filename.rindex('megapar' + os.sep) :]}:{frame.lineno}"
@@ -96,7 +102,7 @@ def _where() -> str:
 
 
 def schemas() -> Iterator[str]:
-    """Stand-ins of the tests whose schema is not that of the wheel: its arguments must be there, in their order."""
+    """Yield the stand-ins of the tests whose schemas do not match the wheel's arguments and their order."""
     for name, text in SCHEMAS.items():
         real = [(a.name, str(a.type), a.kwarg_only) for a in getattr(torch.ops.npu, name).default._schema.arguments]
         parsed = torch._C.parse_schema(f"npu::{name}{text}")
@@ -107,9 +113,9 @@ def schemas() -> Iterator[str]:
 
 
 def trace(model: str, world: int, flags: str, device: NpuDevice, calls: collections.Counter[str]) -> Watch:
-    """Two steps as the last rank."""
+    """Trace two steps of the last rank."""
     config = parse(model, flags.split(), {"WORLD_SIZE": str(world), "RANK": "0"})
-    ascend.causal_mask.cache_clear()  # a tensor of another fake mode
+    ascend.causal_mask.cache_clear()  # it holds a tensor of another fake mode
     watch = Watch()
     with counted(calls, "npu"), pretend(config, world - 1, watch, device) as trainer:
         trainer.step()
@@ -118,8 +124,8 @@ def trace(model: str, world: int, flags: str, device: NpuDevice, calls: collecti
 
 
 def main() -> int:
-    """0 traced, 1 where something is wrong."""
-    dist.Backend.backend_capability["fake"].append("npu")  # torch's own list leaves it out
+    """Trace all runs. Return 1 if there are problems."""
+    dist.Backend.backend_capability["fake"].append("npu")  # missing in torch's list
     device = NpuDevice(0)
     problems, calls = list(schemas()), collections.Counter[str]()
     operators: set[str] = set()

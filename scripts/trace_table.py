@@ -1,4 +1,4 @@
-"""Which entries of the operator table a trace has called."""
+"""Counter of the calls of a device's entries in the operator table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megapar.core.device import ops
 
 @contextmanager
 def counted(calls: Counter[str], device: str) -> Iterator[None]:
-    """Count calls of a device's entries, by operator."""
+    """Count calls of a device's entries by operator."""
 
     def watched(name: str, form: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,11 @@
-"""``megapar plan --launches``: what one more layer of each kind asks of a GPU, and how often the host waits in a step.
+"""Launch budget for ``megapar plan --launches``: GPU kernels per layer of each kind, and host waits per step.
 
-The real trainer steps on fake tensors of torch's "meta" device, which stands for a GPU (``gpu.py``): the operator
-table's forms are a GPU's, and what the host copies or waits for is seen. Kernels are those of ``kernels.py``. A layer
-is the difference between two depths of a short model of the same widths and layout, without a pipeline and in one
-micro-batch: what it asks does not depend on how many there are. Waits are those of the last rank, with its pipeline,
-counted in short models of few micro-batches and drawn out to all layers and micro-batches.
+The real trainer steps on fake tensors of torch's "meta" device, which represents a GPU (``gpu.py``): operators take
+their GPU implementations, and the copies and waits of the host are visible. ``kernels.py`` defines the kernels per
+operator. The cost of a layer is the difference between two depths of a short model with the same widths and layout,
+without a pipeline and with one micro-batch, because it does not depend on the number of layers. Host waits are those of
+the last rank, with its pipeline, counted in short models with few micro-batches and extrapolated to all layers and
+micro-batches.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from megapar.tools.tracing.trace import traceable
 from megapar.training.building.stages import effective_schedule, make_stages
 
 DENSE, EXPERTS = "dense", "moe"
-FULL = 3  # the stage that cuts parameters, too
+FULL = 3  # the sharding stage that also shards parameters
 Depth = Mapping[str, int]  # kind -> layers
 
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """Of one layer and micro-batch on one rank: forward, backward, and its share of the reductions and the optimizer.
+    """Cost of one layer and micro-batch on one rank: forward, backward, its reductions and its optimizer step.
 
-    launches: kernels. products: those of them that multiply matrices. smallest_product_rows: of the smallest, all its
-    batches together. bytes_outside_products: read and written by kernels that are neither product, attention nor
-    message.
+    Attributes:
+        launches: Number of kernels.
+        products: Number of matrix products (GEMMs) among them.
+        smallest_product_rows: Rows of the smallest product, summed over its batches.
+        bytes_outside_products: Bytes read and written by kernels other than products, attention and messages.
     """
 
     launches: int
@@ -46,7 +49,7 @@ class LayerBudget:
     bytes_outside_products: int
 
     def describe(self) -> str:
-        """A few words."""
+        """Return a short description."""
         return (
             f"{self.launches} kernels, {self.products} of them products (the smallest of "
             f"{self.smallest_product_rows:,} rows), {self.bytes_outside_products / 1e9:.2f} GB outside products"
@@ -55,30 +58,35 @@ class LayerBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """layers: "dense" and "moe", those that the model has. host_waits: of a step of the last rank."""
+    """Launch budget of a run.
+
+    Attributes:
+        layers: Cost per kind of layer, "dense" and "moe", for the kinds that the model has.
+        host_waits: Host waits per step on the last rank.
+    """
 
     layers: Mapping[str, LayerBudget]
     host_waits: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the budget as a dictionary, for --json."""
         return {"layers": {kind: asdict(layer) for kind, layer in self.layers.items()}, "host_waits": self.host_waits}
 
     def describe(self) -> str:
-        """A line for each kind of layer, and one for the waits."""
+        """Return a line per kind of layer and one for the waits."""
         lines = [f"a layer ({kind}) on a GPU: {layer.describe()}" for kind, layer in self.layers.items()]
         return "\n".join([*lines, f"the host waits {self.host_waits} times in a step"])
 
 
 def budget(config: Config) -> Budget:
-    """Of the last rank of the configuration's world. Raises ConfigError for what cannot be traced."""
+    """Return the budget of the last rank of the configuration's world. Raises ConfigError if it cannot be traced."""
     depth, alone = _depth(config), _alone(config)
-    step = max(1, config.recompute.recompute_interval)  # layers that are one recomputed unit come together
+    step = max(1, config.recompute.recompute_interval)  # add whole recompute units
     base = {kind: 1 for kind, layers in depth.items() if layers}
     once, more = _deeper(alone, base, step)
     layers = {kind: _layer(sums.without(once), step) for kind, sums in more.items()}
     if config.sharding.sharding_stage == FULL:
-        # FSDP2 never waits, and on a CPU's fake tensors copies cannot be seen: waits are those of stage 2.
+        # FSDP2 never waits, and copies are not visible on fake CPU tensors: take the waits of stage 2.
         config = replace(config, sharding=replace(config.sharding, sharding_stage=2))
         alone = _alone(config)
         once, more = _deeper(alone, base, step)
@@ -92,7 +100,7 @@ def budget(config: Config) -> Budget:
 
 
 def _deeper(config: Config, base: Depth, step: int) -> tuple[Sums, dict[str, Sums]]:
-    """(a step of so many layers, those of ``step`` more of each kind)."""
+    """Return (sums of a step with ``base`` layers, sums with ``step`` more layers of each kind)."""
     more = {kind: _traced(_short(config, {**base, kind: layers + step}, 1)) for kind, layers in base.items()}
     return _traced(_short(config, base, 1)), more
 
@@ -108,9 +116,9 @@ def _layer(sums: Sums, layers: int) -> LayerBudget:
 
 
 def _waits_of_a_stage(config: Config, waits: Mapping[str, float]) -> int:
-    """Waits of the last stage, from a pipeline of one layer in every chunk."""
+    """Return the waits of the last stage, extrapolated from a pipeline with one layer per chunk."""
     pp, chunks = config.grid.pp, config.grid.pp * config.pipeline.vpp_degree
-    # As many micro-batches as stages are wanted; where a schedule interleaves or splits, whole rounds of them.
+    # Trace as many micro-batches as stages; for schedules that interleave or split, trace whole rounds.
     unit = 1 if effective_schedule(config) in ("1f1b", "gpipe") else pp
     kind = EXPERTS if _depth(config)[EXPERTS] else DENSE
     short = replace(config, pipeline=replace(config.pipeline, pp_seg_method="uniform"))
@@ -121,12 +129,17 @@ def _waits_of_a_stage(config: Config, waits: Mapping[str, float]) -> int:
     if len(found) > 1:
         total += (count - pp) * (found[1] - found[0]) / unit
     here = _depth(config, last_stage=True)
-    here[kind] -= config.pipeline.vpp_degree  # those that were there
+    here[kind] -= config.pipeline.vpp_degree  # traced already
     return round(total + count * sum(here[kind] * each for kind, each in waits.items()))
 
 
 def _depth(config: Config, *, last_stage: bool = False) -> dict[str, int]:
-    """Layers of each kind; those of the last stage where that is asked for. Branches of ERNIE 3.0 do not count."""
+    """Return the number of layers of each kind, without the branches of ERNIE 3.0.
+
+    Args:
+        config: Configuration of the run.
+        last_stage: Count only the layers of the last stage.
+    """
     numbers, moe = set(range(config.model.num_layers)), set(config.model.moe_layers)
     if last_stage:
         chunks = make_stages(config, config.model).chunks
@@ -135,7 +148,7 @@ def _depth(config: Config, *, last_stage: bool = False) -> dict[str, int]:
 
 
 def _alone(config: Config) -> Config:
-    """The ranks of one stage that has all layers."""
+    """Return the configuration with a single pipeline stage that has all layers."""
     return replace(
         config,
         grid=replace(config.grid, pp=1),
@@ -147,12 +160,12 @@ def _alone(config: Config) -> Config:
 
 
 def _short(config: Config, depth: Depth, micro_batches: int) -> Config:
-    """The same with so many layers and micro-batches."""
+    """Return the configuration with the given numbers of layers and micro-batches."""
     dense, experts = depth.get(DENSE, 0), depth.get(EXPERTS, 0)
     units = config.recompute.recompute_num_layers
     samples = config.training.micro_batch_size * config.grid.dp * config.grid.sharding * micro_batches
     segments = config.sharding
-    if segments.segment_anchors:  # they name layers that may not be there
+    if segments.segment_anchors:  # they may name layers that the short model does not have
         segments = replace(segments, sharding_segment_strategy=None, segment_anchors=())
     return replace(
         config,
@@ -164,7 +177,7 @@ def _short(config: Config, depth: Depth, micro_batches: int) -> Config:
 
 
 def _traced(config: Config) -> Sums:
-    """A second step of the last rank."""
+    """Return the sums of the second step of the last rank."""
     rank = config.grid.world_size - 1
     config = traceable(config, rank)
     kind = "cpu" if config.sharding.sharding_stage == FULL else "meta"
@@ -174,21 +187,21 @@ def _traced(config: Config) -> Sums:
         for context in (as_on_a_gpu(device), _NumbersWritten(tally)):
             stack.enter_context(context)
         trainer = stack.enter_context(pretend(config, rank, tally, device, WaitTally(tally)))
-        trainer.step()  # buffers are made in the first one
+        trainer.step()  # the first step allocates buffers
         tally.sums = Sums()
         trainer.step()
     return tally.sums
 
 
 class _NumbersWritten(TorchFunctionMode):
-    """Notes a number that is written to one place of a tensor: on a GPU a copy from the host, which waits."""
+    """Counts writes of a Python number to one element of a tensor: on a GPU, a copy that the host waits for."""
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()
         self._tally = tally
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it and look at what was written where."""
+        """Run the function and count a wait if it writes a number to one element."""
         if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
             tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
             numbers = sum(isinstance(one, int) for one in index)

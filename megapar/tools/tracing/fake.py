@@ -1,7 +1,7 @@
-"""Fake tensors that remember: what an operator makes of tensors of given shapes is looked at once.
+"""Fake tensor mode with a cache: the result of an operator for given shapes is derived once.
 
-A model's layers are alike, so nearly every operator of a trace was there before, with other tensors of the same shapes.
-torch's own cache looks at more of every argument than a trace needs, and remembers no operator that returns a list.
+The layers of a model are alike, so nearly every operator of a trace has run before on tensors of the same shapes.
+torch's cache inspects more of every argument than a trace needs, and does not cache operators that return a list.
 """
 
 from __future__ import annotations
@@ -14,24 +14,34 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# Arguments that say all by their type and value.
+# Types of arguments that are identified by type and value.
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, complex}
 )
-# What comes out of these hangs on values, or they change an argument's shape.
+# Results of these operators depend on values, or the operator changes the shape of an argument.
 _UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _NAMESPACES = ("aten", "fsdp", "prims")
 _GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _UnfitError(Exception):
-    """An argument or a result that is not remembered."""
+    """An argument or a result that cannot be cached."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that an operator returned. like: the argument that it is, or shares its storage with; None: new.
-    attributes: what a fake tensor has beside its shape."""
+    """Description of a tensor that an operator returned.
+
+    Attributes:
+        like: Index of the argument that it is or whose storage it shares; None for a new tensor.
+        same: It is the argument itself.
+        shape: Shape.
+        stride: Strides in elements.
+        offset: Storage offset in elements.
+        dtype: Data type.
+        device: Fake device.
+        attributes: Other attributes of the fake tensor.
+    """
 
     like: int | None
     same: bool
@@ -43,7 +53,7 @@ class _Made:
     attributes: dict[str, Any]
 
     def again(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        """The same of these arguments. Modes are off in here, so that plain meta tensors can be made."""
+        """Create the tensor for these arguments. Modes are off here, so plain meta tensors can be created."""
         if self.same and self.like is not None:
             return tensors[self.like]
         if self.like is None:
@@ -51,7 +61,7 @@ class _Made:
         else:
             new = torch.empty(0, dtype=self.dtype, device="meta")
             new.set_(tensors[self.like].untyped_storage(), self.offset, self.shape, self.stride)
-        # As FakeTensor's own constructor does, without its questions.
+        # Like the constructor of FakeTensor, without its checks.
         fake: FakeTensor = Tensor._make_subclass(
             FakeTensor, new, False, dispatch_device=True, device_for_backend_keys=self.device
         )
@@ -62,20 +72,25 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Result:
-    """What an operator returned: a tensor, nothing, or several. kind: of the sequence, None: not a sequence."""
+    """Description of the result of an operator.
+
+    Attributes:
+        kind: Type of the returned sequence; None if the result is not a sequence.
+        made: The returned tensors; None for a missing one.
+    """
 
     kind: type | None
     made: tuple[_Made | None, ...]
 
     def again(self, tensors: Sequence[FakeTensor]) -> Any:
-        """The same of these arguments."""
+        """Create the result for these arguments."""
         if self.kind is None:
             return None if self.made[0] is None else self.made[0].again(tensors)
         return self.kind(None if made is None else made.again(tensors) for made in self.made)
 
 
 class RememberingMode(FakeTensorMode):
-    """A ``FakeTensorMode`` whose every operator is looked at once per shapes of its arguments."""
+    """A ``FakeTensorMode`` that derives the result of each operator once per shapes of its arguments."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -85,14 +100,14 @@ class RememberingMode(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, or make again what it made of such arguments."""
+        """Run an operator, or create its result from the cache."""
         kwargs = kwargs or {}
         fit = self._fit.get(func)
         if fit is None:
             fit = self._fit[func] = self._is_fit(func)
         tensors: list[FakeTensor] = []
         try:
-            key = (func, *_said(args, tensors), *_said(kwargs.items(), tensors)) if fit else None
+            key = (func, *_signature(args, tensors), *_signature(kwargs.items(), tensors)) if fit else None
         except _UnfitError:
             key = None
         if key is None:
@@ -107,7 +122,7 @@ class RememberingMode(FakeTensorMode):
         return result
 
     def _grouped(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The product of groups in the dtypes that its kernels take and torch's description of it does not know."""
+        """Return the result of a grouped GEMM for dtypes that kernels support but torch's meta function does not."""
         with self:
             pair = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device) for x in args[:2]]
             like = _GROUPED(*pair, *args[2:], **kwargs)
@@ -119,40 +134,40 @@ class RememberingMode(FakeTensorMode):
         return not any(tag in func.tags for tag in _UNFIT_TAGS) and func not in self.lift_fns
 
 
-def _said(values: Any, tensors: list[FakeTensor]) -> list[Any]:
-    """All that decides what an operator returns; the tensors among the values are put in order into ``tensors``."""
-    said: list[Any] = []
+def _signature(values: Any, tensors: list[FakeTensor]) -> list[Any]:
+    """Return everything that determines an operator's result, and append the tensors in order to ``tensors``."""
+    signature: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.is_neg() or value.is_conj():
                 raise _UnfitError
             tensors.append(value)
-            said.append((value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device))
+            signature.append((value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device))
         elif kind in _PLAIN:
-            said.append((kind, value))
+            signature.append((kind, value))
         elif kind in (list, tuple):
-            said.append((kind, *_said(value, tensors)))
+            signature.append((kind, *_signature(value, tensors)))
         else:
             raise _UnfitError
-    return said
+    return signature
 
 
 def _learn(result: Any, tensors: Sequence[FakeTensor]) -> _Result | None:
-    """How to make this again; None: it is not to be."""
+    """Return a description of the result; None if it cannot be cached."""
     places = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
     if len(places) < len(tensors):
-        return None  # arguments that share a storage: which of them a result is of cannot be told
+        return None  # arguments share a storage: the owner of a result is ambiguous
     several = type(result) in (list, tuple)
     new: set[int] = set()
     try:
-        made = tuple(_look(one, tensors, places, new) for one in (result if several else (result,)))
+        made = tuple(_describe(one, tensors, places, new) for one in (result if several else (result,)))
     except _UnfitError:
         return None
     return _Result(type(result) if several else None, made)
 
 
-def _look(one: Any, tensors: Sequence[FakeTensor], places: Mapping[int, int], new: set[int]) -> _Made | None:
+def _describe(one: Any, tensors: Sequence[FakeTensor], places: Mapping[int, int], new: set[int]) -> _Made | None:
     if one is None:
         return None
     if type(one) is not FakeTensor or one.constant is not None or one.is_neg() or one.is_conj() or one.is_sparse:
@@ -168,7 +183,7 @@ def _look(one: Any, tensors: Sequence[FakeTensor], places: Mapping[int, int], ne
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes of a new storage for a tensor of such shape and strides."""
+    """Return the size in bytes of a new storage for this shape and these strides."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,7 +1,8 @@
-"""A GPU for fake tensors: the device a pretended step runs on, and what in torch hangs on a build that has CUDA.
+"""Fake GPU for fake tensors, and replacements for the parts of torch that depend on a build with CUDA.
 
-Where such a build would choose (attention's kernel) or has a kernel that others lack (the fused norm), the answer of
-one is given here, so that the operators of a trace are those that a GPU is given.
+If a CUDA build would choose a kernel (attention) or has one that other builds lack (fused norm), this module gives the
+answer of a CUDA build, so that a trace contains the operators that a GPU would run. Tested in
+``tests/tools/tracing/test_budget.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
 
 
 class FakeGpu(CudaDevice):
-    """A GPU whose host runs ahead and whose streams are one; what asks no driver is ``CudaDevice``'s own.
+    """A GPU with an asynchronous host and a single stream. Everything that needs no driver is inherited.
 
-    torch_device: where fake tensors say that they are: "cuda" where somebody stands in for its guard; "meta", which
-    every build of torch has; "cpu" for FSDP2, which takes parameters on "meta" for some that are still to come. locked:
-    what has been asked to be page-locked, by the address of its storage, which the reference keeps from another.
+    Attributes:
+        torch_device: Device of the fake tensors: "cuda" if its guard is replaced; "meta", which every build of torch
+            has; "cpu" for FSDP2, which treats parameters on "meta" as not yet initialized.
+        locked: Page-locked storages by address. The weak reference prevents that the address is reused.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -41,66 +43,66 @@ class FakeGpu(CudaDevice):
         self.torch_device = torch_device
         self.locked: dict[int, StorageWeakRef] = {}
         if torch_device.type == "cpu":
-            self.type = "cpu"  # of meshes
+            self.type = "cpu"  # device type of meshes
 
     @property
     def name(self) -> str:
-        """That of a device whose peak is known."""
+        """Name of a device whose peak throughput is known."""
         return "NVIDIA H200"
 
     @property
     def capability(self) -> tuple[int, int]:
-        """That of the same."""
+        """Compute capability of the same device."""
         return 9, 0
 
     def pin(self, x: Tensor) -> Tensor:
-        """Only noted: not every build of torch can lock pages."""
+        """Record the tensor only, because not every build of torch can lock pages."""
         self.locked[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
         return x
 
     def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As torch marks page-locked memory; no driver registers it."""
+        """Allocate with torch's mark for page-locked memory, without registering it with a driver."""
         return Accelerator.pinned_zeros(self, numel, dtype)
 
     def synchronize(self) -> None:
-        """Nothing is enqueued."""
+        """Do nothing: no work is enqueued."""
 
     def new_stream(self, *_: Any, **__: Any) -> NoStream:
-        """There is one."""
+        """Return the single stream."""
         return NoStream()
 
     def current_stream(self) -> NoStream:
-        """There is one."""
+        """Return the single stream."""
         return NoStream()
 
     def event(self) -> NoEvent:
-        """Has happened."""
+        """Return an event that has completed."""
         return NoEvent()
 
     def timed_event(self) -> None:
-        """No time passes."""
+        """Return None: a trace has no timing."""
 
     def after(self, stream: Any) -> None:
-        """Has happened."""
+        """Do nothing: all work has completed."""
 
     def adopt(self, x: Tensor) -> None:
-        """Nothing is freed."""
+        """Do nothing: no memory is freed."""
 
     def memory_pressure(self) -> MemoryPressure | None:
-        """No allocator."""
+        """Return None: fake tensors do not use the allocator."""
         return None
 
     def peak_memory_bytes(self) -> int:
-        """No memory."""
+        """Return 0: no memory is allocated."""
         return 0
 
 
 @contextmanager
 def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
-    """Inside, steps on ``device`` take the operator table's forms of a GPU, and torch's choices are those of one.
+    """Run steps on ``device`` with the GPU implementations of the operator table and the choices of a CUDA build.
 
-    torch queries a driver for them, so its functions are replaced here. The table is replaced where fake tensors are on
-    another type of device than a GPU.
+    torch would query a driver for these choices, so its functions are replaced. The table is replaced if the fake
+    tensors are on a device type other than "cuda".
     """
     kind = device.torch_device.type
     with ExitStack() as stack:
@@ -121,7 +123,7 @@ def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
 
 @contextmanager
 def _messages_of(kind: str) -> Iterator[None]:
-    """torch's fake process groups take tensors of this type of device, too."""
+    """Make torch's fake process groups also accept tensors of this device type."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers them
 
     capability = dist.Backend.backend_capability
@@ -139,11 +141,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's choice on Hopper: FlashAttention where there is no mask, else the memory-efficient kernel.
+    """Run torch's choice on Hopper: FlashAttention without a mask, otherwise the memory-efficient kernel.
 
     For the arguments see ``torch.nn.functional.scaled_dot_product_attention``.
     """
-    if isinstance(attn_mask, _LowerRight):  # the kernel's own alignment
+    if isinstance(attn_mask, _LowerRight):  # the alignment of the kernel
         attn_mask, is_causal = None, True
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -160,44 +162,44 @@ def attention(
 
 
 class _LowerRight(NamedTuple):
-    """An alignment. torch's own is a tensor, which fake ones do not become."""
+    """Alignment of a causal mask. torch's class is a tensor subclass, which fake tensors do not support."""
 
     queries: int
     keys: int
 
 
 class _Handle:
-    """What FSDP2 asks of a device's module: torch's own for devices without streams."""
+    """Device module for FSDP2: torch's module for devices without streams."""
 
     Stream, Event = torch.cpu.Stream, torch.cpu.Event
     stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
     @staticmethod
     def current_device() -> int:
-        """The first."""
+        """Return the first device."""
         return 0
 
 
 class _TorchOfGroups:
-    """``torch`` as FSDP2's groups know it."""
+    """Replacement for ``torch`` in FSDP2's parameter groups."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def empty(self, *size: Any, **options: Any) -> Tensor:
-        """Groups are made outside fake mode, where there is no device; what they make there has no elements."""
+        """Ignore the device of empty tensors: groups are created outside fake mode, without a device."""
         return torch.empty(*size) if size == (0,) else torch.empty(*size, **options)
 
 
 def _forms(kind: str) -> MappingProxyType[str, Any]:
-    """The operator table with a GPU's forms for devices of another type."""
+    """Return the operator table with GPU implementations for another device type."""
     table = {name: {**forms, kind: forms.get("cuda", forms["reference"])} for name, forms in ops.OPS.items()}
     table["packed_attention"][kind] = _packed
     return MappingProxyType(table)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float = 0.0) -> Tensor:
-    """The choice of ``packed_attention_varlen``, which asks where the tensors are."""
+    """Choose like ``packed_attention_varlen``, which checks the device of the tensors."""
     if q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
         return packed.packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
     return packed.by_kernel(q, k, v, documents)
@@ -205,20 +207,20 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float =
 
 @contextmanager
 def _fused_norms(kind: str) -> Iterator[None]:
-    """The fused norm is one operator with one backward, as on a GPU, and is not taken apart."""
+    """Make the fused norm one operator with one backward, as on a GPU, instead of decomposing it."""
     key = {"cpu": "CPU", "meta": "Meta"}[kind]
     library: Any = torch.library.Library("aten", "IMPL", key)
     forms: dict[str, Callable[..., Any]] = {"_fused_rms_norm": _norm, "_fused_rms_norm_backward": _norm_backward}
     try:
         for name, form in forms.items():
-            library.m.impl(name, key, form, False)  # ``impl`` itself wants such an operator taken apart
+            library.m.impl(name, key, form, False)  # ``impl`` itself requires a decomposition
         yield
     finally:
         library._destroy()
 
 
 def _norm(x: Tensor, shape: Any, weight: Tensor | None, epsilon: float | None) -> tuple[Tensor, Tensor]:
-    """(y like x, 1 / root of the mean of squares [.., 1] in fp32)."""
+    """Return (y like x, 1 / root of the mean of squares [.., 1] in fp32)."""
     return torch.empty_like(x), x.new_empty(
         (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)), dtype=torch.float32
     )
@@ -227,5 +229,5 @@ def _norm(x: Tensor, shape: Any, weight: Tensor | None, epsilon: float | None) -
 def _norm_backward(
     grad: Tensor, x: Tensor, shape: Any, scale: Tensor, weight: Tensor | None, mask: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and the weight."""
+    """Return the gradients of x and the weight."""
     return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

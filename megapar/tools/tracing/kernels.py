@@ -1,8 +1,8 @@
-"""How many kernels an operator launches on a GPU: one, but for what stands here.
+"""Number of kernels that an operator launches on a GPU: one, except for the operators listed here.
 
-Read in torch's CUDA sources, not counted: a row stays ``estimated`` until a profiler's count on a GPU stands in it.
-What allocates or only looks at memory in another way launches none. Operators of torch that are not named launch one;
-operators of any other library, and our own, must be named in ``CUSTOM``, or nothing would know what they launch.
+The numbers come from torch's CUDA sources: a row is ``estimated`` until a profiler has counted its kernels on a GPU.
+Operators that allocate or only create a view launch none. Unlisted operators of torch launch one. Operators of other
+libraries and of megapar must be listed in ``CUSTOM``, because their number of kernels is unknown otherwise.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ from types import MappingProxyType
 
 from megapar.errors import MegaparError
 
-# Elements that one launch of torch's kernels over lists of tensors takes: 320 blocks of 65,536.
+# Elements that one launch of torch's multi-tensor kernels processes: 320 blocks of 65,536.
 ELEMENTS_OF_A_LIST_LAUNCH = 320 * 65_536
-# Namespaces of torch itself and of the vendors' wheels: an operator there that is not named is one kernel.
+# Namespaces of torch and of the vendors' wheels: an unlisted operator there is one kernel.
 _COUNTED_AS_ONE = frozenset({"aten", "prims", "c10d", "_c10d_functional", "fsdp", "npu"})
 
 
 class UncountedOperatorError(MegaparError):
-    """An operator of a library, or of megapar itself, says nowhere how many kernels it launches."""
+    """The number of kernels of an operator of a library or of megapar is not declared."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """launches: of one call. reason: why they are not one. estimated: read in the sources and not yet counted by a
-    profiler. elements: the call launches that often again for every so many elements (0: for any number once).
+    """Number of kernels of an operator.
+
+    Attributes:
+        launches: Kernels per call.
+        reason: Explanation why it is not one.
+        estimated: Taken from the sources, not counted by a profiler yet.
+        elements: The launches repeat for every block of this many elements; 0 if they do not repeat.
     """
 
     launches: int
@@ -35,7 +40,7 @@ class Kernels:
     elements: int = 0
 
     def of(self, elements: int) -> int:
-        """Launches of a call on that many elements."""
+        """Return the launches of a call on this many elements."""
         if not self.elements:
             return self.launches
         return self.launches * max(1, -(-elements // self.elements))
@@ -104,8 +109,8 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
     }
 )  # fmt: skip
 
-# "namespace::operator" -> kernels, of operators that are registered with torch.library: torch's Python ones, a
-# library's, our own. One that comes brings its row.
+# "namespace::operator" -> kernels of operators that are registered with torch.library: torch's in Python, those of
+# libraries and megapar's. A new operator needs a row.
 CUSTOM: Mapping[str, Kernels] = MappingProxyType(
     {
         "torch_attn::_varlen_attn": Kernels(1, "FlashAttention of sequences of unequal lengths"),
@@ -115,10 +120,13 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
 
 
 def kernels_of(name: str, elements: int = 0) -> int:
-    """Kernels that one call launches on a GPU.
+    """Return the number of kernels that one call launches on a GPU.
 
-    name: "namespace::operator", or an operator of torch alone. elements: of the longest list of tensors it takes.
-    Raises UncountedOperatorError for an operator that is not torch's and has no row.
+    Args:
+        name: "namespace::operator", or the name of an operator of torch.
+        elements: Elements of the longest list of tensors among the arguments.
+
+    Raises UncountedOperatorError if the operator is not torch's and has no row.
     """
     space, _, operator = name.rpartition("::")
     if space == "prim":
@@ -129,6 +137,6 @@ def kernels_of(name: str, elements: int = 0) -> int:
     if space in {"", *_COUNTED_AS_ONE}:
         return 1
     raise UncountedOperatorError(
-        f"operator {name} is not torch's, and how many kernels it launches is not declared: "
-        "give it a row in CUSTOM of megapar/tools/tracing/kernels.py"
+        f"operator {name} is not torch's, and its number of kernels is not declared: "
+        "add a row to CUSTOM in megapar/tools/tracing/kernels.py"
     )

@@ -1,8 +1,8 @@
-"""The real trainer as any rank of any cluster, in one process without memory: fake process groups, fake tensors.
+"""Trainer of any rank of any cluster in one process, without memory: fake process groups and fake tensors.
 
-The code that runs is the code that trains; only values are missing. Where a step looks at one on the host, the parts
-here answer for a balanced run: every data rank has as many tokens as this one, every expert as many rows as any other,
-and no gradient overflows.
+The code that runs is the code that trains; only the values are missing. If a step reads a value on the host, the
+classes here answer as in a balanced run: every data rank has as many tokens as this one, all experts have the same
+number of rows, and no gradient overflows.
 """
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ def pretend(
     *,
     exact: bool = False,
 ) -> Iterator[Trainer]:
-    """The trainer of ``rank`` of the configuration's world, ready to step; everything in it is fake.
+    """Yield the trainer of ``rank``, ready to step, with fake tensors. Samples are real, from ``--data-path``.
 
-    Samples are real ones, of ``--data-path``. tracker: sees every operator while the trainer is built and steps.
-    device: the CPU if it is not given. observer: of the trainer. exact: run every operator, also those whose result is
-    known from an earlier one; slower, and proof that the shortcuts leave nothing out. No process group may exist
-    before; none does after.
+    No process group may exist before; none exists afterwards.
+
+    Args:
+        config: Configuration of the run.
+        rank: Rank in the configuration's world.
+        tracker: Mode that sees every operator while the trainer is built and steps.
+        device: Device; the CPU by default.
+        observer: Observer of the trainer's steps.
+        exact: Run every operator, including those whose result is cached. Slower; verifies the cache.
     """
     config = replace(config, checkpoint=replace(config.checkpoint, save=None))  # nothing is written
     builder = FakeBuilder(exact=exact)
@@ -70,7 +75,7 @@ def pretend(
     try:
         with ExitStack() as stack:
             stack.enter_context(mode(allow_non_fake_inputs=True))
-            # A method of the caller's device object, of whatever class it is.
+            # A method of the caller's device object, of any class.
             stack.enter_context(replaced(world.device, "values", _zeros))
             if tracker is not None:
                 stack.enter_context(tracker)
@@ -86,7 +91,7 @@ def pretend(
 
 
 class BalancedDenominators(Denominators):
-    """Those of a step in which every data rank has as much as this one."""
+    """Denominators of a step in which every data rank has the same counts as this one."""
 
     def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis, meter: WaitMeter) -> None:
         super().__init__(batches, num_micro_batches, Axis.single(data.name), meter)
@@ -99,10 +104,10 @@ class BalancedDenominators(Denominators):
 
 
 class BalancedDispatcher(TokenDispatcher):
-    """Answers on the host with the counts of a balanced load. They are numpy's: a tensor would be fake."""
+    """Token dispatcher whose host reads counts of a balanced load, as numpy arrays, since a tensor would be fake."""
 
     def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> RowCounts:
-        """Exchange counts as the real one; ``numbers`` are those of a balanced load: [2 (+ emp), ep, L]."""
+        """Exchange counts like the real dispatcher; ``numbers`` are those of a balanced load: [2 (+ emp), ep, L]."""
         row_counts = super().announce(experts_Tk, kept_Tk, aside=aside)
         own = np.array(_even(experts_Tk.numel(), self.num_experts))
         counts = own.reshape(tuple(row_counts.counts.shape))
@@ -111,12 +116,12 @@ class BalancedDispatcher(TokenDispatcher):
         return row_counts._replace(numbers=np.stack(rows))  # type: ignore[arg-type]
 
     def read(self, row_counts: RowCounts) -> Tensor:
-        """The numbers of ``announce``."""
+        """Return the numbers of ``announce``."""
         self.comm.count_host_wait(READ)
         return row_counts.numbers
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
-        """Of counts on the host numbers, of those on the device fake tensors."""
+        """Return numbers for counts on the host, fake tensors for counts on the device."""
         if isinstance(counts, Tensor):
             return super().piece(counts, number, pieces)
         with unset_fake_temporarily():
@@ -124,18 +129,18 @@ class BalancedDispatcher(TokenDispatcher):
 
 
 class BalancedMoeLayer(MoeLayer):
-    """A layer whose experts all get as many rows as any other."""
+    """MoE layer whose experts all receive the same number of rows."""
 
     dispatcher_class = BalancedDispatcher
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
-        """As ``BalancedDispatcher.announce`` counts them."""
+        """Return the sizes that ``BalancedDispatcher.announce`` counts."""
         self.comm.count_host_wait(READ_SIZES)
         return _even(rows, len(counts_E))
 
 
 class OneSampleOverlap(Overlap):
-    """Products into memory that is there; where each sample has a product of its own, one stands for all."""
+    """Overlap that runs only the first of several equal products, where each sample has a separate product."""
 
     def multiply(self, x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """See ``Overlap.multiply``."""
@@ -146,7 +151,7 @@ class OneSampleOverlap(Overlap):
 
 
 class FakeWorld(World):
-    """A world whose meshes are real: tables of ranks, whose values torch looks at."""
+    """World with real device meshes, because torch reads the values of their rank tables."""
 
     def mesh(self, *names: str) -> DeviceMesh:
         """See ``World.mesh``."""
@@ -155,7 +160,7 @@ class FakeWorld(World):
 
 
 class FakeBuilder(Builder):
-    """Builds a trainer of fake tensors whose host sees a balanced run. exact: see ``pretend``."""
+    """Builder of a trainer with fake tensors whose host sees a balanced run. For ``exact`` see ``pretend``."""
 
     moe_layer = BalancedMoeLayer
     denominators = BalancedDenominators
@@ -164,27 +169,27 @@ class FakeBuilder(Builder):
         self._exact = exact
 
     def model(self, *parts: Any, meta: bool, **options: Any) -> Model:
-        """A model on the meta device needs no fake tensors."""
+        """Build the model; outside the fake mode if it is on the meta device, where fake tensors are not needed."""
         with _disable_current_modes() if meta else nullcontext():
             return super().model(*parts, meta=meta, **options)
 
     def overlap(self, config: Config, world: World, sizes: ModelSizes) -> Overlap:
-        """One product in place of equal ones, unless every operator is to run."""
+        """Return an overlap with one product in place of equal ones, unless ``exact``."""
         made = super().overlap(config, world, sizes)
         if self._exact:
             return made
         return OneSampleOverlap(**{field.name: getattr(made, field.name) for field in fields(made)})
 
     def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
-        """Nothing: drawing values that do not exist would take most of the time."""
+        """Do nothing: initializing values that do not exist would take most of the time."""
 
     def fully_shard(self, *modules: Any, **options: Any) -> Any:
-        """FSDP2 makes a tensor for every rank and parameter; of a model on the meta device they need not be fake."""
+        """Shard outside the fake mode: FSDP2's tensors per rank and parameter need not be fake on the meta device."""
         with _disable_current_modes():
             return super().fully_shard(*modules, **options)
 
     def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
-        """Samples are real, because the host reads them: they become fake on their way to the device."""
+        """Return a collate function of real samples, because the host reads them. They become fake on the device."""
         own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
         collate = pinned(own, world.device.pin)
 
@@ -196,11 +201,11 @@ class FakeBuilder(Builder):
 
 
 def _zeros(x: Tensor) -> list[float]:
-    """Values of a vector that has none: no gradient overflows, and no rank votes."""
+    """Return zeros as the values of a fake vector: no gradient overflows, and no rank votes."""
     return [0.0] * len(x)
 
 
 def _even(rows: int, experts: int) -> tuple[int, ...]:
-    """Rows of each expert under a balanced load."""
+    """Return the rows of each expert under a balanced load."""
     share, rest = divmod(rows, experts)
     return tuple(share + (expert < rest) for expert in range(experts))

@@ -1,4 +1,4 @@
-"""Attributes of other modules, replaced for a while: for what torch offers no way to choose."""
+"""Temporary replacement of attributes of other modules, where torch offers no option."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, ``owner.name`` is ``value``, for all threads. Raises AttributeError where the owner has no such name."""
-    own = name in vars(owner)  # otherwise of its class, which then keeps it
+    """Set ``owner.name`` to ``value`` in the context, for all threads. Raises AttributeError if it does not exist."""
+    own = name in vars(owner)  # otherwise an attribute of its class, which keeps it
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

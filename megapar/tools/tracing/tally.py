@@ -1,7 +1,7 @@
-"""What a stretch of a step asks of a GPU, operator by operator: kernels, products, bytes, and what the host waits for.
+"""Counter of GPU work per operator: kernels, matrix products, bytes and host waits.
 
-Everything is counted under a label, the name of the innermost function of megapar that called the operator ("backward"
-where none did, in what torch differentiates by itself), so that a figure that grew says where.
+Every count has a label, the name of the innermost megapar function that called the operator ("backward" in code that
+torch differentiates by itself), so that a growing number can be located.
 """
 
 from __future__ import annotations
@@ -25,24 +25,29 @@ from torch.utils._pytree import tree_leaves
 from megapar.tools.tracing.kernels import kernels_of
 from megapar.training.step.observer import StepObserver
 
-# Of a copy from pageable memory, CUDA takes this much aside and returns; the host waits for a longer one.
+# CUDA stages copies from pageable memory up to this size and returns; the host waits for larger ones.
 STAGED_BYTES = 64 * 1024
-# NCCL moves whole words where a message of a peer begins at such a place, single bytes elsewhere.
+# NCCL copies whole words if the part for a peer is aligned to this, single bytes otherwise.
 ALIGNMENT_BYTES = 16
-# Messages below this, for one peer, are short whatever their place.
+# Messages per peer below this size are short, aligned or not.
 LARGE_BYTES = 64 * 1024
 
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"})
 _COPIES = frozenset({"_to_copy", "copy_", "_pin_memory"})
-# Their result's size, or their number, is a value of the device.
-_LOOKS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"})
+# Operators that read a value or the size of their result from the device.
+_READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"})
 _BY_PIECES = frozenset({"_allgather_base_", "_reduce_scatter_base_"})
 _MESSAGES = frozenset({"c10d", "_c10d_functional"})
 
 
 class MatrixProduct(NamedTuple):
-    """rows: of all batches together; of a weight's gradient those that are summed over. columns, inner: the others.
-    work: multiplications."""
+    """Shape of a matrix product.
+
+    Attributes:
+        rows: Rows, summed over all batches; for a weight gradient, the dimension that is summed over.
+        columns: Columns of the result.
+        inner: The remaining dimension.
+    """
 
     rows: int
     columns: int
@@ -50,16 +55,21 @@ class MatrixProduct(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Multiplications."""
+        """Number of multiplications."""
         return self.rows * self.columns * self.inner
 
 
 @dataclass
 class Sums:
-    """kernels: (operator, label) -> launches. products: (product, label) -> how often. bytes: (operator, label) ->
-    bytes of what goes in and comes out, of what is neither product, attention nor message. waits: label -> how often
-    the host waited for the device. copies: (way, label) -> copies between host and device. crooked: message -> how
-    often a large one had a part that begins at no multiple of 16 bytes.
+    """Counts of a tally.
+
+    Attributes:
+        kernels: (operator, label) -> launches.
+        products: (product, label) -> calls.
+        bytes: (operator, label) -> bytes read and written by operators other than products, attention and messages.
+        waits: label -> number of times the host waited for the device.
+        copies: (direction, label) -> copies between host and device.
+        crooked: message -> number of large messages with a part that is not aligned to 16 bytes.
     """
 
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -70,47 +80,48 @@ class Sums:
     crooked: Counter[str] = field(default_factory=Counter)
 
     def without(self, other: Sums) -> Sums:
-        """What is here and not there; in what is counted nothing is below zero."""
+        """Return the difference of the counts; counters drop what is not positive."""
         return Sums(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
 
     @property
     def launches(self) -> int:
-        """Kernels of all operators."""
+        """Number of kernels of all operators."""
         return self.kernels.total()
 
     @property
     def smallest_product(self) -> MatrixProduct | None:
-        """The one with the fewest rows, all its batches together."""
+        """Product with the fewest rows, summed over its batches; None if there are none."""
         return min((product for product, _ in self.products), default=None)
 
     @property
     def bytes_outside_products(self) -> int:
-        """Of all operators."""
+        """Bytes of all operators."""
         return self.bytes.total()
 
 
 class Tally(TorchDispatchMode):
-    """Counts what touches tensors of a device; ``sums`` may be taken and set anew at any moment.
+    """Mode that counts the operators on tensors of a device. ``sums`` may be replaced at any time.
 
-    device: the type of device that counts. Where it is "cpu" copies between host and device cannot be told apart.
-    pinned: host memory that counts as page-locked from the start, by the address of its storage.
+    Args:
+        device: Device type to count. With "cpu", copies between host and device are not visible.
+        pinned: Host storages that are page-locked from the start, by address.
     """
 
     def __init__(self, device: str, pinned: dict[int, StorageWeakRef] | None = None) -> None:
         super().__init__()
         self.sums = Sums()
         self._device = device
-        # Which fake tensors do not say themselves. A weak reference keeps the address from being given again.
+        # Fake tensors do not record it themselves. The weak reference prevents that the address is reused.
         self._pinned: dict[int, StorageWeakRef] = {} if pinned is None else pinned
 
     def wait(self, label: str | None = None) -> None:
-        """The host waits, in a way that no operator shows."""
+        """Count a wait of the host that no operator shows."""
         self.sums.waits[label or caller()] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run it and count it."""
+        """Run the operator and count it."""
         result = func(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -143,12 +154,12 @@ class Tally(TorchDispatchMode):
             self.sums.bytes[operator, label] += _moved(given, made)
 
     def _host(self, operator: str, given: list[Tensor], made: list[Tensor], at_once: bool) -> None:
-        """Copies between host and device, and what the host waits for in them."""
-        if operator in _LOOKS:
+        """Count copies between host and device and the waits that they cause."""
+        if operator in _READS:
             self.wait()
             return
         to_host = operator in _COPIES and any(map(self._counts, given)) and made and made[0].device.type == "cpu"
-        # A number in a kernel's arguments is no copy; one that is written into a tensor is.
+        # A number in the arguments of a kernel is not a copy; a number that is written into a tensor is.
         host = [x for x in given if x.device.type == "cpu" and (x.dim() or operator in _COPIES)]
         if to_host:
             self._copied("to host", made[0], at_once)
@@ -171,7 +182,7 @@ class Tally(TorchDispatchMode):
             return x.is_pinned()
 
     def _message(self, operator: str, args: Any) -> None:
-        """Where the parts of a message begin. What is cut by the tokens that come may begin at any row."""
+        """Count large messages with unaligned parts. Parts that depend on routed tokens may begin at any row."""
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
         size = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
@@ -189,18 +200,18 @@ class Tally(TorchDispatchMode):
 
 
 class WaitTally(StepObserver):
-    """Counts in a tally what the host waits for where no operator shows it, under the function that waits."""
+    """Observer that adds host waits that no operator shows to a tally, under the function that waits."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
 
     def host_waited(self, where: str) -> None:
-        """One wait."""
+        """Count one wait."""
         self._tally.wait(where)
 
 
 def product_of(left: Tensor, right: Tensor) -> MatrixProduct:
-    """[.., M, K] times [.., K, N]; a group's rows are rows of ``left``, or of both where they are summed over."""
+    """Return the product [.., M, K] x [.., K, N]; groups are rows of ``left``, or of both if rows are summed over."""
     batches = left.shape[0] if left.dim() == 3 else 1
     rows, inner, columns = batches * left.shape[-2], left.shape[-1], right.shape[-1]
     transposed = left.stride(-1) != 1 and left.stride(-2) == 1
@@ -210,7 +221,7 @@ def product_of(left: Tensor, right: Tensor) -> MatrixProduct:
 
 
 def caller() -> str:
-    """The innermost function of megapar on the stack; "backward" where there is none since torch's engine began."""
+    """Return the innermost megapar function on the stack; "backward" if torch's autograd engine is nearer."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         path = frame.f_code.co_filename
@@ -221,7 +232,7 @@ def caller() -> str:
 
 
 def _moved(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Bytes of every tensor that goes in or comes out, each once; of one that is spread out, what it is spread from."""
+    """Return the bytes of all input and output tensors, each once; for an expanded tensor, the bytes of its storage."""
     seen: dict[tuple[Any, ...], int] = {}
     for x in (*given, *made):
         storage = x.untyped_storage()
@@ -231,11 +242,11 @@ def _moved(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def _at_once(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy was asked not to hold up the host."""
+    """Return True if a copy is non-blocking."""
     return bool(kwargs.get("non_blocking") or (operator == "copy_" and len(args) > 2 and args[2]))
 
 
 def _longest_list(args: Sequence[Any]) -> int:
-    """Elements of the longest list of tensors among the arguments."""
+    """Return the number of elements of the longest list of tensors among the arguments."""
     lists = (x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor))
     return max((sum(x.numel() for x in tensors) for tensors in lists), default=0)

@@ -1,7 +1,7 @@
-"""``megapar plan --trace``: a step of the real trainer as one rank, on fake tensors, with its bytes counted.
+"""Trace for ``megapar plan --trace``: a step of the real trainer as one rank, on fake tensors, with its bytes counted.
 
-The formulas of ``megapar/planning`` and this must agree: they know nothing of each other. What is traced is the code
-that runs on a CPU, whose kernels keep other things than an accelerator's (``core/device/ops.py``).
+The trace is independent of the formulas in ``megapar/planning``, and both must agree. It runs the CPU code, whose
+kernels save other tensors than an accelerator's (``core/device/ops.py``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from megapar.trainer import Trainer
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What one rank held and sent in a step that finds the buffers which are used again.
+    """Memory and messages of one rank in a step that reuses the buffers of an earlier step.
 
-    config: what was traced, that of the run with mock data and no files.
-    parameters, optimizer: bytes of tensors (masters and moments). resting: live bytes between two steps. peak: the
-    most live bytes in the step. sent_bytes: "axis/kind" -> bytes. stage: the rank's coordinate on pp.
+    Attributes:
+        config: The traced configuration: that of the run, with mock data and without files.
+        rank: The traced rank.
+        stage: Pipeline stage of the rank.
+        parameters: Bytes of parameters and buffers.
+        optimizer: Bytes of master weights and optimizer moments.
+        resting: Live bytes between two steps.
+        peak: Maximum of live bytes in the step.
+        sent_bytes: "axis/kind" -> bytes.
+        seconds: Duration of the trace.
     """
 
     config: Config
@@ -41,11 +48,11 @@ class TracedStep:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the trace as a dictionary, for --json."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "config"}
 
     def describe(self, formula_peak: int, formula_sent: dict[str, float]) -> str:
-        """For people, beside the formulas of the same kernels."""
+        """Return a table of the trace next to the formulas for the same kernels."""
         lines = [
             f"trace of rank {self.rank} (stage {self.stage}), a CPU's kernels, {self.seconds:.1f} s",
             f"  parameters {_gib(self.parameters)}, optimizer {_gib(self.optimizer)}, "
@@ -60,10 +67,10 @@ class TracedStep:
 
 
 def trace(config: Config, rank: int) -> TracedStep:
-    """A run's second step as ``rank`` of the configuration's world, on mock data.
+    """Trace the second step of a run as ``rank`` of the configuration's world, on mock data.
 
-    Where it leaves anything behind, storage by storage, it is run again and only then reported: the first time buffers
-    were made that later steps find. Raises ConfigError for what only values can decide.
+    If the step leaves new storages behind, trace another step instead, because later steps reuse these buffers. Raises
+    ConfigError if the configuration depends on values.
     """
     config = traceable(config, rank)
     start = time.perf_counter()
@@ -73,9 +80,9 @@ def trace(config: Config, rank: int) -> TracedStep:
         trainer.progress.consumed_samples = config.training.global_batch_size
         found = measure(trainer, tracker, rank, start, first=True)
         trainer.job.sharding.wait()
-        gc.collect()  # what a cycle keeps for a while is no buffer
+        gc.collect()  # storages in reference cycles are not buffers
         after = tracker.bytes
-        trainer.job.sharding.begin_step()  # which forgets the gradients
+        trainer.job.sharding.begin_step()  # drops the gradients
         if tracker.sizes() != before:
             trainer.progress.consumed_samples = config.training.global_batch_size
             found = measure(trainer, tracker, rank, start)
@@ -83,8 +90,16 @@ def trace(config: Config, rank: int) -> TracedStep:
 
 
 def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *, first: bool = False) -> TracedStep:
-    """One more step of a trainer that was built under the tracker, and has stepped unless this is the first."""
-    if not first:  # the first step waits for its parameters unit by unit, which decides what buffers there will be
+    """Measure one step of a trainer that was built under the tracker.
+
+    Args:
+        trainer: The trainer.
+        tracker: Tracker of live bytes.
+        rank: Rank of the trainer.
+        start: Start of the trace, from ``time.perf_counter``.
+        first: This is the trainer's first step.
+    """
+    if not first:  # the first step waits for its parameters unit by unit, which determines the buffers
         trainer.job.sharding.wait()
     resting = tracker.bytes
     tracker.reset_peak()
@@ -110,12 +125,12 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
 
 
 def traceable(config: Config, rank: int) -> Config:
-    """The configuration with mock data and without files. Raises ConfigError for what fake tensors cannot run."""
+    """Return the configuration with mock data and without files. Raises ConfigError if fake tensors cannot run it."""
     complaints = []
     if not 0 <= rank < config.grid.world_size:
-        complaints.append(Complaint("trace", f"--trace-rank {rank} is none of the {config.grid.world_size} ranks."))
+        complaints.append(Complaint("trace", f"--trace-rank {rank} is not one of the {config.grid.world_size} ranks."))
     for refused, what in (
-        (bool(config.notes), "what this version does not have"),
+        (bool(config.notes), "features that this version does not have"),
         (config.ampipe.ampipe_degree == 0, "--ampipe-degree auto, which measures"),
         (config.recompute.adaptive_recompute_device_size > 0, "adaptive recompute, which measures"),
         (config.training.dtype == "fp64" and config.model.routed_experts > 0, "experts in fp64, which run one by one"),
@@ -138,7 +153,7 @@ def traceable(config: Config, rank: int) -> Config:
         ),
         runtime=replace(config.runtime, device="cpu"),
         training=replace(
-            # What grows over the first steps has grown.
+            # Settings that ramp up over the first steps have their final values.
             config.training,
             dtype=dtype,
             compile=False,
